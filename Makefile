@@ -1,0 +1,64 @@
+# `make demo` and `make test` work on a fresh machine with python3 and make.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+JOBS   ?= 2
+
+# Examples of one document share their names, so that a file stays on one worker: loadfile.
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all lint format types imports docs bench build clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## create .venv with the package, the benchmark and the tools
+
+# Reinstalls when the requirements or the pinned versions change.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || \
+		{ echo "steppe needs Python 3.11 to 3.14, and $(PYTHON) is $$($(PYTHON) -V 2>&1): try make PYTHON=python3.13" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "$(PYTHON) cannot create a virtual environment: apt-get install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[bench,dev]'
+	@touch $@
+
+demo: $(STAMP) ## run the demo (minutes on a laptop CPU)
+	$(BIN)/steppe demo
+
+test: $(STAMP) ## run the tests, except those marked slow or gpu
+	$(PYTEST)
+
+test-all: $(STAMP) ## run every test; those marked gpu skip without CUDA
+	$(PYTEST) -m ""
+
+lint: $(STAMP) ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## mend style and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP) ## check types
+	$(BIN)/mypy
+
+imports: $(STAMP) ## check that imports only go down the layers
+	$(BIN)/lint-imports
+
+docs: $(STAMP) ## build the documentation into site/
+	@# not --quiet, which also hides the warnings that --strict counts
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+bench: $(STAMP) ## measure the optimizers
+	$(BIN)/steppe bench optim
+
+build: $(STAMP) ## build the wheel and the source distribution into dist/
+	$(BIN)/python -m build
+
+clean: ## remove what the other targets made, except .venv
+	rm -rf build dist site .coverage htmlcov .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find src tests docs -name __pycache__ -type d -exec rm -rf {} +
