@@ -1,0 +1,246 @@
+"""AdaHessian (Yao et al., AAAI 2021, arXiv:2006.00719)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from .graph import building_graph
+
+
+def rademacher(like: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of independent signs, from torch's global generator of each device.
+
+    >>> _ = torch.manual_seed(0)
+    >>> rademacher([torch.empty(4)])
+    [tensor([-1.,  1.,  1., -1.])]
+    """
+    probe = [torch.randint_like(tensor, 0, 2) for tensor in like]
+    torch._foreach_mul_(probe, 2)
+    torch._foreach_sub_(probe, 1)
+    return probe
+
+
+def hessian_diagonal(
+    gradients: Sequence[Tensor], params: Sequence[Tensor], probe: Sequence[Tensor]
+) -> list[Tensor]:
+    r"""Return Hutchinson's estimate $D = z \odot (H z)$ of the Hessian's diagonal.
+
+    Its mean over Rademacher probes is the diagonal. One call of `torch.autograd.grad` serves all
+    parameters, and frees the graph.
+
+    Args:
+        gradients: of the loss with respect to `params`, with their graph. One without a graph is
+            a constant, and its rows of $H$ are zero.
+        params: the parameters.
+        probe: the signs $z$, one tensor for each parameter.
+
+    >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> (g,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    >>> hessian_diagonal([g], [x], [torch.tensor([1.0, -1.0])])
+    [tensor([ 6., 12.])]
+    """
+    curved = [(g, z) for g, z in zip(gradients, probe, strict=True) if g.requires_grad]
+    products = torch.autograd.grad(
+        [g for g, _ in curved],
+        params,
+        grad_outputs=[z for _, z in curved],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return list(torch._foreach_mul(products, list(probe)))
+
+
+def spatial_average(diagonal: Tensor) -> Tensor:
+    r"""Return $D^{(s)}$: the mean over a convolution kernel's extent, in each of its places.
+
+    Kernels are the tensors of three dimensions and more, as in the authors' code, and their extent
+    is what follows the two channel dimensions; all others are returned as they are. The mean is
+    that of the signed values, as in the paper; the authors' code averages absolute values, which
+    is no longer an estimate of the mean curvature of the kernel.
+
+    >>> spatial_average(torch.tensor([[[1.0, 3.0], [2.0, 6.0]]]))
+    tensor([[[2., 2.],
+             [4., 4.]]])
+    """
+    if diagonal.dim() < 3:
+        return diagonal
+    extent = tuple(range(2, diagonal.dim()))
+    return diagonal.mean(dim=extent, keepdim=True).expand_as(diagonal)
+
+
+class AdaHessian(Optimizer):
+    r"""Adam with the curvature in place of the squared gradient.
+
+    $$
+    \begin{aligned}
+    D_t &= z \odot (H_t z), \quad z \in \{-1, 1\}^n \text{ drawn anew,} \quad
+        D_t^{(s)} \text{ its spatial average} \\
+    m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+    v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, D_t^{(s)} \odot D_t^{(s)} \\
+    \theta_t &= \theta_{t-1} - \eta \left(
+        \frac{m_t / (1 - \beta_1^t)}{(v_t / (1 - \beta_2^t))^{k/2} + \varepsilon}
+        + \lambda \theta_{t-1} \right)
+    \end{aligned}
+    $$
+
+    The gradient must carry its graph: call ``loss.backward(create_graph=True)`` in the closure
+    (`needs_graph` tells training loops to). The step clears gradients before the closure, and cuts
+    them from their graph at the end, so that nothing keeps it alive; the loss comes back detached
+    for the same reason. Compiled models cannot be differentiated twice, and under
+    DistributedDataParallel the graph is that of the local gradient: train in one process, eagerly.
+
+    This is not pytorch_optimizer's AdaHessian (4.1.0), which has no spatial averaging, leaves the
+    graph attached to ``.grad`` and answers a plain ``backward()`` with autograd's error.
+
+    Args:
+        params: parameters, named parameters or parameter groups.
+        lr: the step size $\eta$. The step is Newton-like, so it is far larger than Adam's.
+        betas: $\beta_1$ and $\beta_2$.
+        eps: $\varepsilon$; absent from the paper, 1e-4 in the authors' code. It bounds the step of
+            parameters without curvature.
+        weight_decay: $\lambda$, decoupled from the curvature.
+        hessian_power: the exponent $k$ in (0, 1].
+        average_kernels: whether $D$ is averaged over the extent of convolution kernels.
+
+    >>> w = torch.nn.Parameter(torch.tensor([3.0]))
+    >>> optimizer = AdaHessian([w], lr=0.5)
+    >>> def closure():
+    ...     loss = (w**4).sum()
+    ...     loss.backward(create_graph=True)
+    ...     return loss
+    >>> for _ in range(100):
+    ...     loss = optimizer.step(closure)
+    >>> bool(loss < 0.01)
+    True
+    """
+
+    needs_graph = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 0.15,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-4,
+        weight_decay: float = 0.0,
+        hessian_power: float = 1.0,
+        average_kernels: bool = True,
+    ) -> None:
+        for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
+            if not value >= 0:
+                raise ValueError(f"AdaHessian: {name} must not be negative, got {value}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"AdaHessian: betas must lie in [0, 1), got {betas}")
+        if not 0 < hessian_power <= 1:
+            raise ValueError(f"AdaHessian: hessian_power must lie in (0, 1], got {hessian_power}")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "hessian_power": hessian_power,
+            "average_kernels": average_kernels,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters.
+
+        Args:
+            closure: evaluates the model, calls ``backward(create_graph=True)`` and returns the
+                loss. Without one, the gradients that are there must have come from such a call.
+
+        Raises:
+            RuntimeError: if no gradient carries a graph.
+        """
+        loss = None
+        if closure is not None:
+            self.zero_grad(set_to_none=True)
+            with torch.enable_grad(), building_graph():
+                loss = closure()
+            if isinstance(loss, Tensor):
+                loss = loss.detach()
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        if params:
+            diagonals = dict(zip(params, self._diagonal(params), strict=True))
+            for group in self.param_groups:
+                self._update(group, [p for p in group["params"] if p in diagonals], diagonals)
+        return loss
+
+    def _diagonal(self, params: list[Tensor]) -> list[Tensor]:
+        gradients: list[Tensor] = [p.grad for p in params if p.grad is not None]
+        if any(g.is_sparse or g.is_complex() for g in gradients):
+            raise RuntimeError("AdaHessian supports neither sparse gradients nor complex weights")
+        if not any(g.requires_grad for g in gradients):
+            raise RuntimeError(
+                "AdaHessian differentiates the gradient, but no gradient carries a graph: "
+                "call loss.backward(create_graph=True) instead of loss.backward()"
+            )
+        try:
+            return hessian_diagonal(gradients, params, rademacher(params))
+        finally:
+            # A gradient's graph refers to the parameter and the parameter to its gradient.
+            for p, gradient in zip(params, gradients, strict=True):
+                p.grad = gradient.detach()
+
+    def _update(
+        self, group: dict[str, Any], params: list[Tensor], diagonals: dict[Tensor, Tensor]
+    ) -> None:
+        if not params:
+            return
+        for p in params:
+            state = self.state[p]
+            if not state:
+                state["step"] = 0
+                state["exp_avg"] = torch.zeros_like(p)
+                state["exp_hessian_sq"] = torch.zeros_like(p)
+            state["step"] += 1
+        chosen = [diagonals[p] for p in params]
+        adahessian(
+            params,
+            [p.grad for p in params if p.grad is not None],
+            [spatial_average(d) for d in chosen] if group["average_kernels"] else chosen,
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_hessian_sq"] for p in params],
+            [self.state[p]["step"] for p in params],
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            hessian_power=group["hessian_power"],
+        )
+
+
+def adahessian(
+    params: list[Tensor],
+    grads: list[Tensor],
+    diagonals: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_hessian_sqs: list[Tensor],
+    steps: Sequence[int],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    hessian_power: float,
+) -> None:
+    """Take one step: updates the parameters and both moments in place."""
+    beta1, beta2 = betas
+    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    torch._foreach_mul_(exp_hessian_sqs, beta2)
+    torch._foreach_addcmul_(exp_hessian_sqs, diagonals, diagonals, value=1 - beta2)
+    denominators = torch._foreach_div(exp_hessian_sqs, [1 - beta2**t for t in steps])
+    torch._foreach_pow_(denominators, hessian_power / 2)
+    torch._foreach_add_(denominators, eps)
+    if weight_decay != 0:
+        torch._foreach_mul_(params, 1 - lr * weight_decay)
+    torch._foreach_addcdiv_(params, exp_avgs, denominators, [-lr / (1 - beta1**t) for t in steps])

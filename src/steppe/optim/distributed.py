@@ -1,0 +1,93 @@
+"""Data-parallel and sharded training: what the engine must know about other processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET_BYTES = 32 * 2**20
+"""Largest temporary of `average`: gradients are reduced in flat buckets of about this size."""
+
+
+class Synchronizing(Protocol):
+    """What `DistributedDataParallel` offers beyond a module."""
+
+    process_group: dist.ProcessGroup
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside reduce nothing."""
+        ...
+
+
+def processes() -> int:
+    """How many processes take part; 1 outside distributed training."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def synchronizing(model: nn.Module | None) -> Synchronizing | None:
+    """The model as one that all-reduces gradients by itself, or None."""
+    return cast(Synchronizing, model) if hasattr(model, "no_sync") else None
+
+
+def no_sync(model: nn.Module | None) -> AbstractContextManager[None]:
+    """Forward and backward passes inside reduce nothing (the forward must be inside too)."""
+    parallel = synchronizing(model)
+    return parallel.no_sync() if parallel is not None else nullcontext()
+
+
+def average(xs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Replaces every tensor by its mean over the group, in few large all-reduces."""
+    size = dist.get_world_size(group)
+    bucket: list[Tensor] = []
+    filled = 0
+    for i, x in enumerate(xs):
+        bucket.append(x)
+        filled += x.nbytes
+        last = i + 1 == len(xs)
+        if last or filled >= BUCKET_BYTES or xs[i + 1].dtype != x.dtype:
+            flat = torch.cat([b.flatten() for b in bucket])
+            dist.all_reduce(flat, group=group)
+            flat.div_(size)
+            parts = torch.split(flat, [b.numel() for b in bucket])
+            views = [p.view(b.shape) for p, b in zip(parts, bucket, strict=True)]
+            torch._foreach_copy_(bucket, views)
+            bucket, filled = [], 0
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Whether `x` is a DTensor, as FSDP2 (`fully_shard`) makes of parameters."""
+    module = sys.modules.get("torch.distributed.tensor")  # not loaded: there can be none
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def local(x: Tensor) -> Tensor:
+    """This process's part of `x`, sharing its memory; `x` itself when it is not sharded."""
+    return cast(Any, x)._local_tensor if is_sharded(x) else x
+
+
+def shard_groups(params: Sequence[Tensor]) -> list[dist.ProcessGroup]:
+    """The process groups over which squared norms of local shards add up.
+
+    One group per mesh dimension that some parameter is sharded over; replicated dimensions hold
+    equal copies and add nothing. Empty when nothing is sharded.
+    """
+    layouts = {(p.device_mesh, p.placements) for p in cast(Any, params) if is_sharded(p)}
+    if not layouts:
+        return []
+    if len(layouts) > 1 or not all(is_sharded(p) for p in params):
+        # FSDP2 may choose different dimensions to shard; only the mesh axes matter here.
+        axes = {(mesh, tuple(pl.is_shard() for pl in pls)) for mesh, pls in layouts}
+        if len(axes) > 1 or not all(is_sharded(p) for p in params):
+            raise ValueError(
+                "Parameters are sharded over different device meshes, or only some of them are "
+                "sharded: a global gradient norm cannot be formed. Apply fully_shard to the whole "
+                "model with one mesh."
+            )
+    mesh, placements = next(iter(layouts))
+    return [mesh.get_group(i) for i, p in enumerate(placements) if p.is_shard()]

@@ -1,0 +1,367 @@
+"""The engine under every flatness-aware optimizer: passes, phases, state; no method's formula.
+
+A method subclasses `FlatnessOptimizer` and supplies two things: how its hyper-parameters become
+coefficients (`coefficients`), and which points to visit (`visits`). Everything that makes a
+several-pass step safe lives here and in the small modules beside it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
+
+from . import distributed
+from .excursion import Excursion, Phase, check_one_device
+from .walk import Held, Visit
+
+Hyper = float | Callable[[int], float]
+"""A hyper-parameter: a number, or a schedule from the step (counted from 1) to a number."""
+
+USAGE = """\
+{method}.step() needs a closure, because it evaluates the loss {passes}:
+
+    def closure():
+        loss = loss_fn(model(x), y)
+        loss.backward({graph})
+        return loss
+
+    opt.step(closure)
+
+In a loop that owns backward, step() without a closure follows the phases:
+
+    for phase in opt.phases():
+        with phase:
+            loss_fn(model(x), y).backward({graph})
+    opt.step()"""
+
+
+class FlatnessOptimizer(Optimizer):
+    """Wraps an optimizer instance and feeds it a direction gathered from several gradients.
+
+    `param_groups`, `state` and `defaults` are those of the base, always: schedulers, edits of `lr`
+    and logging see one object. Step hooks registered here fire with the base's own, once per step,
+    when the direction is in `.grad`.
+
+    Args:
+        base: any `torch.optim.Optimizer` whose `step` needs no closure.
+        hyper: the method's hyper-parameters by name. Each may be overridden per parameter group
+            under the same name, or as ``<method>_<name>`` where the base uses the name itself
+            (RMSprop's ``alpha``).
+        model: the module being trained. Later passes then leave its buffers (batch-norm statistics)
+            as the first pass did, and ``perturbation="local"`` can use DDP's `no_sync`.
+        ratio: the share of steps, in (0, 1], that pay for flatness; the others are base steps.
+        perturbation: under DDP, ``"global"`` perturbs along the all-reduced gradient, ``"local"``
+            lets each process perturb along its own (m-sharpness) and reduces the direction once.
+        max_norm: clips the norm of the direction before the base step.
+        xi: the small constant added to every norm.
+        compile: run each stage of arithmetic through `torch.compile`, which fuses it.
+    """
+
+    needs_graph: ClassVar[bool] = False
+    """Whether the closure must call ``backward(create_graph=True)``."""
+
+    def __init__(
+        self,
+        base: Optimizer,
+        hyper: Mapping[str, Hyper],
+        *,
+        model: nn.Module | None = None,
+        ratio: float = 1.0,
+        perturbation: str = "global",
+        max_norm: float | None = None,
+        xi: float = 1e-12,
+        compile: bool = False,
+    ) -> None:
+        # Optimizer.__init__ is left out on purpose: it would make a second set of param_groups
+        # and hooks, and fire the global step hooks twice per step.
+        _check_base(base, type(self).__name__)
+        if not 0.0 < ratio <= 1.0:
+            raise ValueError(f"ratio must be in (0, 1], got {ratio}")
+        if perturbation not in ("global", "local"):
+            raise ValueError(f"perturbation must be 'global' or 'local', got {perturbation!r}")
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm must be positive, got {max_norm}")
+        if not xi >= 0:
+            raise ValueError(f"xi must not be negative, got {xi}")
+        self.base = base
+        self.model = model
+        self.ratio = ratio
+        self.perturbation = perturbation
+        self.max_norm = max_norm
+        self.xi = xi
+        self.compile = compile
+        self.steps = 0
+        """Steps taken so far; a step that a GradScaler skips does not count."""
+        self._memory: dict[Tensor, dict[str, Tensor]] = {}
+        self._start_clean()
+        self._share(hyper)
+        self._check_parameters()
+        if perturbation == "local":
+            self._check_local()
+
+    # -- what a method supplies --------------------------------------------------------------
+
+    def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
+        """The numbers its stages use, from one group's hyper-parameters."""
+        return hyper
+
+    def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
+        """The points this step visits, given every group's coefficients."""
+        raise NotImplementedError(f"{type(self).__name__} defines no recipe")
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def step(
+        self,
+        closure: Callable[..., Any] | None = None,
+        scaler: GradScaler | None = None,
+    ) -> Any:
+        """Takes one step and returns the loss at the unperturbed weights.
+
+        Args:
+            closure: computes the loss, calls backward on it (scaled, if `scaler` is given) and
+                returns it. Gradients are cleared before each call. May be left out only after
+                the phases of `phases`.
+            scaler: the `torch.amp.GradScaler` whose `scale` the closure applies. The direction is
+                unscaled once; if it is not finite, the weights stay as they are and the scaler
+                backs off at its next `update`. Call ``scaler.update()`` after the step as usual;
+                if you do not, the next step does.
+        """
+        if closure is None:
+            return self._base_step()
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        if scaler is not None:
+            _update_if_due(scaler, self)
+        loss = None
+        for phase in self.phases(scaler):
+            with phase, torch.enable_grad():
+                result = closure() if phase.loss == "main" else closure(phase.loss)
+            if phase.index == 0:  # a copy: a replayed CUDA graph writes each loss to one place
+                loss = result.detach().clone() if isinstance(result, Tensor) else result
+        if scaler is None:
+            self._base_step()
+        else:
+            scaler.step(self)  # unscales, checks, and calls step() if the direction is finite
+            self._ready = False
+        return loss
+
+    def phases(self, scaler: GradScaler | None = None) -> Iterator[Phase]:
+        """The passes of one step, for loops that own `backward`.
+
+        Run forward and backward once inside each phase. Leaving the last one restores the weights
+        and puts the direction in `.grad`; then `scaler.unscale_`, clipping and `step()` (or
+        ``scaler.step(opt)``) are those of ordinary PyTorch. An exception, or leaving the loop
+        early, restores the weights.
+
+        Args:
+            scaler: if given, `xi` is scaled like the gradients; the rest is yours.
+        """
+        self._ready = False
+        excursion = Excursion(self, scaler)
+        try:
+            for index, visit in enumerate(excursion.visits):
+                phase = Phase(excursion, index, visit)
+                yield phase
+                if not phase.done:
+                    raise RuntimeError(
+                        f"Phase {index} of {phase.total} was skipped: run forward and backward "
+                        "inside 'with phase:'."
+                    )
+            self._ready = True
+        finally:
+            excursion.close()
+
+    @torch.no_grad()
+    def _base_step(self) -> None:
+        if not self._ready:
+            passes = "more than once" if not self.needs_graph else "and its Hessian"
+            graph = "create_graph=True" if self.needs_graph else ""
+            raise RuntimeError(USAGE.format(method=type(self).__name__, passes=passes, graph=graph))
+        if self.max_norm is not None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(params, self.max_norm)
+        self.base.step()
+        self._ready = False
+        self.steps += 1
+
+    # -- hyper-parameters --------------------------------------------------------------------
+
+    def _share(self, hyper: Mapping[str, Hyper]) -> None:
+        """Writes the hyper-parameters into the base's groups, where overrides may already be."""
+        self._hyper = dict(hyper)
+        method = type(self).__name__.lower()
+        self._keys = {n: f"{method}_{n}" if n in self.base.defaults else n for n in hyper}
+        # A base that was wrapped before still carries the earlier wrapper's values.
+        stale = getattr(self.base, "_steppe_shared", {})
+        shared = {key: hyper[name] for name, key in self._keys.items()}
+        for group in self.param_groups:
+            for key, value in shared.items():
+                if key not in group or group[key] == stale.get(key):
+                    group[key] = value
+        self.base._steppe_shared = shared  # type: ignore[attr-defined]
+        for group in self.param_groups:
+            self._values(group, 1)
+
+    def _values(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        """One group's hyper-parameters at a step, schedules evaluated and checked."""
+        values = {}
+        for name, key in self._keys.items():
+            value = group.get(key, self._hyper[name])
+            value = value(step) if callable(value) else value
+            if not isinstance(value, Real) or not math.isfinite(value):
+                raise ValueError(f"{key} must be a finite number, got {value!r} at step {step}")
+            values[name] = float(value)
+        self.validate(values)
+        return values
+
+    def validate(self, hyper: Mapping[str, float]) -> None:
+        """Raises ValueError for hyper-parameters that make no sense for the method."""
+        for name, value in hyper.items():
+            if "rho" in name and value < 0:
+                raise ValueError(f"{name} is a radius and must not be negative, got {value}")
+
+    # -- checks ------------------------------------------------------------------------------
+
+    def _check_parameters(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.is_complex():
+                    raise ValueError(
+                        f"{type(self).__name__} does not take complex parameters: pass "
+                        "torch.view_as_real of them."
+                    )
+        check_one_device([p for g in self.param_groups for p in g["params"]])
+
+    def _check_local(self) -> None:
+        if any(distributed.is_sharded(p) for group in self.param_groups for p in group["params"]):
+            raise ValueError(
+                "perturbation='local' is not available for sharded parameters (FSDP2): each "
+                "process holds only a part of every gradient. Use perturbation='global'."
+            )
+        if distributed.processes() > 1 and distributed.synchronizing(self.model) is None:
+            raise ValueError(
+                "perturbation='local' needs the DistributedDataParallel module: pass model=ddp."
+            )
+
+    # -- the base's face ---------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The base's groups, the very list."""
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The base's state."""
+        return self.base.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The base's defaults."""
+        return self.base.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        # torch keeps hooks in private dicts that its own methods read; they are the base's.
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            return getattr(self.base, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients; `step` does so by itself."""
+        self.base.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the base; hyper-parameters it does not name get the shared values."""
+        self.base.add_param_group(param_group)
+        for name, key in self._keys.items():
+            self.param_groups[-1].setdefault(key, self._hyper[name])
+        self._check_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's state plus the step counter and what the recipe remembers; no weights.
+
+        Schedules are code and stay out, as in torch's `LambdaLR`: the optimizer that loads the
+        state brings its own.
+        """
+        saved = self.base.state_dict()
+        for group in saved["param_groups"]:
+            for key in self._keys.values():
+                if callable(group.get(key)):
+                    del group[key]
+        params = [p for group in self.param_groups for p in group["params"]]
+        memory = {i: dict(self._memory[p]) for i, p in enumerate(params) if p in self._memory}
+        return {**saved, "steppe": {"step": self.steps, "memory": memory}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned, or a plain state of the base optimizer."""
+        state_dict = dict(state_dict)
+        own = state_dict.pop("steppe", {"step": 0, "memory": {}})
+        before = [{k: g[k] for k in self._keys.values() if k in g} for g in self.param_groups]
+        self.base.load_state_dict(state_dict)
+        for group, previous in zip(self.param_groups, before, strict=True):
+            for key, value in previous.items():
+                group.setdefault(key, value)
+        self.steps = own["step"]
+        params = [p for group in self.param_groups for p in group["params"]]
+        self._memory = {
+            params[i]: {k: v.to(params[i].device, copy=True) for k, v in kept.items()}
+            for i, kept in own["memory"].items()
+        }
+
+    # -- copies ------------------------------------------------------------------------------
+
+    def _start_clean(self) -> None:
+        self._ready = False
+        self._watched = False
+        self._compiled: dict[Callable[..., Held], Callable[..., Held]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the model: a copy has its own parameters, which no model owns yet."""
+        transient = ("model", "step", "_ready", "_watched", "_compiled")  # step: set by schedulers
+        return {k: v for k, v in self.__dict__.items() if k not in transient}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a copy; set `model` again to keep its batch-norm statistics still."""
+        self.__dict__.update(state)
+        self.model = None
+        self._start_clean()
+
+    def __repr__(self) -> str:
+        hyper = ", ".join(f"{k}={v}" for k, v in self._hyper.items())
+        return f"{type(self).__name__}({hyper}, base={self.base!r})"
+
+
+def _check_base(base: Optimizer, method: str) -> None:
+    if not isinstance(base, Optimizer):
+        raise TypeError(
+            f"{method} wraps an optimizer instance, got {type(base).__name__}. Write "
+            f"{method}(torch.optim.SGD(model.parameters(), lr=1e-3), ...)."
+        )
+    if isinstance(base, FlatnessOptimizer):
+        raise TypeError(f"{method} cannot wrap {type(base).__name__}: wrap its base instead.")
+    closure = inspect.signature(base.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{method} cannot wrap {type(base).__name__}, which itself needs a closure."
+        )
+    if getattr(base, "needs_graph", False):
+        raise TypeError(
+            f"{method} cannot wrap {type(base).__name__}: it needs the graph of its gradient, "
+            "and the direction has none."
+        )
+
+
+def _update_if_due(scaler: GradScaler, opt: Optimizer) -> None:
+    """Calls `scaler.update()` if the loop took a step with it and has not done so since."""
+    states = scaler._per_optimizer_states
+    if id(opt) in states and states[id(opt)]["stage"] is OptState.STEPPED:
+        scaler.update()

@@ -1,0 +1,271 @@
+"""The passes of one step, from clearing the gradients to delivering the direction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from . import distributed
+from .graph import building_graph
+from .precision import warn_on_bfloat16
+from .replay import StillBuffers, record_randomness
+from .vectors import Vector
+from .walk import Held, Span, Visit, Walk
+
+if TYPE_CHECKING:
+    from .engine import FlatnessOptimizer
+
+PLAIN: tuple[Visit, ...] = (Visit(lambda walk, g0: (g0,)),)
+"""The recipe of a step that does not pay for flatness: the gradient itself."""
+
+
+class Phase(AbstractContextManager["Phase"]):
+    """One pass of a step, for loops that own `backward`: ``with phase: ...forward, backward...``
+
+    Attributes:
+        index: 0 for the pass at the unperturbed weights, then 1, 2, ...
+        total: how many phases this step has.
+        loss: the name of the loss to differentiate, ``"main"`` for all methods that ship.
+    """
+
+    def __init__(self, excursion: Excursion, index: int, visit: Visit) -> None:
+        self.index = index
+        self.total = len(excursion.visits)
+        self.loss = visit.loss
+        self.done = False
+        self._excursion = excursion
+        self._visit = visit
+
+    def __enter__(self) -> Phase:
+        self._excursion.enter(self.index)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._excursion.leave(self.index, self._visit, failed=kind is not None)
+        self.done = True
+
+
+class Excursion:
+    """The passes of one step, from clearing the gradients to delivering the direction."""
+
+    def __init__(self, opt: FlatnessOptimizer, scaler: GradScaler | None) -> None:
+        self.opt = opt
+        self.groups = opt.param_groups
+        step = opt.steps + 1
+        self.coefficients = [opt.coefficients(opt._values(g, step)) for g in self.groups]
+        due = math.floor(step * opt.ratio) > math.floor((step - 1) * opt.ratio)
+        self.visits = opt.visits(self.coefficients) if due else PLAIN
+        self.several = len(self.visits) > 1 or opt.needs_graph
+        self.local = self.several and opt.perturbation == "local"
+        if self.local:
+            opt._check_local()
+        self.scaler = scaler
+        self.buffers = StillBuffers(opt.model if self.several else None)
+        self.rewind: Callable[[], None] | None = None
+        self.walk: Walk | None = None
+        self.held: Held = ()
+        self.contexts: ExitStack | None = None
+        self.spare: dict[Tensor, Tensor] = {}
+
+    def enter(self, index: int) -> None:
+        """Gets ready for a pass: gradients cleared, random states as they were for the first."""
+        if index == 0:
+            self._clear(recycle=self.several)
+            device = check_one_device([p for g in self.groups for p in g["params"]])
+            if self.several:
+                self.rewind = record_randomness(device)
+        elif self.rewind is not None:
+            self.rewind()
+        self.contexts = ExitStack()
+        if self.opt.needs_graph:
+            self.contexts.enter_context(building_graph())
+        if self.local:
+            self.contexts.enter_context(distributed.no_sync(self.opt.model))
+        if self.several and not self.opt._watched:
+            self.opt._watched = True
+            self.contexts.enter_context(warn_on_bfloat16(type(self.opt).__name__))
+
+    @torch.no_grad()
+    def leave(self, index: int, visit: Visit, *, failed: bool) -> None:
+        """Runs the stage after a pass, or goes home if the pass or the stage failed."""
+        assert self.contexts is not None
+        self.contexts.close()
+        try:
+            if failed:
+                self.close()
+                return
+            gradient = self._gradient(index)
+            assert self.walk is not None
+            self.held = self._stage(visit.then)(self.walk, gradient, *self.held)
+            if index + 1 == len(self.visits):
+                self._deliver(*self.held)
+            else:
+                self._clear()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            # After the stage: a stage may differentiate through the pass, which saved the buffers.
+            if index == 0:
+                self.buffers.take()
+            else:
+                self.buffers.put_back()
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Puts the weights back if they are away, and lets go of every buffer."""
+        if self.walk is not None:
+            self.walk.restore()
+        self.walk = None
+        self.held = ()
+        self.spare = {}
+
+    def _stage(self, then: Callable[..., Held]) -> Callable[..., Held]:
+        if not self.opt.compile:
+            return then
+        compiled = self.opt._compiled
+        if then not in compiled:
+            compiled[then] = torch.compile(then)
+        return compiled[then]
+
+    def _clear(self, recycle: bool = False) -> None:
+        """Drops all gradients, keeping the memory of the first for the backup if asked to.
+
+        The last step's direction would be freed here anyway, and on a CPU touching fresh pages
+        costs many times what writing to them does.
+        """
+        for group in self.groups:
+            for p in group["params"]:
+                if recycle and p.grad is not None and _is_ours(p.grad, p):
+                    self.spare[p] = p.grad
+                p.grad = None
+
+    def _gradient(self, index: int) -> Vector:
+        """This pass's gradient as a vector, with the walk over its parameters set up."""
+        opt = self.opt
+        known = set(map(id, self.walk.params)) if self.walk is not None else set()
+        params: list[Tensor] = []
+        spans: list[Span] = []
+        for group, coefficients in zip(self.groups, self.coefficients, strict=True):
+            start = len(params)
+            params += [p for p in group["params"] if p.grad is not None or id(p) in known]
+            if len(params) > start:
+                spans.append(Span(slice(start, len(params)), coefficients))
+        found = [p.grad for p in params]
+        if all(g is None for g in found):
+            raise RuntimeError(
+                f"Pass {index} left no gradient: the closure must call backward on a loss that "
+                f"depends on the parameters given to {type(opt).__name__}."
+            )
+        grads = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(params, found, strict=True)
+        ]
+        if any(g.layout != torch.strided for g in grads):
+            raise RuntimeError(
+                f"{type(opt).__name__} does not take sparse gradients: use sparse=False in "
+                "nn.Embedding, or give those parameters an optimizer of their own."
+            )
+        theta = [distributed.local(p) for p in params]
+        if self.walk is None:
+            self.walk = self._depart(params, theta, _merge(spans), grads)
+        elif len(params) > len(self.walk.params):
+            self.held = tuple(_extended(h, self.walk.params, params, theta) for h in self.held)
+            self.walk.grow(params, theta, _merge(spans))
+        if opt.needs_graph:
+            return grads
+        return [distributed.local(g).detach() for g in grads]
+
+    def _depart(
+        self, params: list[Tensor], theta: Vector, spans: list[Span], grads: Vector
+    ) -> Walk:
+        opt = self.opt
+        groups = distributed.shard_groups(params) if self.several else []
+        xi: float | Tensor = opt.xi
+        if self.scaler is not None:
+            one = torch.ones((), device=theta[0].device)
+            scale = self.scaler.scale(one)  # stays on the device, unlike get_scale()
+            xi = opt.xi * (scale.item() if scale.device.type == "cpu" else scale)
+        spare = [self.spare[p] for p in params if p in self.spare]
+        self.spare = {}
+        return Walk(
+            params,
+            theta,
+            spans,
+            xi=xi,
+            spare=spare if len(spare) == len(params) else None,
+            adopt=all(_is_ours(g, p) for g, p in zip(grads, params, strict=True)),
+            groups=groups,
+            memory=opt._memory,
+        )
+
+    def _deliver(self, direction: Vector) -> None:
+        walk = self.walk
+        assert walk is not None
+        parallel = distributed.synchronizing(self.opt.model)
+        if self.local and parallel is not None:
+            distributed.average(direction, parallel.process_group)
+        walk.restore()
+        for p, d in zip(walk.params, direction, strict=True):
+            if distributed.is_sharded(p):
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                distributed.local(p.grad).copy_(d)
+            else:
+                p.grad = d.detach()  # a gradient's graph would outlive the step in it
+        self.walk = None
+
+
+def check_one_device(params: Sequence[Tensor]) -> torch.device:
+    """The device all parameters share, or an error that names the several."""
+    devices = {p.device for p in params}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            f"Parameters are on several devices ({names}); a flatness-aware step needs one norm "
+            "over all of them. Put the model on one device, or shard it with fully_shard."
+        )
+    return next(iter(devices))
+
+
+def _is_ours(grad: Tensor, p: Tensor) -> bool:
+    """Whether a gradient's memory is its own: not a view into a DDP bucket, not shared."""
+    return (
+        not distributed.is_sharded(grad)
+        and not grad._is_view()
+        and grad.untyped_storage().nbytes() == grad.nbytes
+        and grad.stride() == p.stride()
+        and grad.dtype == p.dtype
+        and not grad.requires_grad
+    )
+
+
+def _merge(spans: list[Span]) -> list[Span]:
+    """Joins neighbouring spans with equal coefficients: fewer, larger calls."""
+    merged: list[Span] = []
+    for span in spans:
+        if merged and merged[-1].coefficients == span.coefficients:
+            last = merged.pop()
+            span = Span(slice(last.tensors.start, span.tensors.stop), span.coefficients)
+        merged.append(span)
+    return merged
+
+
+def _extended(held: Vector, known: list[Tensor], params: list[Tensor], theta: Vector) -> Vector:
+    """What is held, with zeros for the parameters that were not known before."""
+    old = {id(p): h for p, h in zip(known, held, strict=True)}
+    return [
+        old[id(p)] if id(p) in old else torch.zeros_like(t)
+        for p, t in zip(params, theta, strict=True)
+    ]

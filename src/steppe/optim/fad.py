@@ -1,0 +1,133 @@
+"""Flatness-Aware Minimization for Domain Generalization (Zhang et al., ICCV 2023), Algorithm 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from . import sam
+from .engine import FlatnessOptimizer, Hyper
+from .excursion import PLAIN
+from .vectors import Vector
+from .walk import Held, Visit, Walk
+
+
+class FAD(FlatnessOptimizer):
+    r"""Minimizes the loss and its zeroth- and first-order flatness together.
+
+    With $a = \beta\alpha$ and $b = \beta(1 - \alpha)$, one step moves the base optimizer along
+
+    $$ g_0 + a\,(g_1 - g_0) + b\,(g_3 - g_2), $$
+
+    where $g_1$ is the gradient at $\theta + \rho\,\hat{g}_0$, $g_2$ at
+    $\theta_2 = \theta + \rho\,\widehat{g_1 - g_0}$, $g_3$ at $\theta_2 + \rho\,\hat{g}_2$, and
+    $\hat v = v / (\lVert v \rVert + \xi)$ over all parameters together. $g_1 - g_0$ approximates
+    the gradient of zeroth-order flatness (what SAM adds), $g_3 - g_2$ that of first-order
+    flatness (what GAM adds).
+
+    Four passes; two when ``alpha = 1`` (then no $g_2$, $g_3$), one when ``beta = 0`` or
+    ``rho = 0`` (the base optimizer itself). ``alpha = beta = 1`` is SAM.
+
+    Args:
+        base: the optimizer that takes the step, an instance.
+        rho: radius of the perturbations; a number, or a callable from the step (counted from 1).
+        alpha: share of zeroth-order flatness in the regularizer, 1 - alpha that of first-order.
+        beta: weight of the regularizer.
+        model: the module being trained, for still batch-norm statistics and DDP.
+        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see `FlatnessOptimizer`.
+
+    Example:
+        >>> import torch
+        >>> from steppe.optim import FAD
+        >>> model = torch.nn.Linear(3, 1)
+        >>> base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> opt = FAD(base, rho=0.05, alpha=0.5, beta=0.5, model=model)
+        >>> x, y = torch.randn(8, 3), torch.randn(8, 1)
+        >>> def closure():
+        ...     loss = torch.nn.functional.mse_loss(model(x), y)
+        ...     loss.backward()
+        ...     return loss
+        >>> before = opt.step(closure)
+        >>> bool(closure() < before)
+        True
+    """
+
+    def __init__(
+        self,
+        base: Optimizer,
+        rho: Hyper = 0.05,
+        alpha: Hyper = 0.5,
+        beta: Hyper = 0.5,
+        *,
+        model: torch.nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(base, {"rho": rho, "alpha": alpha, "beta": beta}, model=model, **options)
+
+    def validate(self, hyper: Mapping[str, float]) -> None:
+        """Radius not negative, alpha a share, beta not negative."""
+        super().validate(hyper)
+        if not 0.0 <= hyper["alpha"] <= 1.0:
+            raise ValueError(f"alpha must be in [0, 1], got {hyper['alpha']}")
+        if hyper["beta"] < 0.0:
+            raise ValueError(f"beta must not be negative, got {hyper['beta']}")
+
+    def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
+        """The weights a of h0 and b of h1."""
+        rho, alpha, beta = hyper["rho"], hyper["alpha"], hyper["beta"]
+        return {"rho": rho, "a": beta * alpha, "b": beta * (1.0 - alpha)}
+
+    def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
+        """Algorithm 1 without the passes that cannot matter."""
+        return visits(coefficients)
+
+
+def visits(coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
+    """The cheapest list of visits that gives g0 + a*h0 + b*h1 in every group."""
+    if all(c["rho"] == 0 for c in coefficients) or all(c["a"] == c["b"] == 0 for c in coefficients):
+        return PLAIN
+    if all(c["a"] == 1 and c["b"] == 0 for c in coefficients):
+        return sam.VISITS
+    if all(c["b"] == 0 for c in coefficients):
+        return ZEROTH_ORDER
+    return ALGORITHM_1
+
+
+# Line numbers are those of the paper's Algorithm 1. Two buffers live across passes: the walk's
+# backup of theta and A, which starts as g0 and ends as the direction.
+
+
+def _after_g0(w: Walk, g0: Vector) -> Held:  # line 5
+    A = w.hold(g0)
+    w.climb(A, "rho", spend=False)  # line 6: theta1 = theta + rho g0 / (|g0| + xi)
+    return (A,)
+
+
+def _after_g1(w: Walk, g1: Vector, A: Vector) -> Held:  # line 7
+    torch._foreach_sub_(g1, A)
+    h0 = g1  # line 8, in g1's memory
+    w.add_(A, h0, "a")
+    w.jump(h0, "rho")  # line 9: theta2 = theta + rho h0 / (|h0| + xi)
+    return (A,)
+
+
+def _after_g2(w: Walk, g2: Vector, A: Vector) -> Held:  # line 10
+    w.add_(A, g2, "b", sign=-1.0)
+    w.climb(g2, "rho")  # line 11: theta3 = theta2 + rho g2 / (|g2| + xi)
+    return (A,)
+
+
+def _after_g3(w: Walk, g3: Vector, A: Vector) -> Held:  # line 12
+    w.add_(A, g3, "b")  # lines 13 and 14: A = g0 + beta (alpha h0 + (1 - alpha) h1)
+    return (A,)
+
+
+def _after_last_g1(w: Walk, g1: Vector, A: Vector) -> Held:
+    return (w.lerp_(A, g1, "a"),)  # A = g0 + a (g1 - g0)
+
+
+ALGORITHM_1 = (Visit(_after_g0), Visit(_after_g1), Visit(_after_g2), Visit(_after_g3))
+ZEROTH_ORDER = (Visit(_after_g0), Visit(_after_last_g1))

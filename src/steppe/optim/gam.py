@@ -1,0 +1,50 @@
+"""GAM as FAD's paper has it as a rival: first-order flatness without Hessians."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from . import fad
+from .engine import FlatnessOptimizer, Hyper
+from .walk import Visit
+
+
+class GAM(FlatnessOptimizer):
+    r"""Minimizes the loss and its first-order flatness: direction $g_0 + \alpha\,(g_3 - g_2)$.
+
+    The gradients are those of `FAD`, whose case ``alpha = 0`` this is: ``GAM(alpha=b)`` equals
+    ``FAD(alpha=0, beta=b)``. Two other forms of GAM (Zhang et al., CVPR 2023) exist:
+    `GAMExact` with Hessian-vector products, and `GAMRelease`, the update of the authors' code.
+
+    Four passes; one when ``alpha = 0`` or ``rho = 0``.
+
+    Args:
+        base: the optimizer that takes the step, an instance.
+        rho: radius of the perturbations; a number, or a callable from the step (counted from 1).
+        alpha: weight of first-order flatness.
+        model: the module being trained, for still batch-norm statistics and DDP.
+        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see `FlatnessOptimizer`.
+    """
+
+    def __init__(
+        self,
+        base: Optimizer,
+        rho: Hyper = 0.05,
+        alpha: Hyper = 0.1,
+        *,
+        model: torch.nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(base, {"rho": rho, "alpha": alpha}, model=model, **options)
+
+    def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
+        """FAD's, with no weight on h0."""
+        return {"rho": hyper["rho"], "a": 0.0, "b": hyper["alpha"]}
+
+    def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
+        """FAD's."""
+        return fad.visits(coefficients)

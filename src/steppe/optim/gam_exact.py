@@ -1,0 +1,95 @@
+"""GAM with Hessian-vector products (Zhang et al., CVPR 2023, before its acceleration)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .engine import FlatnessOptimizer, Hyper
+from .excursion import PLAIN
+from .vectors import Vector
+from .walk import Held, Visit, Walk
+
+
+class GAMExact(FlatnessOptimizer):
+    r"""GAM without the finite differences: direction $g_0 + \alpha\, h_1$ with exact derivatives.
+
+    $$ f = \nabla\lVert g_0\rVert = \frac{H(\theta)\,g_0}{\lVert g_0\rVert},\qquad
+       \theta_2 = \theta + \rho\,\frac{f}{\lVert f\rVert},\qquad
+       h_1 = \rho\,\nabla\lVert\nabla L(\theta_2)\rVert
+           = \rho\,\frac{H(\theta_2)\,\nabla L(\theta_2)}{\lVert\nabla L(\theta_2)\rVert} $$
+
+    Two passes, each followed by a Hessian-vector product through its graph, so the closure must
+    call ``loss.backward(create_graph=True)`` (`needs_graph` says so). Graph-building rules out
+    `torch.compile` of the loss and DDP.
+
+    Args:
+        base: the optimizer that takes the step, an instance.
+        rho: radius of the perturbation; a number, or a callable from the step (counted from 1).
+        alpha: weight of first-order flatness.
+        model: the module being trained, for still batch-norm statistics.
+        **options: `ratio`, `max_norm`, `xi`; see `FlatnessOptimizer`.
+    """
+
+    needs_graph: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        base: Optimizer,
+        rho: Hyper = 0.05,
+        alpha: Hyper = 0.1,
+        *,
+        model: torch.nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                "GAMExact differentiates gradients, and DistributedDataParallel's all-reduce "
+                "cannot be differentiated. Use GAM, which needs only gradients."
+            )
+        if options.get("compile"):
+            raise ValueError("GAMExact differentiates through autograd's graph: compile=False only")
+        super().__init__(base, {"rho": rho, "alpha": alpha}, model=model, **options)
+
+    def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
+        """Theta, then the point of steepest gradient norm."""
+        if all(c["rho"] == 0 for c in coefficients) or all(c["alpha"] == 0 for c in coefficients):
+            return PLAIN
+        return VISITS
+
+
+def _gradient_of_norm(w: Walk, g: Vector) -> Vector:
+    """H g / (|g| + xi), from a gradient that carries its graph."""
+    if not any(x.requires_grad for x in g):
+        raise RuntimeError(
+            "GAMExact needs the graph of the gradient: call loss.backward(create_graph=True) in "
+            "the closure (opt.needs_graph is True for optimizers that want it)."
+        )
+    curved = [x for x in g if x.requires_grad]  # a gradient may be constant in the parameters
+    values = [x.detach() for x in curved]
+    products: tuple[Tensor, ...] = torch.autograd.grad(
+        curved, w.params, grad_outputs=values, materialize_grads=True
+    )
+    length = w.norm([x.detach() for x in g])
+    torch._foreach_div_(products, length + w.xi)
+    return list(products)
+
+
+def _after_g0(w: Walk, g0: Vector) -> Held:
+    f = _gradient_of_norm(w, g0)
+    held = w.hold([x.detach() for x in g0])
+    w.climb(f, "rho")
+    return (held,)
+
+
+def _after_g2(w: Walk, g2: Vector, g0: Vector) -> Held:
+    h1 = w.scale_(_gradient_of_norm(w, g2), "rho")
+    return (w.add_(g0, h1, "alpha"),)
+
+
+VISITS = (Visit(_after_g0), Visit(_after_g2))

@@ -1,0 +1,103 @@
+"""GAM as its authors released it: four gradients and a projection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from . import vectors
+from .engine import FlatnessOptimizer, Hyper
+from .vectors import Vector
+from .walk import Held, Visit, Walk
+
+
+class GAMRelease(FlatnessOptimizer):
+    r"""The update of GAM's public code, hyper-parameters named as there.
+
+    The four points are FAD's, with radius `grad_rho` along $g_0$ and $g_2$ and `grad_norm_rho`
+    along $g_1 - g_0$. With $\beta_2 = 1 - \beta_0$ and $\beta_3 = 1 - \beta_1$,
+
+    $$ G = \beta_1 g_1 + \beta_3 g_3,\qquad M = g_0 + \lvert\beta_2\rvert\, g_2,\qquad
+       \text{direction} = G - \gamma\, M_{\perp G}, $$
+
+    where $M_{\perp G}$ is the part of $M$ orthogonal to $G$. Four passes, three buffers.
+
+    Args:
+        base: the optimizer that takes the step, an instance.
+        grad_rho: radius of the two gradient ascents.
+        grad_norm_rho: radius of the ascent of the gradient norm.
+        grad_beta_0: sets the weight of g2 in M.
+        grad_beta_1: weight of g1 in G.
+        grad_gamma: weight of the orthogonal part. The defaults are the authors' for CIFAR-100.
+        model: the module being trained, for still batch-norm statistics and DDP.
+        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see `FlatnessOptimizer`.
+    """
+
+    def __init__(
+        self,
+        base: Optimizer,
+        grad_rho: Hyper = 0.02,
+        grad_norm_rho: Hyper = 0.2,
+        grad_beta_0: Hyper = 0.5,
+        grad_beta_1: Hyper = 0.6,
+        grad_gamma: Hyper = 0.03,
+        *,
+        model: torch.nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        hyper = {
+            "grad_rho": grad_rho,
+            "grad_norm_rho": grad_norm_rho,
+            "grad_beta_0": grad_beta_0,
+            "grad_beta_1": grad_beta_1,
+            "grad_gamma": grad_gamma,
+        }
+        super().__init__(base, hyper, model=model, **options)
+
+    def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
+        """The weights of the four gradients and of the projection."""
+        return {
+            "grad_rho": hyper["grad_rho"],
+            "grad_norm_rho": hyper["grad_norm_rho"],
+            "beta_1": hyper["grad_beta_1"],
+            "beta_2": abs(1.0 - hyper["grad_beta_0"]),
+            "beta_3": 1.0 - hyper["grad_beta_1"],
+            "gamma": hyper["grad_gamma"],
+        }
+
+    def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
+        """Always four: the update is not the base's even where radii are zero."""
+        return VISITS
+
+
+def _after_g0(w: Walk, g0: Vector) -> Held:
+    M = w.hold(g0)
+    w.climb(M, "grad_rho", spend=False)
+    return (M,)
+
+
+def _after_g1(w: Walk, g1: Vector, M: Vector) -> Held:
+    h0 = list(torch._foreach_sub(g1, M))
+    G = w.scale_(w.hold(g1), "beta_1")
+    w.jump(h0, "grad_norm_rho")
+    return (M, G)
+
+
+def _after_g2(w: Walk, g2: Vector, M: Vector, G: Vector) -> Held:
+    w.add_(M, g2, "beta_2")
+    w.climb(g2, "grad_rho")
+    return (M, G)
+
+
+def _after_g3(w: Walk, g3: Vector, M: Vector, G: Vector) -> Held:
+    w.add_(G, g3, "beta_3")
+    length = w.norm(G) + w.xi
+    along = w.dot(M, G, scratch=g3) / length / length
+    vectors.add_(M, G, -along)  # leaves the part of M orthogonal to G
+    return (w.add_(G, M, "gamma", sign=-1.0),)
+
+
+VISITS = (Visit(_after_g0), Visit(_after_g1), Visit(_after_g2), Visit(_after_g3))

@@ -1,0 +1,344 @@
+"""Optimizers by name, each with the paper's default and its search distributions.
+
+The table `_SPECS` is the only place that knows the names. Classes are imported when asked for, so
+that an optimizer from another package costs nothing until then.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from inspect import Parameter, signature
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from steppe.errors import UserError
+
+from .search import Choice, Fixed, Hyperparameter, LogUniform, Value, get_space, unknown
+
+_SGD = "torch.optim:SGD"
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """One entry of the registry.
+
+    Attributes:
+        name: what users call it.
+        target: ``module:class``, imported when an optimizer is built.
+        citation: the paper it comes from.
+        passes: forward and backward passes in a step, with the default hyper-parameters.
+        fair_lr: the learning rate in the search space `fair`.
+        base: ``module:class`` of the optimizer inside, for those that wrap one.
+        method: the hyper-parameters of the method itself, the same in every space.
+        needs_graph: whether the closure must call ``backward(create_graph=True)``.
+        fixed: options that are not the caller's to choose, because the equations checked in the
+            tests hold only with these values.
+        extra: the extra of steppe that installs the package it comes from.
+    """
+
+    name: str
+    target: str
+    citation: str
+    passes: int
+    fair_lr: Hyperparameter
+    base: str | None = None
+    method: Mapping[str, Hyperparameter] = field(default_factory=dict)
+    needs_graph: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    extra: str | None = None
+
+    @property
+    def source(self) -> str:
+        """The package that the class comes from: torch, pytorch_optimizer or steppe."""
+        return self.target.partition(":")[0].partition(".")[0]
+
+    @property
+    def defaults(self) -> dict[str, Value]:
+        """What `build` starts from: the defaults of the space `fad`."""
+        return {name: hyper.default for name, hyper in self.space("fad").items()}
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names that `build` accepts, those of the method before those of its base."""
+        own = [name for name in _options(self._load(self.target)) if name not in self.fixed]
+        inner = _options(self._load(self.base)) if self.base else ()
+        return tuple(dict.fromkeys((*own, *inner)))
+
+    def space(self, space: str = "fad") -> dict[str, Hyperparameter]:
+        """Return the hyper-parameters that a search draws, by name."""
+        chosen = get_space(space)
+        common = {"lr": chosen.lr or self.fair_lr, "weight_decay": chosen.weight_decay}
+        if _SGD in (self.target, self.base):
+            common["momentum"] = chosen.momentum
+        return {**common, **self.method}
+
+    def build(self, params: ParamsT, model: nn.Module | None = None, **hparams: Any) -> Optimizer:
+        """Build the optimizer; see `build_optimizer`."""
+        valid = self.options
+        for name in hparams:
+            if name not in valid:
+                raise UserError(unknown(f"option for optimizer {self.name!r}:", name, valid))
+        chosen = {**self.defaults, **hparams}
+        cls = self._load(self.target)
+        if self.base is None:
+            optimizer = cls(params, **chosen, **self.fixed)
+        else:
+            # A name that both have is the wrapper's: it decides what its base gets to see.
+            own = {name: chosen.pop(name) for name in _options(cls) if name in chosen}
+            optimizer = cls(self._load(self.base)(params, **chosen), model=model, **own)
+        if not hasattr(optimizer, "needs_graph"):
+            optimizer.needs_graph = self.needs_graph
+        return cast(Optimizer, optimizer)
+
+    def _load(self, target: str) -> Any:
+        module, _, attribute = target.partition(":")
+        try:
+            cls = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if self.extra is None or error.name != self.source:
+                raise
+            raise ImportError(
+                f"optimizer {self.name!r} comes from the package {self.source!r}, which is not "
+                f"installed: pip install 'steppe[{self.extra}]'",
+                name=error.name,
+            ) from error
+        if self.source == "pytorch_optimizer":
+            copyreg.pickle(cls, _reduce)
+        return cls
+
+
+def _options(cls: type) -> tuple[str, ...]:
+    """Return the names of the constructor's options, those it hands on to its parents included."""
+    names: dict[str, None] = {}
+    for ancestor in cls.__mro__:
+        if "__init__" not in vars(ancestor):
+            continue
+        parameters = signature(vars(ancestor)["__init__"]).parameters.values()
+        # What a parent takes by position is the child's to give; only keywords are handed on.
+        kinds = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)[: 1 if names else 2]
+        names |= dict.fromkeys(p.name for p in parameters if p.kind in kinds)
+        if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters):
+            break
+    return tuple(name for name in names if name not in {"self", "params", "base", "model"})
+
+
+def _reduce(optimizer: Optimizer) -> tuple[Any, ...]:
+    # torch copies and pickles an optimizer's state and groups only, but pytorch_optimizer's classes
+    # keep options as attributes beside them and could not step after a copy.
+    plain = {k: v for k, v in vars(optimizer).items() if isinstance(v, bool | int | float | None)}
+    return copyreg.__newobj__, (type(optimizer),), {**plain, **optimizer.__getstate__()}  # type: ignore[attr-defined]
+
+
+# The learning rates of the space `fair`. Steps of the Adam family have the size of the learning
+# rate whatever the gradient, so they share a range, the paper's own. SGD moves by the gradient
+# itself and fine-tunes ResNets at 1e-3 to 1e-2. Yogi's eps of 1e-3 outweighs the small gradients of
+# fine-tuning, which makes it SGD-like. AdaHessian's step is Newton-like, with 1 the pure Newton
+# step; the NICO++ authors' code multiplies its learning rate by 100.
+_ADAM_LR = Hyperparameter(5e-5, LogUniform(-5, -3.5))
+_SGD_LR = Hyperparameter(1e-3, LogUniform(-4, -2))
+_YOGI_LR = Hyperparameter(1e-3, LogUniform(-4, -2))
+_ADAHESSIAN_LR = Hyperparameter(1e-2, LogUniform(-3, -0.5))
+
+# Appendix B of the FAD paper prints what is searched but no default for rho, alpha and beta: the
+# defaults below are ours. (It prints FAD's three sets under the name of GAM.)
+_RHO = Choice((0.01, 0.05, 0.1, 0.2, 0.5, 1.0))
+_SAM = {"rho": Hyperparameter(0.05, _RHO)}
+_GAM = {
+    "rho": Hyperparameter(0.05, _RHO),
+    "alpha": Hyperparameter(0.1, Choice((0.1, 0.2, 0.5, *map(float, range(1, 11))))),
+}
+_FAD = {
+    "rho": Hyperparameter(0.05, Choice((0.05, 0.1, 0.2, 0.5, 1.0, 2.0))),
+    "alpha": Hyperparameter(0.5, Choice(tuple(i / 10 for i in range(1, 11)))),
+    "beta": Hyperparameter(0.5, Choice((0.01, 0.05, 0.1, 0.2, 0.5, 1.0))),
+}
+# The preset of the authors' public code for ResNets on CIFAR-100; the radii are searched over the
+# paper's set for rho, the rest is kept.
+_GAM_RELEASE = {
+    "grad_rho": Hyperparameter(0.02, _RHO),
+    "grad_norm_rho": Hyperparameter(0.2, _RHO),
+    "grad_beta_0": Hyperparameter(0.5, Fixed(0.5)),
+    "grad_beta_1": Hyperparameter(0.6, Fixed(0.6)),
+    "grad_gamma": Hyperparameter(0.03, Fixed(0.03)),
+}
+
+_GAM_CITATION = "Zhang et al., Gradient Norm Aware Minimization, CVPR 2023"
+
+_SPECS = (
+    OptimizerSpec(
+        name="adam",
+        target="torch.optim:Adam",
+        citation="Kingma and Ba, Adam: A Method for Stochastic Optimization, ICLR 2015",
+        passes=1,
+        fair_lr=_ADAM_LR,
+    ),
+    OptimizerSpec(
+        name="adamw",
+        target="torch.optim:AdamW",
+        citation="Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019",
+        passes=1,
+        fair_lr=_ADAM_LR,
+    ),
+    OptimizerSpec(
+        name="sgd",
+        target=_SGD,
+        citation="Nesterov, A method for solving the convex programming problem, 1983",
+        passes=1,
+        fair_lr=_SGD_LR,
+    ),
+    # Ours: pytorch_optimizer's divides v by 1 - beta2^t under all of its options, Algorithm 2 of
+    # the paper does not.
+    OptimizerSpec(
+        name="yogi",
+        target="steppe.optim.yogi:Yogi",
+        citation="Zaheer et al., Adaptive Methods for Nonconvex Optimization, NeurIPS 2018",
+        passes=1,
+        fair_lr=_YOGI_LR,
+    ),
+    # pytorch_optimizer's: agrees with Algorithm 2 of the paper with these options. `eps` stays the
+    # caller's: 1e-16 unless given.
+    OptimizerSpec(
+        name="adabelief",
+        target="pytorch_optimizer:AdaBelief",
+        citation="Zhuang et al., AdaBelief Optimizer, NeurIPS 2020",
+        passes=1,
+        fair_lr=_ADAM_LR,
+        fixed={
+            "weight_decouple": True,
+            "fixed_decay": False,
+            "rectify": False,
+            "n_sma_threshold": 5,
+            "degenerated_to_sgd": True,
+            "ams_bound": False,
+        },
+        extra="bench",
+    ),
+    # Ours: pytorch_optimizer's has no spatial averaging, and leaves the graph on the gradients.
+    OptimizerSpec(
+        name="adahessian",
+        target="steppe.optim.adahessian:AdaHessian",
+        citation="Yao et al., ADAHESSIAN: An Adaptive Second Order Optimizer, AAAI 2021",
+        passes=1,
+        fair_lr=_ADAHESSIAN_LR,
+        needs_graph=True,
+    ),
+    OptimizerSpec(
+        name="sam",
+        target="steppe.optim.sam:SAM",
+        base=_SGD,
+        citation="Foret et al., Sharpness-Aware Minimization, ICLR 2021",
+        passes=2,
+        fair_lr=_SGD_LR,
+        method=_SAM,
+    ),
+    OptimizerSpec(
+        name="gam",
+        target="steppe.optim.gam:GAM",
+        base=_SGD,
+        citation=_GAM_CITATION + " (without Hessians, as in the FAD paper)",
+        passes=4,
+        fair_lr=_SGD_LR,
+        method=_GAM,
+    ),
+    OptimizerSpec(
+        name="gam-exact",
+        target="steppe.optim.gam_exact:GAMExact",
+        base=_SGD,
+        citation=_GAM_CITATION + " (with Hessian-vector products)",
+        passes=2,
+        fair_lr=_SGD_LR,
+        method=_GAM,
+        needs_graph=True,
+    ),
+    OptimizerSpec(
+        name="gam-release",
+        target="steppe.optim.gam_release:GAMRelease",
+        base=_SGD,
+        citation=_GAM_CITATION + " (the authors' public code)",
+        passes=4,
+        fair_lr=_SGD_LR,
+        method=_GAM_RELEASE,
+    ),
+    OptimizerSpec(
+        name="fad",
+        target="steppe.optim.fad:FAD",
+        base=_SGD,
+        citation="Zhang et al., Flatness-Aware Minimization for Domain Generalization, ICCV 2023",
+        passes=4,
+        fair_lr=_SGD_LR,
+        method=_FAD,
+    ),
+)
+_BY_NAME = {spec.name: spec for spec in _SPECS}
+
+
+def optimizer_names() -> tuple[str, ...]:
+    """Return the names that `build_optimizer` knows.
+
+    >>> optimizer_names()[:3]
+    ('adam', 'adamw', 'sgd')
+    """
+    return tuple(_BY_NAME)
+
+
+def optimizer_spec(name: str) -> OptimizerSpec:
+    """Return the entry of the registry for a name.
+
+    >>> optimizer_spec("adamw").defaults
+    {'lr': 5e-05, 'weight_decay': 0.0001}
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise UserError(unknown("optimizer", name, _BY_NAME)) from None
+
+
+def search_space(name: str, space: str = "fad") -> dict[str, Hyperparameter]:
+    """Return the default and the distribution of each hyper-parameter of an optimizer.
+
+    Args:
+        name: the optimizer.
+        space: `fad` (the paper's table), `domainbed` (its own), or `fair` (ours: learning rates for
+            each optimizer).
+
+    >>> search_space("sgd", "fair")["lr"]
+    Hyperparameter(default=0.001, distribution=10^U(-4, -2))
+    """
+    return optimizer_spec(name).space(space)
+
+
+def build_optimizer(
+    name: str, params: ParamsT, model: nn.Module | None = None, **hparams: Any
+) -> Optimizer:
+    """Build an optimizer by name.
+
+    Hyper-parameters that are not given have the paper's defaults: lr 5e-5, weight decay 1e-4,
+    momentum 0.9 where there is one. The flatness-aware optimizers wrap `torch.optim.SGD`, and take
+    its options beside their own.
+
+    Args:
+        name: one of `optimizer_names()`.
+        params: parameters, named parameters or parameter groups.
+        model: handed to the flatness-aware optimizers, which keep its batch-norm statistics still
+            in all passes but the first; the others make no use of it.
+        **hparams: options of the optimizer; an unknown one is an error.
+
+    Returns:
+        An optimizer whose `needs_graph` says whether the closure must call
+        ``backward(create_graph=True)``. (A copy of torch's own optimizers loses the attribute: read
+        it with a default of False.)
+
+    >>> from torch import nn
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = build_optimizer("sgd", model.parameters(), lr=0.1)
+    >>> group = optimizer.param_groups[0]
+    >>> group["lr"], group["momentum"], group["weight_decay"], optimizer.needs_graph
+    (0.1, 0.9, 0.0001, False)
+    """
+    return optimizer_spec(name).build(params, model, **hparams)

@@ -1,0 +1,71 @@
+"""What must stay put while one step evaluates the loss several times.
+
+All passes of a step have to see the same loss function: the same dropout masks, the same
+augmentation draws. And only the first of them, at the unperturbed weights, may leave a trace in the
+model's buffers (batch-norm statistics and their counter).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def record_randomness(device: torch.device) -> Callable[[], None]:
+    """Remembers every global random state and returns a function that rewinds to it.
+
+    Covers torch on the CPU and on `device`, Python's `random`, and NumPy's global state when NumPy
+    is loaded. While a CUDA graph is being captured the device generator cannot be rewound and is
+    left alone: capture a whole step only where the loss draws nothing.
+    """
+    rewinders: list[Callable[[], None]] = []
+
+    cpu = torch.get_rng_state()
+    rewinders.append(lambda: torch.set_rng_state(cpu))
+
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cpu" and not capturing:
+        backend = torch.get_device_module(device)
+        state = backend.get_rng_state(device)
+        rewinders.append(lambda: backend.set_rng_state(state, device))
+
+    python = random.getstate()
+    rewinders.append(lambda: random.setstate(python))
+
+    if (numpy := sys.modules.get("numpy")) is not None:
+        legacy = numpy.random.get_state()
+        rewinders.append(lambda: numpy.random.set_state(legacy))
+
+    def rewind() -> None:
+        for one in rewinders:
+            one()
+
+    return rewind
+
+
+class StillBuffers:
+    """Keeps a model's buffers as the first pass left them.
+
+    Attributes such as `momentum` or `training` are never toggled: that would recompile compiled
+    models, and `momentum=0` still advances `num_batches_tracked`.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = model
+        self._snapshot: list[Tensor] | None = None
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Remembers the buffers as they are now."""
+        if self._model is not None:
+            self._snapshot = [b.clone() for b in self._model.buffers()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Writes the remembered values into the model's buffers."""
+        if self._model is not None and self._snapshot:
+            torch._foreach_copy_(list(self._model.buffers()), self._snapshot)

@@ -1,0 +1,226 @@
+"""Search distributions and the three spaces that hyper-parameters are drawn from.
+
+A space says what one trial of a random search draws: `fad` is the table of the FAD paper
+(appendix B), `domainbed` is DomainBed's own, and `fair` is ours. Only what belongs to no particular
+optimizer is here; `steppe.optim.registry` adds what each method brings.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from steppe.errors import UserError
+
+Value = float | int
+
+
+class Random(Protocol):
+    """What a distribution needs of a generator: `numpy.random.RandomState` has it."""
+
+    def uniform(self, low: float, high: float, /) -> Any:
+        """Draw a number from [low, high)."""
+        ...
+
+    def choice(self, n: int, /) -> Any:
+        """Draw an integer from 0, ..., n - 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class LogUniform:
+    """The base to a power drawn from U(low_exp, high_exp), cut to an integer if asked.
+
+    One call of ``rng.uniform`` and the same arithmetic as DomainBed, hence the same draws.
+
+    >>> LogUniform(-5, -3.5)
+    10^U(-5, -3.5)
+    >>> LogUniform(3, 5.5, base=2, integer=True).contains(32)
+    True
+    """
+
+    low_exp: float
+    high_exp: float
+    base: float = 10.0
+    integer: bool = False
+
+    @property
+    def low(self) -> float:
+        """The smallest value."""
+        return self._value(self.low_exp)
+
+    @property
+    def high(self) -> float:
+        """The largest value."""
+        return self._value(self.high_exp)
+
+    def sample(self, rng: Random) -> Value:
+        """Draw one value."""
+        return self._value(float(rng.uniform(self.low_exp, self.high_exp)))
+
+    def contains(self, value: Value) -> bool:
+        """Whether `value` can be drawn."""
+        return self.low <= value <= self.high and (not self.integer or value == int(value))
+
+    def _value(self, exponent: float) -> Value:
+        value = float(self.base**exponent)
+        return int(value) if self.integer else value
+
+    def __repr__(self) -> str:
+        text = f"{self.base:g}^U({self.low_exp:g}, {self.high_exp:g})"
+        return f"int {text}" if self.integer else text
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few values, each as likely as the others.
+
+    >>> Choice((0.0, 0.1, 0.5))
+    {0.0, 0.1, 0.5}
+    """
+
+    values: tuple[Value, ...]
+
+    def sample(self, rng: Random) -> Value:
+        """Draw one value."""
+        # The index is drawn, not the value: RandomState consumes the same random bits for both,
+        # and the values keep their Python type.
+        return self.values[int(rng.choice(len(self.values)))]
+
+    def contains(self, value: Value) -> bool:
+        """Whether `value` can be drawn."""
+        return value in self.values
+
+    def __repr__(self) -> str:
+        return "{" + ", ".join(map(str, self.values)) + "}"
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A value that the space does not search over.
+
+    >>> Fixed(0.9)
+    0.9
+    """
+
+    value: Value
+
+    def sample(self, rng: Random) -> Value:
+        """Return the value; the generator is left as it is."""
+        return self.value
+
+    def contains(self, value: Value) -> bool:
+        """Whether `value` can be drawn."""
+        return value == self.value
+
+    def __repr__(self) -> str:
+        return str(self.value)
+
+
+Distribution = LogUniform | Choice | Fixed
+
+
+@dataclass(frozen=True)
+class Hyperparameter:
+    """The default (trial 0 of a search) and the distribution of all other trials."""
+
+    default: Value
+    distribution: Distribution
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a space says about a run, whichever optimizer it uses.
+
+    Attributes:
+        lr: the learning rate, or None where each optimizer has its own range.
+        momentum: for the optimizers that have one.
+        weight_decay: for all.
+        batch_size: per training domain; a matter of the run, not of the optimizer.
+        dropout: before the classifier; a matter of the run, not of the optimizer.
+    """
+
+    lr: Hyperparameter | None
+    momentum: Hyperparameter
+    weight_decay: Hyperparameter
+    batch_size: Hyperparameter
+    dropout: Hyperparameter
+
+
+_LR = Hyperparameter(5e-5, LogUniform(-5, -3.5))
+_BATCH_SIZE = Hyperparameter(32, LogUniform(3, 5.5, base=2.0, integer=True))
+_NO_DROPOUT = Hyperparameter(0.0, Fixed(0.0))
+_PAPER_MOMENTUM = Hyperparameter(0.9, LogUniform(-1, 0))
+_PAPER_WEIGHT_DECAY = Hyperparameter(1e-4, LogUniform(-6, -3))
+
+_SPACES = {
+    # The FAD paper's appendix B, the table of search spaces.
+    "fad": Space(
+        lr=_LR,
+        momentum=_PAPER_MOMENTUM,
+        weight_decay=_PAPER_WEIGHT_DECAY,
+        batch_size=_BATCH_SIZE,
+        dropout=_NO_DROPOUT,
+    ),
+    # DomainBed's for images of 224 x 224 pixels. It knows only Adam, so the momentum is ours.
+    "domainbed": Space(
+        lr=_LR,
+        momentum=Hyperparameter(0.9, Fixed(0.9)),
+        weight_decay=Hyperparameter(0.0, LogUniform(-6, -2)),
+        batch_size=_BATCH_SIZE,
+        dropout=Hyperparameter(0.0, Choice((0.0, 0.1, 0.5))),
+    ),
+    # Ours. The paper gives every optimizer Adam's learning rates, at most 3.2e-4, which undertrains
+    # SGD within 5,000 steps; here each optimizer has its own range, and the rest is the paper's.
+    "fair": Space(
+        lr=None,
+        momentum=_PAPER_MOMENTUM,
+        weight_decay=_PAPER_WEIGHT_DECAY,
+        batch_size=_BATCH_SIZE,
+        dropout=_NO_DROPOUT,
+    ),
+}
+
+
+def space_names() -> tuple[str, ...]:
+    """Return the names of the search spaces.
+
+    >>> space_names()
+    ('fad', 'domainbed', 'fair')
+    """
+    return tuple(_SPACES)
+
+
+def get_space(name: str) -> Space:
+    """Return a search space by name."""
+    try:
+        return _SPACES[name]
+    except KeyError:
+        raise UserError(unknown("search space", name, _SPACES)) from None
+
+
+def run_space(space: str = "fad") -> dict[str, Hyperparameter]:
+    """Return what a space draws for the run as a whole: batch size (per domain) and dropout.
+
+    DomainBed narrows the batch size to 2^U(3, 5) on DomainNet; that is the dataset's to say.
+
+    >>> run_space("domainbed")["dropout"]
+    Hyperparameter(default=0.0, distribution={0.0, 0.1, 0.5})
+    """
+    chosen = get_space(space)
+    return {"batch_size": chosen.batch_size, "dropout": chosen.dropout}
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return the message for a name that is not in a table, with the closest one that is.
+
+    >>> unknown("search space", "fiar", space_names())
+    "unknown search space 'fiar', did you mean 'fair'? Known: fad, domainbed, fair"
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name.lower().replace("_", "-"), names, n=1)
+    close = close or difflib.get_close_matches(name.lower(), names, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else "."
+    return f"unknown {kind} {name!r}{hint} Known: {', '.join(names)}"

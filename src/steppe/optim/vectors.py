@@ -1,0 +1,61 @@
+"""A list of tensors treated as one vector: the arithmetic between gradients.
+
+Every function takes plain lists of equal length and loops over tensors only inside PyTorch
+(`torch._foreach_*`), so a call costs a handful of kernel launches however many tensors there are.
+A trailing underscore means that the first argument is overwritten.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+Vector = list[Tensor]
+
+
+def norm(xs: Vector) -> Tensor:
+    """Euclidean norm of the whole vector, as a 0-dim tensor on its device.
+
+    Half-precision entries are accumulated in float32: a scaled fp16 gradient overflows its own
+    type long before its norm stops being meaningful.
+    """
+    lengths = torch.stack(torch._foreach_norm(xs, 2, dtype=_wide(xs)))
+    return cast(Tensor, torch.linalg.vector_norm(lengths))
+
+
+def dot(xs: Vector, ys: Vector, *, scratch: Vector) -> Tensor:
+    """Inner product of two vectors, accumulated like `norm`; overwrites `scratch`.
+
+    The one function here that launches a kernel per tensor: foreach has no sum.
+    """
+    torch._foreach_copy_(scratch, xs)
+    torch._foreach_mul_(scratch, ys)
+    return torch.stack([p.sum(dtype=_wide(xs)) for p in scratch]).sum()
+
+
+def like(xs: Vector) -> Vector:
+    """Uninitialised memory for a vector of the same shape, strides and type."""
+    return [torch.empty_like(x) for x in xs]
+
+
+def add_(xs: Vector, ys: Vector, scale: float | Tensor, *, spend: bool = False) -> None:
+    """Computes ``xs += scale * ys``.
+
+    A tensor `scale` never leaves its device, which costs a temporary unless `ys` may be spent
+    (overwritten): foreach addition takes its factor as a Python number only.
+    """
+    if isinstance(scale, Tensor):
+        if spend:
+            torch._foreach_mul_(ys, scale)
+        else:
+            ys = list(torch._foreach_mul(ys, scale))
+        torch._foreach_add_(xs, ys)
+    else:
+        torch._foreach_add_(xs, ys, alpha=scale)
+
+
+def _wide(xs: Vector) -> torch.dtype:
+    """The type to accumulate in."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32

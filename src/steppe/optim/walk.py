@@ -1,0 +1,198 @@
+"""One step's excursion: the weights leave theta, visit a few points, and come back exactly.
+
+Recipes (fad.py, sam.py, ...) are short lists of `Visit`s. Each visit takes one gradient and says
+what to do with it: move the weights to the next point, fold the gradient into what the recipe
+holds, or, at the last one, return the direction for the base optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import vectors
+from .vectors import Vector
+
+Held = tuple[Vector, ...]
+"""What a recipe keeps from one visit to the next."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One forward and backward pass, and what becomes of its gradient.
+
+    Attributes:
+        then: ``then(walk, gradient, *held)``; returns what is held until the next visit, or the
+            direction (a single-element tuple) after the last one. It may overwrite the gradient.
+        loss: which loss the closure is to differentiate here. Any name but ``"main"`` is passed to
+            the closure as its argument (a method whose ascent loss differs from its descent loss).
+    """
+
+    then: Callable[..., Held]
+    loss: str = "main"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring tensors that share their coefficients: usually a parameter group."""
+
+    tensors: slice
+    coefficients: Mapping[str, float]
+
+
+class Walk:
+    """The weights of one step and the operations recipes are written in.
+
+    Args:
+        params: the parameters that got a gradient, in group order.
+        theta: their tensors in this process (`params` unless they are sharded).
+        spans: how the list divides into runs of equal coefficients.
+        xi: the small constant of Algorithm 1.
+        spare: memory for the backup, or None to allocate it.
+        adopt: whether gradients may be held as they are; False where something else will write
+            into their memory.
+        groups: process groups over which squared norms add up (sharded parameters).
+        memory: what recipes keep from step to step, by parameter (see `remembered`).
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        theta: Vector,
+        spans: Sequence[Span],
+        *,
+        xi: float | Tensor,
+        spare: Vector | None,
+        adopt: bool,
+        groups: Sequence[dist.ProcessGroup] = (),
+        memory: dict[Tensor, dict[str, Tensor]] | None = None,
+    ) -> None:
+        self.params = list(params)
+        self.theta = theta
+        self.spans = list(spans)
+        self.xi = xi
+        self.adopt = adopt
+        self.backup: Vector | None = None
+        self._spare = spare
+        self._groups = groups
+        self._memory = {} if memory is None else memory
+
+    def remembered(self, name: str) -> Vector:
+        """A vector that lives from step to step (an average of gradients, say); zero at first.
+
+        Write to it in place. It is part of the optimizer's `state_dict`.
+        """
+        found = [self._memory.setdefault(p, {}) for p in self.params]
+        return [
+            memory[name] if name in memory else memory.setdefault(name, torch.zeros_like(t))
+            for memory, t in zip(found, self.theta, strict=True)
+        ]
+
+    def norm(self, d: Vector) -> Tensor | float:
+        """Global norm of `d` over all groups and shards.
+
+        On a CPU it comes back as a Python number, which lets additions fuse their factor; on an
+        accelerator it stays on the device, because reading it would stall the host.
+        """
+        value = vectors.norm(d)
+        if self._groups:
+            value = self._total(value.square()).sqrt()
+        return _readable(value)
+
+    def dot(self, xs: Vector, ys: Vector, *, scratch: Vector) -> Tensor | float:
+        """Inner product over all groups and shards; where it lives is as for `norm`."""
+        return _readable(self._total(vectors.dot(xs, ys, scratch=scratch)))
+
+    def _total(self, value: Tensor) -> Tensor:
+        for group in self._groups:
+            dist.all_reduce(value, group=group)
+        return value
+
+    def climb(self, d: Vector, rho: str, *, norm: Any = None, spend: bool = True) -> None:
+        """Moves from the current point: ``theta += rho * d / (|d| + xi)``.
+
+        Args:
+            d: the direction.
+            rho: name of the coefficient that holds the radius.
+            norm: the length to divide by instead of ``|d|``.
+            spend: whether `d` may be overwritten.
+        """
+        norm = self.norm(d) if norm is None else norm
+        if self.backup is None:
+            self.backup = vectors.like(self.theta) if self._spare is None else self._spare
+            self._spare = None
+            torch._foreach_copy_(self.backup, self.theta)
+        for span in self.spans:
+            scale = _per_unit(span.coefficients[rho], norm, self.xi)
+            vectors.add_(self.theta[span.tensors], d[span.tensors], scale, spend=spend)
+
+    def jump(self, d: Vector, rho: str) -> None:
+        """Moves relative to the start, ``theta = start + rho * d / (|d| + xi)``; spends `d`."""
+        self.restore()
+        self.climb(d, rho)
+
+    def restore(self) -> None:
+        """Puts the weights back to the start of the step, bit for bit."""
+        if self.backup is not None:
+            torch._foreach_copy_(self.theta, self.backup)
+
+    def hold(self, g: Vector) -> Vector:
+        """Keeps a gradient beyond its pass, without a copy where its memory is ours to keep."""
+        if self.adopt:
+            return g
+        kept = vectors.like(g)
+        torch._foreach_copy_(kept, g)
+        return kept
+
+    def add_(self, xs: Vector, ys: Vector, coefficient: str, sign: float = 1.0) -> Vector:
+        """``xs += sign * coefficient * ys``, group by group."""
+        for span in self.spans:
+            if (c := span.coefficients[coefficient]) != 0:
+                vectors.add_(xs[span.tensors], ys[span.tensors], sign * c)
+        return xs
+
+    def lerp_(self, xs: Vector, ys: Vector, coefficient: str) -> Vector:
+        """``xs += coefficient * (ys - xs)``; exactly `ys` at 1 and exactly `xs` at 0."""
+        for span in self.spans:
+            c = span.coefficients[coefficient]
+            torch._foreach_lerp_(xs[span.tensors], ys[span.tensors], c)
+        return xs
+
+    def scale_(self, xs: Vector, coefficient: str) -> Vector:
+        """``xs *= coefficient``, group by group."""
+        for span in self.spans:
+            torch._foreach_mul_(xs[span.tensors], span.coefficients[coefficient])
+        return xs
+
+    def grow(self, params: Sequence[Tensor], theta: Vector, spans: Sequence[Span]) -> None:
+        """Takes in parameters whose first gradient of this step appears in a later pass.
+
+        They had no gradient so far, so nothing has moved them yet. The caller extends what is held.
+        """
+        known = {id(p): i for i, p in enumerate(self.params)}
+        if self.backup is not None:
+            old = self.backup
+            self.backup = [
+                old[known[id(p)]] if id(p) in known else t.clone()
+                for p, t in zip(params, theta, strict=True)
+            ]
+        self.params, self.theta, self.spans = list(params), theta, list(spans)
+
+
+def _readable(value: Tensor) -> Tensor | float:
+    on_host = value.device.type == "cpu" and not torch.compiler.is_compiling()
+    return value.item() if on_host else value
+
+
+def _per_unit(rho: float, norm: Any, xi: Any) -> Any:
+    """``rho / (norm + xi)``, turned into NaN by a norm that is not finite.
+
+    Without that, an infinite norm gives a step of zero length, and an overflow in this pass could
+    go unnoticed in the direction.
+    """
+    return rho / (norm + xi) + 0.0 * norm

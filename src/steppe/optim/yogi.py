@@ -1,0 +1,138 @@
+"""Yogi (Zaheer et al., "Adaptive Methods for Nonconvex Optimization", NeurIPS 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+
+class Yogi(Optimizer):
+    r"""Adam whose second moment moves by a bounded amount: Algorithm 2 of the paper.
+
+    $$
+    \begin{aligned}
+    m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
+    v_t &= v_{t-1} - (1 - \beta_2)\, \operatorname{sign}(v_{t-1} - g_t^2)\, g_t^2 \\
+    \theta_t &= \theta_{t-1} - \eta\, m_t / (\sqrt{v_t} + \varepsilon)
+    \end{aligned}
+    $$
+
+    with $m_0 = 0$ and $v_0$ = `initial_accumulator`. The paper has no bias correction. That is why
+    this is not pytorch_optimizer's Yogi, whose $v_t$ is always divided by $1 - \beta_2^t$ (and
+    whose $m_0$ is not 0 unless $v_0$ is). Nor has the paper weight decay: here it is the gradient
+    of $\tfrac{\lambda}{2} \lVert \theta \rVert^2$, added to $g_t$.
+
+    Args:
+        params: parameters, named parameters or parameter groups.
+        lr: the step size $\eta$.
+        betas: $\beta_1$ and $\beta_2$.
+        eps: $\varepsilon$; the paper recommends 1e-3, far more than Adam's.
+        initial_accumulator: $v_0$. The paper's algorithm starts at 0; 1e-6 is the default of the
+            authors' TensorFlow code.
+        weight_decay: $\lambda$.
+
+    >>> w = torch.nn.Parameter(torch.tensor([3.0]))
+    >>> optimizer = Yogi([w], lr=0.1)
+    >>> for _ in range(200):
+    ...     optimizer.zero_grad()
+    ...     loss = (w**2).sum()
+    ...     loss.backward()
+    ...     _ = optimizer.step()
+    >>> bool(loss < 0.01)
+    True
+    """
+
+    needs_graph = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-3,
+        initial_accumulator: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        for name, value in {
+            "lr": lr,
+            "eps": eps,
+            "initial_accumulator": initial_accumulator,
+            "weight_decay": weight_decay,
+        }.items():
+            if not value >= 0:
+                raise ValueError(f"Yogi: {name} must not be negative, got {value}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"Yogi: betas must lie in [0, 1), got {betas}")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "initial_accumulator": initial_accumulator,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters.
+
+        Args:
+            closure: evaluates the model, calls ``backward`` and returns the loss. Optional.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if p.grad.is_sparse or p.is_complex():
+                    raise RuntimeError("Yogi supports neither sparse gradients nor complex weights")
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["exp_avg_sq"] = torch.full_like(p, group["initial_accumulator"])
+            yogi(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                lr=float(group["lr"]),
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+        return loss
+
+
+def yogi(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Take one step of Algorithm 2: updates the parameters and both moments in place."""
+    beta1, beta2 = betas
+    if weight_decay != 0:
+        grads = list(torch._foreach_add(grads, params, alpha=weight_decay))
+    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    squares = torch._foreach_mul(grads, grads)
+    signs = torch._foreach_sub(exp_avg_sqs, squares)
+    torch._foreach_sign_(signs)
+    torch._foreach_addcmul_(exp_avg_sqs, signs, squares, value=-(1 - beta2))
+    denominators = torch._foreach_sqrt(exp_avg_sqs)
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_addcdiv_(params, exp_avgs, denominators, value=-lr)

@@ -1,0 +1,161 @@
+"""Small problems in float64 that every optimizer is tried on, and the table of the methods."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from steppe.optim import FAD, GAM, SAM, FlatnessOptimizer, GAMExact, GAMRelease
+from tests.optim import reference
+
+
+@dataclass
+class Problem:
+    """A model with a fixed batch; the loss is drawn again under the same seed at every call."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    split: int | None = None  # first parameters that form a group of their own
+
+    def loss(self, model: Callable[..., Tensor] | None = None) -> Tensor:
+        return nn.functional.cross_entropy((model or self.model)(self.x), self.y)
+
+    def closure(self, opt: Any) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            loss = self.loss()
+            loss.backward(create_graph=getattr(opt, "needs_graph", False))
+            return loss
+
+        return closure
+
+    def groups(self, **first: Any) -> list[dict[str, Any]]:
+        params = list(self.model.parameters())
+        if self.split is None:
+            return [{"params": params}]
+        return [{"params": params[: self.split], **first}, {"params": params[self.split :]}]
+
+    def weights(self) -> Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
+
+    def per_weight(self, first: float, rest: float) -> Tensor:
+        """A flat vector with one value per group, for the reference."""
+        sizes = [p.numel() for p in self.model.parameters()]
+        n = sum(sizes[: self.split])
+        values = [first] * n + [rest] * (sum(sizes) - n)
+        return torch.tensor(values, dtype=torch.float64)
+
+    def gradient(self, theta: Tensor, seed: int) -> Tensor:
+        """The gradient at any flat weights, under a seed, without a trace in the model."""
+        names = [n for n, _ in self.model.named_parameters()]
+        shapes = [p.shape for p in self.model.parameters()]
+        parts = theta.split([s.numel() for s in shapes])
+        point = {n: t.reshape(s) for n, t, s in zip(names, parts, shapes, strict=True)}
+        buffers = {n: b.clone() for n, b in self.model.named_buffers()}
+        if not theta.requires_grad:
+            point = {n: t.detach().requires_grad_() for n, t in point.items()}
+        torch.manual_seed(seed)
+        loss = self.loss(lambda x: functional_call(self.model, {**point, **buffers}, (x,)))
+        grads = torch.autograd.grad(
+            loss, list(point.values()), create_graph=theta.requires_grad, materialize_grads=True
+        )
+        return torch.cat([g.reshape(-1) for g in grads])
+
+
+def mlp() -> Problem:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).double()
+    return Problem(model, torch.randn(16, 6).double(), torch.randint(4, (16,)), split=2)
+
+
+def conv() -> Problem:
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.SiLU(), nn.Flatten(), nn.Linear(48, 3)
+    ).double()
+    return Problem(model, torch.randn(12, 2, 6, 6).double(), torch.randint(3, (12,)))
+
+
+def dropout() -> Problem:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Dropout(0.4), nn.Linear(12, 3)).double()
+    return Problem(model, torch.randn(20, 5).double(), torch.randint(3, (20,)))
+
+
+PROBLEMS = {"mlp": mlp, "conv-batchnorm": conv, "dropout": dropout}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table: how to build it, what it costs, what it must compute."""
+
+    make: Callable[..., FlatnessOptimizer]
+    hyper: dict[str, Any]
+    passes: int
+    reference: Callable[..., Tensor]
+    buffers: int  # owned parameter-sized buffers at the peak of a step
+    reference_names: tuple[str, ...] = field(default=())
+
+    def __call__(self, base: torch.optim.Optimizer, **more: Any) -> FlatnessOptimizer:
+        return self.make(base, **{**self.hyper, **more})
+
+    def direction(self, grad: reference.Grad, theta: Tensor, **values: Any) -> Tensor:
+        hyper = {**self.hyper, **values}
+        return self.reference(grad, theta, *(hyper[n] for n in self.reference_names))
+
+
+METHODS = {
+    "fad": Method(
+        FAD, {"rho": 0.1, "alpha": 0.3, "beta": 0.7}, 4, reference.fad, 2, ("rho", "alpha", "beta")
+    ),
+    "sam": Method(SAM, {"rho": 0.1}, 2, reference.sam, 1, ("rho",)),
+    "asam": Method(
+        SAM,
+        {"rho": 0.5, "adaptive": True, "eta": 0.01},
+        2,
+        reference.asam,
+        2,
+        ("rho", "eta"),
+    ),
+    "gam": Method(GAM, {"rho": 0.1, "alpha": 0.6}, 4, reference.gam, 2, ("rho", "alpha")),
+    "gam-exact": Method(
+        GAMExact, {"rho": 0.1, "alpha": 0.6}, 2, reference.gam_exact, 4, ("rho", "alpha")
+    ),
+    "gam-release": Method(
+        GAMRelease,
+        {
+            "grad_rho": 0.05,
+            "grad_norm_rho": 0.2,
+            "grad_beta_0": 0.4,
+            "grad_beta_1": 0.7,
+            "grad_gamma": 0.1,
+        },
+        4,
+        reference.gam_release,
+        3,
+        ("grad_rho", "grad_norm_rho", "grad_beta_0", "grad_beta_1", "grad_gamma"),
+    ),
+}
+
+
+def sgd(params: Any, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(params, **{"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2, **options})
+
+
+def train(problem: Problem, opt: Any, steps: int, first: int = 0) -> list[float]:
+    """Runs steps with the draw of each fixed by its number; returns the losses."""
+    losses = []
+    for t in range(first, first + steps):
+        torch.manual_seed(t)
+        losses.append(float(opt.step(problem.closure(opt)).detach()))
+    return losses
+
+
+def twin(problem: Problem) -> Problem:
+    return copy.deepcopy(problem)

@@ -1,0 +1,235 @@
+"""Two real processes (gloo) against one process on the joint batch."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from steppe.optim import FAD, SAM, GAMExact
+from tests.optim import reference
+from tests.optim.problems import METHODS
+
+WORLD = 2
+STEPS = 4
+FIRST_ORDER = ["fad", "sam", "asam", "gam", "gam-release"]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def batch(t: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(t)
+    x = torch.randn(8, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (8,), generator=generator)
+
+
+def part(t: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = batch(t)
+    return x.chunk(WORLD)[rank], y.chunk(WORLD)[rank]
+
+
+def base(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+
+def steps(model, opt, data, count=STEPS):
+    for t in range(count):
+        x, y = data(t)
+
+        def closure(x=x, y=y):
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def counting(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    state[0] += bucket.is_last()
+    done = dist.all_reduce(bucket.buffer() / WORLD, async_op=True).get_future()
+    return done.then(lambda future: future.value()[0])
+
+
+def ddp(bucket_view: bool) -> tuple[DistributedDataParallel, list[int]]:
+    model = DistributedDataParallel(network(), gradient_as_bucket_view=bucket_view)
+    reductions = [0]
+    model.register_comm_hook(reductions, counting)
+    return model, reductions
+
+
+# What the processes run: each case takes its rank and returns tensors or numbers to compare.
+
+
+def run_global(rank: int, name: str, bucket_view: bool):
+    model, reductions = ddp(bucket_view)
+    opt = METHODS[name](base(model), model=model)
+    steps(model, opt, lambda t: part(t, rank))
+    return weights(model), reductions[0]
+
+
+def run_local(rank: int, name: str, bucket_view: bool):
+    model, reductions = ddp(bucket_view)
+    manual = 0
+    plain = dist.all_reduce
+
+    def watched(*args, **kwargs):
+        nonlocal manual
+        manual += 1
+        return plain(*args, **kwargs)
+
+    opt = METHODS[name](base(model), model=model, perturbation="local")
+    dist.all_reduce = watched
+    try:
+        steps(model, opt, lambda t: part(t, rank))
+    finally:
+        dist.all_reduce = plain
+    return weights(model), reductions[0] + manual
+
+
+def run_local_ratio(rank: int):
+    """Plain steps under perturbation='local' are DDP's own: reduced once, by DDP."""
+    model, reductions = ddp(True)
+    opt = SAM(base(model), model=model, perturbation="local", ratio=0.5)
+    steps(model, opt, lambda t: part(t, rank))
+    return weights(model), reductions[0]
+
+
+def run_fsdp(rank: int, name: str):
+    model = network()
+    fully_shard(model[0])
+    fully_shard(model)
+    opt = METHODS[name](base(model), model=model)
+    steps(model, opt, lambda t: part(t, rank))
+    return torch.cat([p.detach().full_tensor().reshape(-1) for p in model.parameters()])
+
+
+def run_refusals(rank: int):
+    messages = []
+    model, _ = ddp(False)
+    for make in (
+        lambda: FAD(base(model), perturbation="local"),
+        lambda: GAMExact(base(model), model=model),
+    ):
+        try:
+            make()
+        except (TypeError, ValueError) as error:
+            messages.append(str(error))
+    sharded = network()
+    fully_shard(sharded)
+    opt = FAD(base(sharded), model=sharded)
+    opt.perturbation = "local"
+    try:
+        steps(sharded, opt, lambda t: part(t, rank), 1)
+    except ValueError as error:
+        messages.append(str(error))
+    return messages
+
+
+CASES = {
+    **{
+        f"{kind} {n} bucket_view={v}": (run, n, v)
+        for kind, run in (("global", run_global), ("local", run_local))
+        for n in FIRST_ORDER
+        for v in (True, False)
+    },
+    "local ratio": (run_local_ratio,),
+    **{f"fsdp {n}": (run_fsdp, n) for n in FIRST_ORDER},
+    "refusals": (run_refusals,),
+}
+
+
+def work(rank: int, path: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{path}/store", WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    results = {case: run(rank, *args) for case, (run, *args) in CASES.items()}
+    torch.save(results, f"{path}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """All cases in one process group: starting processes costs more than the cases do."""
+    path = str(tmp_path_factory.mktemp("gloo"))
+    mp.start_processes(work, (path,), nprocs=WORLD, start_method="spawn")
+    return [torch.load(f"{path}/{rank}.pt") for rank in range(WORLD)]
+
+
+def single(name: str) -> torch.Tensor:
+    model = network()
+    steps(model, METHODS[name](base(model), model=model), batch)
+    return weights(model)
+
+
+def m_sharpness(name: str) -> torch.Tensor:
+    """Each process's direction from its own gradients, then the mean: from the reference."""
+    model = network()
+    shapes = [p.shape for p in model.parameters()]
+    names = [n for n, _ in model.named_parameters()]
+
+    def grad_on(x, y):
+        def loss(theta):
+            parts = theta.split([s.numel() for s in shapes])
+            point = {n: t.reshape(s) for n, t, s in zip(names, parts, shapes, strict=True)}
+            return nn.functional.cross_entropy(torch.func.functional_call(model, point, (x,)), y)
+
+        return torch.func.grad(loss)
+
+    theta, update = weights(model), reference.SGD(0.2, 0.9, 0.0)
+    for t in range(STEPS):
+        directions = [METHODS[name].direction(grad_on(*part(t, r)), theta) for r in range(WORLD)]
+        theta = update(theta, sum(directions) / WORLD)
+    return theta
+
+
+@pytest.mark.parametrize("bucket_view", [True, False])
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_global_is_one_process_on_the_joint_batch(results, name, bucket_view):
+    expected = single(name)
+    for rank in range(WORLD):
+        got, reductions = results[rank][f"global {name} bucket_view={bucket_view}"]
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+        assert reductions == STEPS * METHODS[name].passes
+
+
+@pytest.mark.parametrize("bucket_view", [True, False])
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_local_is_m_sharpness_with_one_reduction(results, name, bucket_view):
+    expected = m_sharpness(name)
+    assert (expected - single(name)).abs().max() > 1e-6  # the two notions differ
+    for rank in range(WORLD):
+        got, reductions = results[rank][f"local {name} bucket_view={bucket_view}"]
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+        assert reductions == STEPS
+
+
+def test_plain_steps_of_a_local_ratio_are_reduced(results):
+    (first, reductions), (second, _) = (r["local ratio"] for r in results)
+    assert torch.equal(first, second)
+    assert reductions == STEPS / 2
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_fully_shard_is_one_process_on_the_joint_batch(results, name):
+    expected = single(name)
+    for rank in range(WORLD):
+        torch.testing.assert_close(results[rank][f"fsdp {name}"], expected, rtol=0, atol=1e-12)
+
+
+def test_what_cannot_work_is_refused(results):
+    local, exact, sharded = results[0]["refusals"]
+    assert "pass model=ddp" in local
+    assert "all-reduce cannot be differentiated" in exact
+    assert "not available for sharded parameters" in sharded

@@ -1,0 +1,279 @@
+"""The phase API: after the last phase everything is ordinary PyTorch."""
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+from steppe.optim import FAD
+from tests.optim.problems import METHODS, PROBLEMS, sgd, train
+
+every_method = pytest.mark.parametrize("name", METHODS)
+
+
+def setup(name, problem_name="dropout", **options):
+    problem = PROBLEMS[problem_name]()
+    return problem, METHODS[name](sgd(problem.groups()), model=problem.model, **options)
+
+
+def walk(problem, opt, scale=lambda loss: loss):
+    for phase in opt.phases():
+        with phase:
+            scale(problem.loss()).backward(create_graph=opt.needs_graph)
+
+
+@every_method
+def test_phases_equal_the_closure(name):
+    (problem, opt), (other, opt2) = setup(name), setup(name)
+    train(problem, opt, 3)
+    for t in range(3):
+        torch.manual_seed(t)
+        walk(other, opt2)
+        opt2.step()
+    assert torch.equal(problem.weights(), other.weights())
+    assert opt.steps == opt2.steps == 3
+
+
+@every_method
+def test_weights_are_back_and_the_direction_is_in_grad(name):
+    problem, opt = setup(name)
+    before = problem.weights()
+    torch.manual_seed(0)
+    walk(problem, opt)
+    assert torch.equal(problem.weights(), before)
+    grad = torch.cat([p.grad.reshape(-1) for p in problem.model.parameters()])
+    expected = METHODS[name].direction(lambda point: problem.gradient(point, seed=0), before)
+    torch.testing.assert_close(grad, expected, rtol=0, atol=1e-12)
+
+
+def test_a_phase_knows_its_place():
+    problem, opt = setup("fad")
+    seen = []
+    for phase in opt.phases():
+        with phase as entered:
+            problem.loss().backward()
+            seen.append((entered.index, entered.total, entered.loss))
+    assert seen == [(i, 4, "main") for i in range(4)]
+
+
+@pytest.mark.parametrize("fail_at", range(4))
+def test_an_exception_in_a_phase_restores_the_weights(fail_at):
+    problem, opt = setup("fad")
+    before = problem.weights()
+    with pytest.raises(KeyError):
+        for phase in opt.phases():
+            with phase:
+                problem.loss().backward()
+                if phase.index == fail_at:
+                    raise KeyError
+    assert torch.equal(problem.weights(), before)
+    with pytest.raises(RuntimeError, match="closure"):
+        opt.step()
+
+
+def test_leaving_the_loop_early_restores_the_weights():
+    problem, opt = setup("fad")
+    before = problem.weights()
+    for phase in opt.phases():
+        with phase:
+            problem.loss().backward()
+        if phase.index == 1:
+            assert not torch.equal(problem.weights(), before)
+            break
+    assert torch.equal(problem.weights(), before)
+
+
+def test_a_phase_that_is_not_entered_is_an_error():
+    _, opt = setup("fad")
+    with pytest.raises(RuntimeError, match="Phase 0 of 4 was skipped.*with phase"):
+        for _ in opt.phases():
+            pass
+
+
+def test_step_works_once_per_walk():
+    problem, opt = setup("sam")
+    walk(problem, opt)
+    opt.step()
+    with pytest.raises(RuntimeError, match="closure"):
+        opt.step()
+
+
+@every_method
+def test_micro_batches_accumulate(name):
+    """Two halves inside one closure, or one phase, are the whole batch."""
+    problem, opt = setup(name, "mlp")
+    train(problem, opt, 3)
+    for style in ("closure", "phase"):
+        halves, opt2 = setup(name, "mlp")
+        parts = list(zip(halves.x.chunk(2), halves.y.chunk(2), strict=True))
+
+        def accumulate(halves=halves, parts=parts, opt2=opt2):
+            total = 0.0
+            for x, y in parts:
+                loss = nn.functional.cross_entropy(halves.model(x), y) / len(parts)
+                loss.backward(create_graph=opt2.needs_graph)
+                total += loss.detach()
+            return total
+
+        for t in range(3):
+            torch.manual_seed(t)
+            if style == "closure":
+                opt2.step(accumulate)
+            else:
+                for phase in opt2.phases():
+                    with phase:
+                        accumulate()
+                opt2.step()
+        torch.testing.assert_close(halves.weights(), problem.weights(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_max_norm_clips_the_direction(max_norm):
+    (problem, opt), (other, opt2) = setup("fad", max_norm=max_norm), setup("fad")
+    train(problem, opt, 1)
+    torch.manual_seed(0)
+    walk(other, opt2)
+    length = nn.utils.clip_grad_norm_(other.model.parameters(), max_norm)
+    opt2.step()
+    assert torch.equal(problem.weights(), other.weights())
+    assert (length > max_norm) == (max_norm < 1)
+
+
+# ---- mixed precision ------------------------------------------------------------------------
+
+
+def scaler(**options):
+    return GradScaler("cpu", **{"init_scale": 2.0**12, **options})
+
+
+def scaled_closure(problem, opt, scale, break_in=None):
+    calls = 0
+
+    def closure():
+        nonlocal calls
+        loss = problem.loss()
+        bad = float("inf") if calls == break_in else 1.0
+        (scale.scale(loss) * bad).backward(create_graph=opt.needs_graph)
+        calls += 1
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("update", ["by the loop", "left to the optimizer"])
+@every_method
+def test_a_loss_scale_cancels(name, update):
+    problem, opt = setup(name)
+    other, opt2 = setup(name)
+    train(problem, opt, 4)
+    scale = scaler(growth_interval=2)
+    for t in range(4):
+        torch.manual_seed(t)
+        opt2.step(scaled_closure(other, opt2, scale), scaler=scale)
+        if update == "by the loop":
+            scale.update()
+    torch.testing.assert_close(other.weights(), problem.weights(), rtol=0, atol=1e-12)
+    assert scale.get_scale() > 2.0**12  # it grew, so it was updated
+
+
+@pytest.mark.parametrize("break_in", range(4))
+@every_method
+def test_overflow_in_any_pass_skips_the_step(name, break_in):
+    if break_in >= METHODS[name].passes:
+        pytest.skip("fewer passes than that")
+    problem, opt = setup(name)
+    scale = scaler()
+    opt.step(scaled_closure(problem, opt, scale), scaler=scale)
+    scale.update()
+    before = problem.weights()
+    state = {k: v["momentum_buffer"].clone() for k, v in opt.state.items()}
+
+    opt.step(scaled_closure(problem, opt, scale, break_in), scaler=scale)
+    scale.update()
+    assert torch.equal(problem.weights(), before)
+    assert all(torch.equal(opt.state[k]["momentum_buffer"], v) for k, v in state.items())
+    assert scale.get_scale() == 2.0**11
+    assert opt.steps == 1
+
+    opt.step(scaled_closure(problem, opt, scale), scaler=scale)
+    assert not torch.equal(problem.weights(), before)
+    assert opt.steps == 2
+
+
+def test_overflow_of_a_gradient_the_direction_does_not_contain():
+    """SAM's direction is g1 alone; an infinite g0 must still skip the step, not vanish."""
+    w = nn.Parameter(torch.tensor([1.0, 2.0]))
+    opt, scale = METHODS["sam"](torch.optim.SGD([w], lr=0.1)), scaler()
+    calls = 0
+
+    def closure():
+        nonlocal calls
+        loss = w[1] ** 2
+        scale.scale(loss).backward()
+        if calls == 0:
+            w.grad[0] = float("inf")  # and nothing at the next point depends on w[0]
+        calls += 1
+        return loss
+
+    opt.step(closure, scaler=scale)
+    scale.update()
+    assert w.tolist() == [1.0, 2.0]
+    assert scale.get_scale() == 2.0**11
+
+
+def test_a_disabled_scaler_is_no_scaler():
+    (problem, opt), (other, opt2) = setup("fad"), setup("fad")
+    off = GradScaler("cpu", enabled=False)
+    train(problem, opt, 1)
+    torch.manual_seed(0)
+    opt2.step(scaled_closure(other, opt2, off), scaler=off)
+    off.update()
+    assert torch.equal(problem.weights(), other.weights())
+
+
+@every_method
+def test_phases_with_a_scaler_by_hand(name):
+    """unscale_, clip, scaler.step(opt), update: the code of torch's AMP examples."""
+    problem, opt = setup(name, max_norm=0.05)
+    other, opt2 = setup(name)
+    train(problem, opt, 3)
+    scale = scaler()
+    for t in range(3):
+        torch.manual_seed(t)
+        walk(other, opt2, scale.scale)
+        scale.unscale_(opt2)
+        nn.utils.clip_grad_norm_(other.model.parameters(), 0.05)
+        scale.step(opt2)
+        scale.update()
+    torch.testing.assert_close(other.weights(), problem.weights(), rtol=0, atol=1e-12)
+    assert opt2.steps == 3
+
+
+def test_a_skipped_step_of_phases_does_not_count():
+    problem, opt = setup("fad")
+    before, scale = problem.weights(), scaler()
+    walk(problem, opt, lambda loss: scale.scale(loss) * float("nan"))
+    scale.step(opt)
+    scale.update()
+    assert torch.equal(problem.weights(), before)
+    assert opt.steps == 0
+
+
+def test_half_precision_autocast_trains():
+    """fp16 autocast with a scaler on the CPU: FAD lowers the loss of a float32 model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    x, y = torch.randn(64, 8), torch.randint(4, (64,))
+    opt, scale = FAD(sgd(model.parameters()), model=model), scaler()
+
+    def closure():
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = nn.functional.cross_entropy(model(x), y)
+        scale.scale(loss).backward()
+        return loss
+
+    first = opt.step(closure, scaler=scale).item()
+    for _ in range(20):
+        scale.update()
+        last = opt.step(closure, scaler=scale).item()
+    assert last < 0.9 * first

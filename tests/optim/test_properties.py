@@ -1,0 +1,515 @@
+"""Every flatness-aware optimizer x every property a torch optimizer has."""
+
+import copy
+import io
+import pickle
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from steppe.optim import FAD, SAM, InverseSqrt
+from tests.optim.problems import METHODS, PROBLEMS, Problem, sgd, train
+
+every_method = pytest.mark.parametrize("name", METHODS)
+
+
+def setup(name, problem_name="dropout", **options):
+    problem = PROBLEMS[problem_name]()
+    opt = METHODS[name](sgd(problem.groups()), model=problem.model, **options)
+    return problem, opt
+
+
+# ---- one set of groups, whatever happens ----------------------------------------------------
+
+
+@every_method
+def test_param_groups_are_the_bases_for_ever(name):
+    problem, opt = setup(name)
+    train(problem, opt, 2)
+    assert opt.param_groups is opt.base.param_groups
+    opt.load_state_dict(opt.state_dict())
+    assert opt.param_groups is opt.base.param_groups
+    for other in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        assert other.param_groups is other.base.param_groups
+        assert other.base is not opt.base
+        assert other.model is None
+    opt.param_groups[0]["lr"] = 0.5
+    assert opt.base.param_groups[0]["lr"] == 0.5
+    assert opt.state is opt.base.state
+    assert isinstance(opt, torch.optim.Optimizer)
+
+
+@every_method
+def test_copies_continue_identically(name):
+    problem, opt = setup(name)
+    train(problem, opt, 3)
+    twin_model, twin_opt = copy.deepcopy((problem.model, opt))
+    twin = Problem(twin_model, problem.x, problem.y)
+    twin_opt.model = twin_model
+    train(problem, opt, 3, first=3)
+    train(twin, twin_opt, 3, first=3)
+    assert torch.equal(problem.weights(), twin.weights())
+
+
+@every_method
+def test_state_dict_resumes_bit_identically(name):
+    problem, opt = setup(name, ratio=0.5)
+    train(problem, opt, 3)  # an odd number: the counter decides which of the next steps are flat
+    buffer = io.BytesIO()
+    torch.save({"model": problem.model.state_dict(), "opt": opt.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)  # nothing but tensors and plain values
+
+    resumed, opt2 = setup(name, ratio=0.5)
+    resumed.model.load_state_dict(saved["model"])
+    opt2.load_state_dict(saved["opt"])
+    train(problem, opt, 4, first=3)
+    train(resumed, opt2, 4, first=3)
+    assert torch.equal(problem.weights(), resumed.weights())
+    assert opt2.steps == opt.steps == 7
+
+
+@every_method
+def test_state_dict_holds_no_perturbation(name):
+    problem, opt = setup(name)
+    train(problem, opt, 2)
+    base = opt.base.state_dict()
+    ours = opt.state_dict()
+    assert ours["state"].keys() == base["state"].keys()
+    tensors = sum(t.numel() for s in ours["state"].values() for t in s.values())
+    assert tensors == problem.weights().numel()  # SGD's momentum and nothing more
+    assert ours["steppe"] == {"step": 2, "memory": {}}
+
+
+def test_a_plain_state_of_the_base_can_be_loaded():
+    problem = PROBLEMS["mlp"]()
+    plain = sgd(problem.groups())
+    problem.loss().backward()
+    plain.step()
+    opt = FAD(sgd(problem.groups()), rho=0.3)
+    opt.load_state_dict(plain.state_dict())
+    assert opt.param_groups[0]["rho"] == 0.3
+    assert len(opt.state) == 4
+
+
+def test_schedules_stay_out_of_the_state():
+    problem = PROBLEMS["mlp"]()
+    opt = FAD(sgd(problem.groups(rho=0.7)), rho=InverseSqrt(0.1))
+    saved = opt.state_dict()
+    assert "rho" not in saved["param_groups"][1]
+    other = FAD(sgd(PROBLEMS["mlp"]().groups()), rho=InverseSqrt(0.2))
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["rho"] == 0.7
+    assert other.param_groups[1]["rho"] == InverseSqrt(0.2)
+
+
+# ---- schedulers and hooks -------------------------------------------------------------------
+
+SCHEDULERS = {
+    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t)),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "one-cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=8),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "warm-up then cosine": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(o, 4)],
+        [2],
+    ),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_torch_schedulers_drive_it(scheduler):
+    problem, opt = setup("fad")
+    plain = PROBLEMS["dropout"]()
+    base = sgd(plain.groups())
+    ours, theirs = SCHEDULERS[scheduler](opt), SCHEDULERS[scheduler](base)
+    for t in range(6):
+        train(problem, opt, 1, first=t)
+        base.zero_grad()
+        plain.loss().backward()
+        base.step()
+        ours.step()
+        theirs.step()
+        assert opt.param_groups[0]["lr"] == base.param_groups[0]["lr"]
+        assert opt.param_groups[0]["momentum"] == base.param_groups[0]["momentum"]
+    copy.deepcopy(opt)  # a scheduler replaces opt.step by a closure, which must not be copied
+
+
+def test_reduce_on_plateau_drives_it():
+    problem, opt = setup("sam")
+    scheduler = lr_scheduler.ReduceLROnPlateau(opt, factor=0.1, patience=0)
+    for _ in range(2):
+        train(problem, opt, 1)
+        scheduler.step(1.0)
+    assert opt.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@every_method
+def test_hooks_fire_once_per_step(name):
+    problem, opt = setup(name)
+    fired = []
+
+    def note(kind):
+        return lambda *_: fired.append(kind)
+
+    handles = [
+        opt.register_step_pre_hook(note("pre")),
+        opt.register_step_post_hook(note("post")),
+        opt.base.register_step_pre_hook(note("base")),
+        register_optimizer_step_pre_hook(note("global pre")),
+        register_optimizer_step_post_hook(note("global post")),
+    ]
+    try:
+        train(problem, opt, 1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert sorted(fired) == ["base", "global post", "global pre", "post", "pre"]
+    train(problem, opt, 1)
+    assert len(fired) == 5
+
+
+def test_a_pre_hook_sees_the_direction():
+    problem, opt = setup("fad")
+    seen = []
+    opt.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["params"][0].grad))
+    train(problem, opt, 1)
+    assert seen[0] is not None
+
+
+@every_method
+def test_state_dict_hooks_fire_once(name):
+    _, opt = setup(name)
+    fired = []
+    opt.register_state_dict_pre_hook(lambda o: fired.append("save"))
+    opt.register_load_state_dict_post_hook(lambda o: fired.append("load"))
+    opt.load_state_dict(opt.state_dict())
+    assert fired == ["save", "load"]
+
+
+# ---- bases ----------------------------------------------------------------------------------
+
+BASES = {
+    cls.__name__: cls
+    for cls in vars(torch.optim).values()
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+}
+NOT_FOR_DENSE_ANY_SHAPE = {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
+
+
+@pytest.mark.parametrize("base_name", sorted(BASES.keys() - NOT_FOR_DENSE_ANY_SHAPE))
+def test_any_torch_optimizer_as_base(base_name):
+    """A base under FAD with beta 0 is itself; with beta > 0 it trains, and keys do not collide."""
+    cls = BASES[base_name]
+    problem, plain = PROBLEMS["mlp"](), PROBLEMS["mlp"]()
+    options = {"lr": 0.01}
+    opt = FAD(cls(problem.model.parameters(), **options), beta=0.0)
+    base = cls(plain.model.parameters(), **options)
+    for _ in range(4):
+        opt.step(problem.closure(opt))
+        base.zero_grad()
+        plain.loss().backward()
+        base.step()
+    assert torch.equal(problem.weights(), plain.weights())
+    for key, value in base.param_groups[0].items():
+        if key not in ("params", "rho", "alpha", "beta"):
+            assert opt.param_groups[0][key] == value, key
+
+    opt = FAD(cls(problem.model.parameters(), **options), rho=0.1, alpha=0.5, beta=0.5)
+    before = problem.loss().item()
+    for _ in range(10):
+        opt.step(problem.closure(opt))
+    assert problem.loss().item() < before
+
+
+def test_names_the_base_uses_itself_get_a_prefix():
+    problem = PROBLEMS["mlp"]()
+    base = torch.optim.RMSprop(problem.model.parameters(), alpha=0.9)
+    opt = FAD(base, alpha=0.25)
+    assert opt.param_groups[0]["alpha"] == 0.9
+    assert opt.param_groups[0]["fad_alpha"] == 0.25
+    opt.param_groups[0]["fad_alpha"] = 1.0
+    opt.param_groups[0]["beta"] = 1.0
+    assert len(opt.visits([opt.coefficients(opt._values(opt.param_groups[0], 1))])) == 2
+
+
+def test_a_base_can_be_wrapped_again():
+    base = sgd(PROBLEMS["mlp"]().groups(rho=0.9))
+    SAM(base, rho=0.05)
+    opt = FAD(base, rho=0.2)
+    assert [g["rho"] for g in opt.param_groups] == [0.9, 0.2]  # an override stays, a default not
+
+
+def test_muon_as_base():
+    weight = nn.Parameter(torch.randn(4, 3))
+    opt = FAD(torch.optim.Muon([weight], lr=0.01))
+
+    def closure():
+        loss = (weight**2).sum()
+        loss.backward()
+        return loss
+
+    before = opt.step(closure)
+    assert closure() < before
+
+
+def test_bases_that_cannot_work_are_refused():
+    params = [nn.Parameter(torch.zeros(2))]
+    with pytest.raises(TypeError, match="LBFGS.*needs a closure"):
+        FAD(torch.optim.LBFGS(params))
+    with pytest.raises(TypeError, match="wrap its base instead"):
+        SAM(FAD(sgd(params)))
+    with pytest.raises(TypeError, match=r"SGD\(model.parameters"):
+        FAD(params)
+    with pytest.raises(TypeError, match="SGD"):
+        FAD(torch.optim.SGD)
+
+
+def test_add_param_group():
+    problem, opt = setup("fad")
+    extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    opt.add_param_group({"params": [extra], "alpha": 0.9})
+    assert opt.base.param_groups[-1]["rho"] == METHODS["fad"].hyper["rho"]
+    assert opt.base.param_groups[-1]["alpha"] == 0.9
+
+    def closure():
+        loss = problem.loss() + (extra**2).sum()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert (extra != 1).all()
+
+
+def test_named_parameters():
+    problem = PROBLEMS["mlp"]()
+    opt = FAD(sgd(problem.model.named_parameters()))
+    train(problem, opt, 2)
+    names = opt.state_dict()["param_groups"][0]["param_names"]
+    assert names == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+# ---- parameters -----------------------------------------------------------------------------
+
+
+@every_method
+def test_parameters_without_gradients_are_left_alone(name):
+    """Frozen ones, and ones the loss does not use: no decay, no state, as the base treats them."""
+    problem, _ = setup(name, "mlp")
+    unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    problem.model[0].weight.requires_grad_(False)
+    frozen = problem.model[0].weight.clone()
+    opt = METHODS[name](sgd([*problem.model.parameters(), unused]))
+    train(problem, opt, 3)
+    assert torch.equal(problem.model[0].weight, frozen)
+    assert torch.equal(unused, torch.ones(3, dtype=torch.float64))
+    assert unused.grad is None
+    assert unused not in opt.state
+
+
+@every_method
+def test_shared_parameters(name):
+    """A tied weight is perturbed once and gets the sum of its gradients."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    second.weight = first.weight
+    problem = Problem(
+        nn.Sequential(first, nn.Tanh(), second), torch.randn(8, 4).double(), torch.randint(4, (8,))
+    )
+    opt = METHODS[name](torch.optim.SGD(problem.model.parameters(), lr=0.1))
+    expected = problem.weights()
+    opt.step(problem.closure(opt))
+    grad = lambda point: problem.gradient(point, 0)  # noqa: E731
+    expected = expected - 0.1 * METHODS[name].direction(grad, expected)
+    torch.testing.assert_close(problem.weights(), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["fad", "sam", "gam", "gam-release"])
+def test_a_parameter_that_joins_in_a_later_pass(name):
+    """Routing may change at the perturbed point; a missing gradient counts as zero."""
+    calls = 0
+    a = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    late = nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
+    b = nn.Parameter(torch.tensor([0.5], dtype=torch.float64))
+
+    def loss_at(theta, k):
+        used = (theta[:2] ** 3).sum() + torch.sin(theta[3])
+        return used + theta[2] ** 2 if k > 0 else used
+
+    def closure():
+        nonlocal calls
+        parts = [a, late, b] if calls > 0 else [a, late.detach(), b]
+        loss = loss_at(torch.cat(parts), calls)
+        calls += 1
+        loss.backward()
+        return loss
+
+    method = METHODS[name]
+    start = torch.cat([a, late, b]).detach()
+    opt = method(torch.optim.SGD([a, late, b], lr=0.1))
+    opt.step(closure)
+    k = -1
+
+    def grad(theta):
+        nonlocal k
+        k += 1
+        return torch.func.grad(loss_at)(theta, k)
+
+    expected = start - 0.1 * method.direction(grad, start)
+    torch.testing.assert_close(torch.cat([a, late, b]).detach(), expected, rtol=0, atol=1e-12)
+
+
+@every_method
+def test_a_zero_gradient_gives_no_nan(name):
+    w = nn.Parameter(torch.zeros(3))
+    opt = METHODS[name](sgd([w]))
+
+    def closure():
+        loss = (w**2).sum()
+        loss.backward(create_graph=opt.needs_graph)
+        return loss
+
+    opt.step(closure)
+    assert torch.equal(w, torch.zeros(3))
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(ValueError, match="complex.*view_as_real"):
+        FAD(sgd([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]))
+    devices = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))]
+    with pytest.raises(ValueError, match=r"several devices \(cpu, meta\)"):
+        FAD(sgd(devices))
+    table = nn.Embedding(4, 2, sparse=True)
+    opt = FAD(torch.optim.SGD(table.parameters(), lr=0.1))
+
+    def closure():
+        loss = table(torch.tensor([1, 2])).sum()
+        loss.backward()
+        return loss
+
+    before = table.weight.clone()
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        opt.step(closure)
+    assert torch.equal(table.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda b: FAD(b, rho=-0.1), "rho .* not be negative"),
+        (lambda b: FAD(b, rho=float("nan")), "rho must be a finite number"),
+        (lambda b: FAD(b, rho="big"), "rho must be a finite number, got 'big'"),
+        (lambda b: FAD(b, alpha=1.5), r"alpha must be in \[0, 1\], got 1.5"),
+        (lambda b: FAD(b, beta=-1.0), "beta must not be negative"),
+        (lambda b: FAD(b, ratio=0.0), r"ratio must be in \(0, 1\]"),
+        (lambda b: FAD(b, perturbation="both"), "'global' or 'local'"),
+        (lambda b: FAD(b, max_norm=0.0), "max_norm must be positive"),
+        (lambda b: SAM(b, adaptive=True, eta=-1.0), "eta must not be negative"),
+    ],
+)
+def test_hyper_parameters_are_checked(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(sgd([nn.Parameter(torch.zeros(2))]))
+
+
+def test_an_unknown_option_is_an_error():
+    with pytest.raises(TypeError, match="gamma"):
+        FAD(sgd([nn.Parameter(torch.zeros(2))]), gamma=1.0)
+
+
+# ---- one loss function per step -------------------------------------------------------------
+
+
+@every_method
+def test_every_source_of_randomness_is_replayed(name):
+    problem, opt = setup(name, "mlp")
+    draws = []
+
+    def closure():
+        draws.append((torch.rand(()).item(), random.random(), numpy.random.rand()))
+        return problem.closure(opt)()
+
+    opt.step(closure)
+    opt.step(closure)
+    first, second = draws[: len(draws) // 2], draws[len(draws) // 2 :]
+    assert len(set(first)) == len(set(second)) == 1
+    assert first[0] != second[0]
+
+
+@pytest.mark.parametrize("fail_at", range(4))
+@every_method
+def test_an_exception_leaves_the_weights(name, fail_at):
+    problem, opt = setup(name)
+    if fail_at >= METHODS[name].passes:
+        pytest.skip("fewer passes than that")
+    train(problem, opt, 2)
+    before, steps = problem.weights(), opt.steps
+    calls = 0
+
+    def closure():
+        nonlocal calls
+        calls += 1
+        if calls > fail_at:
+            raise KeyboardInterrupt
+        return problem.closure(opt)()
+
+    with pytest.raises(KeyboardInterrupt):
+        opt.step(closure)
+    assert torch.equal(problem.weights(), before)
+    assert opt.steps == steps
+    with pytest.raises(RuntimeError, match="needs a closure"):
+        opt.step()  # no direction is lying about
+    train(problem, opt, 1)  # and it goes on
+    assert not torch.equal(problem.weights(), before)
+
+
+@every_method
+def test_step_without_a_closure_shows_the_right_code(name):
+    _, opt = setup(name)
+    with pytest.raises(RuntimeError) as error:
+        opt.step()
+    assert "def closure():" in str(error.value)
+    assert "opt.phases()" in str(error.value)
+    assert ("create_graph=True" in str(error.value)) == opt.needs_graph
+
+
+def test_a_closure_without_backward_is_an_error():
+    problem, opt = setup("fad")
+    with pytest.raises(RuntimeError, match="Pass 0 left no gradient.*backward"):
+        opt.step(problem.loss)
+
+
+def test_gam_exact_wants_the_graph():
+    problem, opt = setup("gam-exact")
+
+    def closure():
+        loss = problem.loss()
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        opt.step(closure)
+
+
+@every_method
+def test_no_graph_survives_the_step(name):
+    problem, opt = setup(name)
+    train(problem, opt, 1)
+    assert all(p.grad is not None and p.grad.grad_fn is None for p in problem.model.parameters())
+    assert not any(p.grad.requires_grad for p in problem.model.parameters())
+
+
+def test_repr_names_the_method_and_its_base():
+    _, opt = setup("fad")
+    assert repr(opt).startswith("FAD(rho=0.1, alpha=0.3, beta=0.7, base=SGD (")

@@ -1,0 +1,63 @@
+"""The fast optimizers against their equations, in float64, over 20 steps."""
+
+import pytest
+import torch
+
+from tests.optim import reference
+from tests.optim.problems import METHODS, PROBLEMS, sgd
+
+STEPS = 20
+
+
+@pytest.mark.parametrize("problem_name", PROBLEMS)
+@pytest.mark.parametrize("name", METHODS)
+def test_agrees_with_the_equations(name, problem_name):
+    method, problem = METHODS[name], PROBLEMS[problem_name]()
+    opt = method(sgd(problem.groups(lr=0.03)), model=problem.model)
+    lr = problem.per_weight(0.03, 0.1) if problem.split else 0.1
+    expected = problem.weights()
+    update = reference.SGD(lr, momentum=0.9, weight_decay=1e-2)
+    for t in range(STEPS):
+        torch.manual_seed(t)
+        opt.step(problem.closure(opt))
+        direction = method.direction(lambda point, t=t: problem.gradient(point, seed=t), expected)
+        expected = update(expected, direction)
+        torch.testing.assert_close(problem.weights(), expected, rtol=0, atol=1e-10)
+    assert (expected - PROBLEMS[problem_name]().weights()).abs().max() > 0.01  # it went somewhere
+
+
+@pytest.mark.parametrize("name", ["fad", "gam", "sam"])
+def test_hyper_parameters_per_group(name):
+    method, problem = METHODS[name], PROBLEMS["mlp"]()
+    override = {k: v * 0.5 for k, v in method.hyper.items()}
+    opt = method(sgd(problem.groups(**override)), model=problem.model)
+    vectors = {k: problem.per_weight(override[k], v) for k, v in method.hyper.items()}
+    expected = problem.weights()
+    update = reference.SGD(0.1, momentum=0.9, weight_decay=1e-2)
+    for t in range(STEPS):
+        torch.manual_seed(t)
+        opt.step(problem.closure(opt))
+        grad = lambda point, t=t: problem.gradient(point, seed=t)  # noqa: E731
+        expected = update(expected, method.direction(grad, expected, **vectors))
+        torch.testing.assert_close(problem.weights(), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_loss_is_that_of_the_unperturbed_weights(name):
+    problem = PROBLEMS["mlp"]()
+    opt = METHODS[name](sgd(problem.groups()), model=problem.model)
+    before = problem.loss().item()
+    assert opt.step(problem.closure(opt)).item() == before
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_batch_norm_sees_one_pass(name):
+    """Running mean, variance and counter are those of a single pass at the unperturbed weights."""
+    problem, plain = PROBLEMS["conv-batchnorm"](), PROBLEMS["conv-batchnorm"]()
+    opt = METHODS[name](sgd(problem.groups()), model=problem.model)
+    opt.step(problem.closure(opt))
+    plain.loss()
+    for (key, ours), theirs in zip(
+        problem.model.named_buffers(), plain.model.buffers(), strict=True
+    ):
+        assert torch.equal(ours, theirs), key

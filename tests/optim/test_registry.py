@@ -1,0 +1,306 @@
+"""The registry: every name builds, trains, and draws valid hyper-parameters from each space."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steppe.errors import UserError
+from steppe.optim.registry import (
+    build_optimizer,
+    optimizer_names,
+    optimizer_spec,
+    search_space,
+)
+from steppe.optim.search import Choice, Fixed, LogUniform, run_space, space_names
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+
+NAMES = optimizer_names()
+FLATNESS_AWARE = ("sam", "gam", "gam-exact", "gam-release", "fad")
+
+
+class Task:
+    """A small regression, and closures that count their calls."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.x = torch.randn(32, 3)
+        self.y = (self.x[:, :1] * self.x[:, 1:2]).sin() + 2
+        self.calls = 0
+
+    def loss(self) -> Tensor:
+        return nn.functional.mse_loss(self.model(self.x), self.y)
+
+    def step(self, optimizer: Any) -> None:
+        def closure() -> Tensor:
+            self.calls += 1
+            optimizer.zero_grad()
+            loss = self.loss()
+            loss.backward(create_graph=optimizer.needs_graph)
+            return loss
+
+        optimizer.step(closure)
+
+
+def seed_hash(*args: Any) -> int:
+    return int(hashlib.md5(str(args).encode()).hexdigest(), 16) % 2**31
+
+
+def test_the_names_and_their_order() -> None:
+    assert NAMES == (
+        "adam",
+        "adamw",
+        "sgd",
+        "yogi",
+        "adabelief",
+        "adahessian",
+        "sam",
+        "gam",
+        "gam-exact",
+        "gam-release",
+        "fad",
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_lowers_the_loss(name: str) -> None:
+    task = Task()
+    lr = search_space(name, "fair")["lr"].distribution
+    assert isinstance(lr, LogUniform)
+    optimizer = build_optimizer(name, task.model.parameters(), model=task.model, lr=lr.high)
+    before = task.loss().item()
+    for _ in range(100):
+        task.step(optimizer)
+    assert task.loss().item() < 0.9 * before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_takes_the_passes_that_the_entry_says(name: str) -> None:
+    task = Task()
+    spec = optimizer_spec(name)
+    optimizer = build_optimizer(name, task.model.parameters(), model=task.model)
+    for _ in range(3):
+        task.step(optimizer)
+    assert task.calls == 3 * spec.passes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_needs_graph_is_on_every_optimizer(name: str) -> None:
+    optimizer = build_optimizer(name, Task().model.parameters())
+    assert optimizer.needs_graph is optimizer_spec(name).needs_graph
+    assert optimizer.needs_graph is (name in ("adahessian", "gam-exact"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_defaults_are_the_papers(name: str) -> None:
+    spec = optimizer_spec(name)
+    optimizer = build_optimizer(name, Task().model.parameters())
+    for group in optimizer.param_groups:
+        assert group["lr"] == 5e-5
+        assert group["weight_decay"] == 1e-4
+        if name == "sgd" or name in FLATNESS_AWARE:
+            assert group["momentum"] == 0.9
+    assert ("momentum" in spec.defaults) is (name == "sgd" or name in FLATNESS_AWARE)
+    assert spec.citation
+
+
+def test_the_flatness_aware_defaults() -> None:
+    method = {
+        name: {
+            k: v
+            for k, v in optimizer_spec(name).defaults.items()
+            if k in optimizer_spec(name).method
+        }
+        for name in FLATNESS_AWARE
+    }
+    assert method["sam"] == {"rho": 0.05}
+    assert method["gam"] == method["gam-exact"] == {"rho": 0.05, "alpha": 0.1}
+    assert method["fad"] == {"rho": 0.05, "alpha": 0.5, "beta": 0.5}
+
+
+@pytest.mark.parametrize("name", FLATNESS_AWARE)
+def test_the_flatness_aware_wrap_sgd_and_share_its_groups(name: str) -> None:
+    optimizer = build_optimizer(
+        name, Task().model.parameters(), lr=0.1, momentum=0.5, nesterov=True, ratio=0.5
+    )
+    assert isinstance(optimizer.base, torch.optim.SGD)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.1, 0.5, True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_named_parameters_and_groups(name: str) -> None:
+    model = Task().model
+    (plain,) = build_optimizer(name, model.parameters()).param_groups
+    (named,) = build_optimizer(name, model.named_parameters()).param_groups
+    assert [id(p) for p in plain["params"]] == [id(p) for p in named["params"]]
+    assert named["param_names"] == [n for n, _ in model.named_parameters()]
+    first, second = build_optimizer(
+        name,
+        [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}],
+        lr=0.1,
+    ).param_groups
+    assert (first["lr"], second["lr"]) == (0.5, 0.1)
+
+
+@pytest.mark.parametrize("space", space_names())
+@pytest.mark.parametrize("name", NAMES)
+def test_draws_are_in_range_valid_and_repeatable(name: str, space: str) -> None:
+    hypers = search_space(name, space)
+    model = nn.Linear(2, 1)
+    for seed in range(25):
+        drawn = {
+            key: hyper.distribution.sample(np.random.RandomState(seed_hash(seed, key)))
+            for key, hyper in hypers.items()
+        }
+        assert all(hypers[key].distribution.contains(value) for key, value in drawn.items())
+        assert all(type(value) in (int, float) for value in drawn.values())
+        again = {
+            key: hyper.distribution.sample(np.random.RandomState(seed_hash(seed, key)))
+            for key, hyper in hypers.items()
+        }
+        assert drawn == again
+        build_optimizer(name, model.parameters(), **drawn)
+    defaults = {key: hyper.default for key, hyper in hypers.items()}
+    build_optimizer(name, model.parameters(), **defaults)
+
+
+def test_draws_are_domainbeds() -> None:
+    """The golden draw of DomainBed's published sweep: ERM, VLCS, hparams_seed 1, trial 0."""
+    hypers = {**search_space("adam", "domainbed"), **run_space("domainbed")}
+    hypers["resnet_dropout"] = hypers.pop("dropout")  # draws are seeded by DomainBed's names
+    seed = seed_hash(1, 0)
+    drawn = {
+        name: hyper.distribution.sample(np.random.RandomState(seed_hash(seed, name)))
+        for name, hyper in hypers.items()
+    }
+    assert drawn == {
+        "lr": 2.7028930742148706e-05,
+        "weight_decay": 4.4832883881609976e-4,
+        "batch_size": 39,
+        "resnet_dropout": 0.5,
+    }
+    assert {name: hyper.default for name, hyper in hypers.items()} == {
+        "lr": 5e-5,
+        "weight_decay": 0.0,
+        "batch_size": 32,
+        "resnet_dropout": 0.0,
+    }
+
+
+def test_the_papers_space() -> None:
+    space = search_space("fad", "fad")
+    assert {name: hyper.distribution for name, hyper in space.items()} == {
+        "lr": LogUniform(-5, -3.5),
+        "momentum": LogUniform(-1, 0),
+        "weight_decay": LogUniform(-6, -3),
+        "rho": Choice((0.05, 0.1, 0.2, 0.5, 1.0, 2.0)),
+        "alpha": Choice((0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)),
+        "beta": Choice((0.01, 0.05, 0.1, 0.2, 0.5, 1.0)),
+    }
+    assert search_space("gam", "fad")["alpha"].distribution == Choice(
+        (0.1, 0.2, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0)
+    )
+    assert run_space("fad")["dropout"].distribution == Fixed(0.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_method_hyperparameters_do_not_depend_on_the_space(name: str) -> None:
+    method = optimizer_spec(name).method
+    for space in space_names():
+        drawn = search_space(name, space)
+        assert {key: drawn[key] for key in method} == method
+
+
+def test_a_draw_covers_its_distribution() -> None:
+    rng = np.random.RandomState(0)
+    batch = run_space("fad")["batch_size"].distribution
+    sizes = [batch.sample(rng) for _ in range(2000)]
+    assert (min(sizes), max(sizes)) == (8, 45)  # 2^5.5 is 45.25
+    rho = search_space("fad")["rho"].distribution
+    assert {rho.sample(rng) for _ in range(200)} == {0.05, 0.1, 0.2, 0.5, 1.0, 2.0}
+    assert not LogUniform(-5, -3.5).contains(1e-3)
+    assert not batch.contains(8.5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("adm", "adam"), ("FAD", "fad"), ("gam_exact", "gam-exact")]
+)
+def test_an_unknown_optimizer_gets_a_suggestion(wrong: str, right: str) -> None:
+    with pytest.raises(ValueError, match=f"{wrong}.*did you mean '{right}'.*adam, adamw, sgd"):
+        build_optimizer(wrong, [nn.Parameter(torch.ones(1))])
+    with pytest.raises(UserError):
+        search_space(wrong)
+
+
+def test_an_unknown_space_gets_a_suggestion() -> None:
+    with pytest.raises(ValueError, match="did you mean 'domainbed'"):
+        search_space("adam", "domainbad")
+    with pytest.raises(ValueError, match="Known: fad, domainbed, fair"):
+        run_space("x")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_hyperparameter_gets_a_suggestion(name: str) -> None:
+    params = [nn.Parameter(torch.ones(1))]
+    with pytest.raises(ValueError, match=f"{name}.*'weight_deca'.*did you mean 'weight_decay'"):
+        build_optimizer(name, params, weight_deca=0.1)
+    for never in ("kwargs", "defaults", "base", "hyper"):
+        with pytest.raises(UserError):
+            build_optimizer(name, params, **{never: 1})
+
+
+def test_options_that_the_equations_depend_on_are_not_for_the_caller() -> None:
+    with pytest.raises(UserError, match="rectify"):
+        build_optimizer("adabelief", [nn.Parameter(torch.ones(1))], rectify=True)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(ImportError, match=r"pip install 'steppe\[bench\]'"):
+        build_optimizer("adabelief", [nn.Parameter(torch.ones(1))])
+    build_optimizer("yogi", [nn.Parameter(torch.ones(1))])
+
+
+def test_other_packages_are_imported_when_asked_for() -> None:
+    code = "import sys, steppe.optim.registry; sys.exit('pytorch_optimizer' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("adam", "torch"), ("adabelief", "pytorch_optimizer"), ("yogi", "steppe"), ("fad", "steppe")],
+)
+def test_the_entry_says_where_an_optimizer_comes_from(name: str, source: str) -> None:
+    assert optimizer_spec(name).source == source
+
+
+@pytest.mark.parametrize("base", ["yogi", "adabelief"])
+def test_peers_serve_as_the_base_of_fad(base: str) -> None:
+    from steppe.optim.fad import FAD
+
+    task = Task()
+    optimizer = FAD(build_optimizer(base, task.model.parameters(), lr=1e-3), model=task.model)
+    before = task.loss().item()
+    for _ in range(50):
+        task.step(optimizer)
+    assert task.loss().item() < before
+    assert task.calls == 200
+
+
+@pytest.mark.parametrize("name", ["sam", "gam", "gam-exact", "gam-release", "fad"])
+def test_the_classes_have_the_defaults_of_the_registry(name: str) -> None:
+    spec = optimizer_spec(name)
+    parameters = inspect.signature(spec._load(spec.target)).parameters
+    for hyper, entry in spec.method.items():
+        assert parameters[hyper].default == entry.default, hyper
