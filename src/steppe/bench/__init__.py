@@ -1,0 +1,1 @@
+"""Measurements. Every figure in the README and the docs comes from here."""

@@ -1,0 +1,59 @@
+"""What a measurement needs to be believed: the machine, the versions, the command."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steppe import __version__
+
+PACKAGES = ("torch", "torchvision", "timm", "pytorch_optimizer")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The machine and the versions, as plain values."""
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": shlex.join(["steppe", *sys.argv[1:]]),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "steppe": __version__,
+        **{name: v for name in PACKAGES if (v := _version(name)) is not None},
+    }
+    if device.type == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name(device)
+        facts["cuda"] = torch.version.cuda
+    return facts
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """Stores a result as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
