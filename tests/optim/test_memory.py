@@ -94,3 +94,30 @@ def test_the_last_direction_becomes_the_backup():
         if phase.index == 0:
             assert phase._excursion.walk.backup[0].data_ptr() == direction
     opt.step()
+
+
+HOLD = {
+    "the tensor": lambda p: p.grad,
+    "a view": lambda p: p.grad.view(-1),
+    "a detached twin": lambda p: p.grad.detach(),
+    "a NumPy array": lambda p: p.grad.numpy(),
+}
+
+
+@pytest.mark.parametrize("what", HOLD)
+def test_a_gradient_somebody_keeps_is_not_overwritten(what):
+    """Neither the direction of the last step nor a gradient taken inside a phase."""
+    weight = nn.Parameter(torch.randn(64))
+    opt = METHODS["fad"](sgd([weight]))
+    kept = []
+    for _ in range(2):
+        for phase in opt.phases():
+            with phase:
+                (weight**2).sum().backward()
+                kept.append((HOLD[what](weight), weight.grad.clone()))
+        kept.append((HOLD[what](weight), weight.grad.clone()))
+        opt.step()
+    copies = [torch.as_tensor(held).reshape(-1) for held, _ in kept]
+    # g0, and both directions; g1, g2 and g3 are spent, as .grad may be by any optimizer.
+    for i in (0, 4, 5, 9):
+        assert torch.equal(copies[i], kept[i][1])

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from . import distributed
 from .excursion import Excursion, Phase, check_one_device
-from .walk import Held, Visit
+from .walk import Held, Span, Visit
 
 Hyper = float | Callable[[int], float]
 """A hyper-parameter: a number, or a schedule from the step (counted from 1) to a number."""
@@ -323,10 +323,12 @@ class FlatnessOptimizer(Optimizer):
         self._ready = False
         self._watched = False
         self._compiled: dict[Callable[..., Held], Callable[..., Held]] = {}
+        self._layout: tuple[list[Any], list[Mapping[str, float]], list[Span]] = ([], [], [])
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the model: a copy has its own parameters, which no model owns yet."""
-        transient = ("model", "step", "_ready", "_watched", "_compiled")  # step: set by schedulers
+        # `step` is set on the instance by schedulers, as a closure.
+        transient = ("model", "step", "_ready", "_watched", "_compiled", "_layout")
         return {k: v for k, v in self.__dict__.items() if k not in transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

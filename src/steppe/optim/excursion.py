@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from . import distributed
 from .graph import building_graph
+from .ownership import are_ours
 from .precision import warn_on_bfloat16
 from .replay import StillBuffers, record_randomness
 from .vectors import Vector
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 PLAIN: tuple[Visit, ...] = (Visit(lambda walk, g0: (g0,)),)
 """The recipe of a step that does not pay for flatness: the gradient itself."""
+
+CPU_BLOCK = 2**20
+"""Bytes after which a span ends on a CPU. An accelerator wants few large launches instead."""
 
 
 class Phase(AbstractContextManager["Phase"]):
@@ -78,6 +83,7 @@ class Excursion:
         self.held: Held = ()
         self.contexts: ExitStack | None = None
         self.spare: dict[Tensor, Tensor] = {}
+        self.sharded = False
 
     def enter(self, index: int) -> None:
         """Gets ready for a pass: gradients cleared, random states as they were for the first."""
@@ -141,57 +147,94 @@ class Excursion:
         return compiled[then]
 
     def _clear(self, recycle: bool = False) -> None:
-        """Drops all gradients, keeping the memory of the first for the backup if asked to.
+        """Drops all gradients, keeping the memory of the old ones for the backup if asked to.
 
         The last step's direction would be freed here anyway, and on a CPU touching fresh pages
         costs many times what writing to them does.
         """
-        for group in self.groups:
-            for p in group["params"]:
-                if recycle and p.grad is not None and _is_ours(p.grad, p):
-                    self.spare[p] = p.grad
-                p.grad = None
+        present = self._present()
+        if recycle:
+            grads = [p.grad for p in present]
+            if are_ours(grads, present):
+                self.spare = dict(zip(present, grads, strict=True))
+        for p in present:
+            p.grad = None
+
+    def _present(self) -> list[Any]:
+        return [p for group in self.groups for p in group["params"] if p.grad is not None]
 
     def _gradient(self, index: int) -> Vector:
         """This pass's gradient as a vector, with the walk over its parameters set up."""
-        opt = self.opt
-        known = set(map(id, self.walk.params)) if self.walk is not None else set()
-        params: list[Tensor] = []
-        spans: list[Span] = []
-        for group, coefficients in zip(self.groups, self.coefficients, strict=True):
-            start = len(params)
-            params += [p for p in group["params"] if p.grad is not None or id(p) in known]
-            if len(params) > start:
-                spans.append(Span(slice(start, len(params)), coefficients))
-        found = [p.grad for p in params]
-        if all(g is None for g in found):
+        present = self._present()
+        if not present:
             raise RuntimeError(
                 f"Pass {index} left no gradient: the closure must call backward on a loss that "
-                f"depends on the parameters given to {type(opt).__name__}."
+                f"depends on the parameters given to {type(self.opt).__name__}."
             )
-        grads = [
-            torch.zeros_like(p) if g is None else g for p, g in zip(params, found, strict=True)
-        ]
-        if any(g.layout != torch.strided for g in grads):
+        if self.walk is None:
+            self.walk = self._depart(present)
+        elif _differ(present, self.walk.params):
+            self._meet(present)
+        grads: list[Any] = [p.grad for p in self.walk.params]
+        return [distributed.local(g) for g in grads] if self.sharded else grads
+
+    def _meet(self, present: list[Any]) -> None:
+        """Copes with a pass whose gradients are of other parameters than those known so far.
+
+        A missing gradient is zero. Routing may change from point to point.
+        """
+        walk = self.walk
+        assert walk is not None
+        either = {*walk.params, *present}
+        params = [p for group in self.groups for p in group["params"] if p in either]
+        for p in params:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        if len(params) > len(walk.params):
+            theta = self._local(params)
+            self.held = tuple(_extended(h, walk.params, params, theta) for h in self.held)
+            walk.grow(params, theta, self._spans(params))
+
+    def _local(self, params: list[Any]) -> Vector:
+        return [distributed.local(p) for p in params] if self.sharded else params
+
+    def _spans(self, params: list[Any]) -> list[Span]:
+        """Divides the list by coefficients and, on a CPU, into blocks that fit a cache.
+
+        The same for most steps, and then not worked out again.
+        """
+        known, coefficients, spans = self.opt._layout
+        if coefficients != self.coefficients or _differ(known, params):
+            spans = self._divide(params)
+            self.opt._layout = params, self.coefficients, spans
+        return spans
+
+    def _divide(self, params: list[Any]) -> list[Span]:
+        limit = CPU_BLOCK if params[0].device.type == "cpu" else math.inf
+        owner = {
+            p: c for g, c in zip(self.groups, self.coefficients, strict=True) for p in g["params"]
+        }
+        spans: list[Span] = []
+        filled = math.inf
+        for i, p in enumerate(params):
+            if filled < limit and spans[-1].coefficients == owner[p]:
+                start = spans.pop().tensors.start
+            else:
+                start, filled = i, 0
+            spans.append(Span(slice(start, i + 1), owner[p]))
+            filled += p.nbytes
+        return spans
+
+    def _depart(self, params: list[Any]) -> Walk:
+        """Starts the walk from the weights, once the first pass says which parameters take part."""
+        opt = self.opt
+        self.sharded = any(map(distributed.is_sharded, params))
+        theta = self._local(params)
+        if any(p.grad.layout != torch.strided for p in params):
             raise RuntimeError(
                 f"{type(opt).__name__} does not take sparse gradients: use sparse=False in "
                 "nn.Embedding, or give those parameters an optimizer of their own."
             )
-        theta = [distributed.local(p) for p in params]
-        if self.walk is None:
-            self.walk = self._depart(params, theta, _merge(spans), grads)
-        elif len(params) > len(self.walk.params):
-            self.held = tuple(_extended(h, self.walk.params, params, theta) for h in self.held)
-            self.walk.grow(params, theta, _merge(spans))
-        if opt.needs_graph:
-            return grads
-        return [distributed.local(g).detach() for g in grads]
-
-    def _depart(
-        self, params: list[Tensor], theta: Vector, spans: list[Span], grads: Vector
-    ) -> Walk:
-        opt = self.opt
-        groups = distributed.shard_groups(params) if self.several else []
         xi: float | Tensor = opt.xi
         if self.scaler is not None:
             one = torch.ones((), device=theta[0].device)
@@ -202,11 +245,11 @@ class Excursion:
         return Walk(
             params,
             theta,
-            spans,
+            self._spans(params),
             xi=xi,
             spare=spare if len(spare) == len(params) else None,
-            adopt=all(_is_ours(g, p) for g, p in zip(grads, params, strict=True)),
-            groups=groups,
+            adopt=not self.sharded,
+            groups=distributed.shard_groups(params) if self.sharded else (),
             memory=opt._memory,
         )
 
@@ -217,13 +260,12 @@ class Excursion:
         if self.local and parallel is not None:
             distributed.average(direction, parallel.process_group)
         walk.restore()
+        p: Any
         for p, d in zip(walk.params, direction, strict=True):
-            if distributed.is_sharded(p):
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
+            if self.sharded:
                 distributed.local(p.grad).copy_(d)
             else:
-                p.grad = d.detach()  # a gradient's graph would outlive the step in it
+                p.grad = d.detach() if d.requires_grad else d  # a graph must not outlive the step
         self.walk = None
 
 
@@ -239,27 +281,9 @@ def check_one_device(params: Sequence[Tensor]) -> torch.device:
     return next(iter(devices))
 
 
-def _is_ours(grad: Tensor, p: Tensor) -> bool:
-    """Whether a gradient's memory is its own: not a view into a DDP bucket, not shared."""
-    return (
-        not distributed.is_sharded(grad)
-        and not grad._is_view()
-        and grad.untyped_storage().nbytes() == grad.nbytes
-        and grad.stride() == p.stride()
-        and grad.dtype == p.dtype
-        and not grad.requires_grad
-    )
-
-
-def _merge(spans: list[Span]) -> list[Span]:
-    """Joins neighbouring spans with equal coefficients: fewer, larger calls."""
-    merged: list[Span] = []
-    for span in spans:
-        if merged and merged[-1].coefficients == span.coefficients:
-            last = merged.pop()
-            span = Span(slice(last.tensors.start, span.tensors.stop), span.coefficients)
-        merged.append(span)
-    return merged
+def _differ(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists hold other objects, or the same in another order."""
+    return len(some) != len(others) or any(map(operator.is_not, some, others))
 
 
 def _extended(held: Vector, known: list[Tensor], params: list[Tensor], theta: Vector) -> Vector:

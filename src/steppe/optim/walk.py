@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import vectors
+from .ownership import are_ours
 from .vectors import Vector
 
 Held = tuple[Vector, ...]
@@ -39,7 +40,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring tensors that share their coefficients: usually a parameter group."""
+    """Neighbouring tensors that share their coefficients: a parameter group, or a part of one."""
 
     tensors: slice
     coefficients: Mapping[str, float]
@@ -51,11 +52,10 @@ class Walk:
     Args:
         params: the parameters that got a gradient, in group order.
         theta: their tensors in this process (`params` unless they are sharded).
-        spans: how the list divides into runs of equal coefficients.
+        spans: the parts of the list that operations work through one after the other.
         xi: the small constant of Algorithm 1.
         spare: memory for the backup, or None to allocate it.
-        adopt: whether gradients may be held as they are; False where something else will write
-            into their memory.
+        adopt: whether a gradient that is all ours may be held without a copy.
         groups: process groups over which squared norms add up (sharded parameters).
         memory: what recipes keep from step to step, by parameter (see `remembered`).
     """
@@ -122,19 +122,27 @@ class Walk:
             norm: the length to divide by instead of ``|d|``.
             spend: whether `d` may be overwritten.
         """
-        norm = self.norm(d) if norm is None else norm
-        if self.backup is None:
-            self.backup = vectors.like(self.theta) if self._spare is None else self._spare
-            self._spare = None
-            torch._foreach_copy_(self.backup, self.theta)
-        for span in self.spans:
-            scale = _per_unit(span.coefficients[rho], norm, self.xi)
-            vectors.add_(self.theta[span.tensors], d[span.tensors], scale, spend=spend)
+        self._move(d, rho, self.norm(d) if norm is None else norm, spend=spend, home=False)
 
     def jump(self, d: Vector, rho: str) -> None:
         """Moves relative to the start, ``theta = start + rho * d / (|d| + xi)``; spends `d`."""
-        self.restore()
-        self.climb(d, rho)
+        self._move(d, rho, self.norm(d), spend=True, home=True)
+
+    def _move(self, d: Vector, rho: str, norm: Any, *, spend: bool, home: bool) -> None:
+        leaving = self.backup is None
+        if leaving:
+            self.backup = vectors.like(self.theta) if self._spare is None else self._spare
+            self._spare = None
+        assert self.backup is not None
+        for span in self.spans:  # all of one span before the next: what it wrote is in the cache
+            part = span.tensors
+            theta = self.theta[part]
+            if leaving:
+                torch._foreach_copy_(self.backup[part], theta)
+            elif home:
+                torch._foreach_copy_(theta, self.backup[part])
+            scale = _per_unit(span.coefficients[rho], norm, self.xi)
+            vectors.add_(theta, d[part], scale, spend=spend)
 
     def restore(self) -> None:
         """Puts the weights back to the start of the step, bit for bit."""
@@ -143,7 +151,8 @@ class Walk:
 
     def hold(self, g: Vector) -> Vector:
         """Keeps a gradient beyond its pass, without a copy where its memory is ours to keep."""
-        if self.adopt:
+        traced = torch.compiler.is_compiling()  # reference counts mean nothing there
+        if self.adopt and not traced and are_ours(g, self.params):
             return g
         kept = vectors.like(g)
         torch._foreach_copy_(kept, g)
