@@ -3,8 +3,10 @@
 Exit codes: 0 success, 1 a missing extra or a bug, 2 a user's mistake, 130 interrupted.
 """
 
+import json
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 from steppe import __version__
 from steppe.errors import UserError
@@ -58,6 +60,65 @@ def demo() -> None:
     from steppe.demo import run
 
     run()
+
+
+_JSON = typer.Option("--json", help="Print the result as JSON, for programs.")
+_SAVE = typer.Option("--save", metavar="FILE", help="Also store the result as JSON in FILE.")
+_DEVICE = typer.Option("--device", help="cpu, cuda, or a device such as cuda:1.")
+
+
+@bench_app.command("optim")
+def bench_optim(
+    device: Annotated[str, _DEVICE] = "cpu",
+    rounds: Annotated[int, typer.Option(min=2, help="Measurements of each contender.")] = 15,
+    as_json: Annotated[bool, _JSON] = False,
+    save: Annotated[Path | None, _SAVE] = None,
+) -> None:
+    """Time the arithmetic between gradients against its floor and against another SAM."""
+    from steppe.bench import optim, record
+
+    result = optim.measure(record.device(device), rounds)
+    _show(result, optim.tables(result), as_json, save)
+
+
+@bench_app.command("fidelity")
+def bench_fidelity(
+    device: Annotated[str, _DEVICE] = "cpu",
+    backbone: Annotated[
+        str, typer.Option(help="'small', or a name in torchvision or timm.")
+    ] = "small",
+    weights: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Pretrained, as safetensors.")
+    ] = None,
+    images: Annotated[
+        Path | None,
+        typer.Option(help="A folder DOMAIN/CLASS/IMAGE to train on; built-in digits otherwise."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=0, help="Training steps before the measurement.")] = 300,
+    batch: Annotated[int, typer.Option(min=1)] = 96,
+    as_json: Annotated[bool, _JSON] = False,
+    save: Annotated[Path | None, _SAVE] = None,
+) -> None:
+    """Compare FAD's differences of gradients in each precision with float64."""
+    from steppe.bench import fidelity, record
+
+    task = fidelity.prepare(record.device(device), backbone, weights, images, steps, batch)
+    about = {"backbone": backbone, "data": images.name if images else "digits", "steps": steps}
+    result = fidelity.measure(task, fidelity.radii(), about)
+    _show(result, fidelity.tables(result), as_json, save)
+
+
+def _show(result: dict[str, Any], tables: list[Any], as_json: bool, save: Path | None) -> None:
+    if save is not None:
+        from steppe.bench import record
+
+        record.write(result, save)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    from rich.console import Console
+
+    Console().print(*tables, sep="\n")
 
 
 def main() -> None:

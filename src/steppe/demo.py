@@ -68,7 +68,8 @@ def _rotate(images: Tensor, degrees: float) -> Tensor:
     return F.grid_sample(images, grid, align_corners=False)
 
 
-def _network() -> nn.Sequential:
+def network() -> nn.Sequential:
+    """A small convolutional network with batch norm."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.BatchNorm2d(16),
@@ -92,7 +93,7 @@ def _accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 def train(name: str, seed: int, domains: dict[int, tuple[Tensor, Tensor]]) -> Result:
     """Trains on all domains but the target and tests on it."""
     torch.manual_seed(seed)
-    model = _network()
+    model = network()
     optimizer = build_optimizer(name, model.parameters(), model=model, **OPTIMIZERS[name])
     sources = [data for angle, data in domains.items() if angle != TARGET]
     x, y = (torch.cat(parts) for parts in zip(*sources, strict=True))

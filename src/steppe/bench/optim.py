@@ -15,6 +15,7 @@ from typing import Any
 import pytorch_optimizer
 import torch
 import torchvision
+from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,8 +25,6 @@ from .record import environment
 
 FAD_COPIES = 11.5
 """Copies of all parameters that move what FAD must move, read and write counted."""
-
-Timer = Callable[[Callable[[], object]], float]
 
 
 def shapes(backbone: str = "resnet50", classes: int = 7) -> list[torch.Size]:
@@ -226,6 +225,34 @@ def _gpu_ms(run: Callable[[], None]) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end))
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """The result for the terminal."""
+    part = result["arithmetic"]
+    times = Table(
+        title=f"Between gradients, {part['tensors']} tensors, {part['parameters']:,} parameters"
+    )
+    for heading in ("what", "ms", "quartiles"):
+        times.add_column(heading, justify="left" if heading == "what" else "right")
+    for name, value in part["ms"].items():
+        label = f"copy of {FAD_COPIES} N elements" if name == "floor" else name
+        times.add_row(label, *_cells(value))
+    ratios = Table(title="Ratios, side by side in each round")
+    for heading in ("what", "ratio", "quartiles"):
+        ratios.add_column(heading, justify="left" if heading == "what" else "right")
+    for name, value in part["ratios"].items():
+        ratios.add_row(name, *_cells(value))
+    if (step := result.get("whole step")) is not None:
+        for mode in ("eager", "graph"):
+            for name, value in step[mode].items():
+                label = f"{step['backbone']}, batch {step['batch']}, {mode}: {name}"
+                (ratios if "/" in name else times).add_row(label, *_cells(value))
+    return [times, ratios]
+
+
+def _cells(value: dict[str, float]) -> tuple[str, str]:
+    return f"{value['median']:.3g}", f"{value['quartile 1']:.3g} to {value['quartile 3']:.3g}"
 
 
 def measure(device: torch.device, rounds: int, *, with_step: bool = True) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from steppe import __version__
+from steppe.errors import UserError
 
 PACKAGES = ("torch", "torchvision", "timm", "pytorch_optimizer")
 
@@ -35,6 +36,16 @@ def environment(device: torch.device) -> dict[str, Any]:
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["cuda"] = torch.version.cuda
     return facts
+
+
+def device(name: str) -> torch.device:
+    """The device of that name, if it is there."""
+    try:
+        chosen = torch.device(name)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return chosen
 
 
 def write(result: dict[str, Any], path: Path) -> None:

@@ -1,0 +1,255 @@
+"""`steppe bench fidelity`: how much of flatness survives a precision.
+
+FAD acts on h0 = g1 - g0 and h1 = g3 - g2, differences of gradients that are nearly equal. The
+cosine between such a difference in some precision and in float64 says what is left of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.transforms import v2
+
+from steppe.demo import network, rotated_digits
+from steppe.errors import UserError
+from steppe.optim import FAD, search_space
+
+from .record import environment
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+LOSS_SCALE = 2.0**14
+"""The first loss scale tried with fp16; halved until all gradients are finite."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A trained model and one batch."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+
+
+def radii() -> tuple[float, ...]:
+    """Every rho that a search draws, for FAD, SAM or GAM."""
+    values = {r for n in ("fad", "sam", "gam") for r in search_space(n)["rho"].distribution.values}  # type: ignore[union-attr]
+    return tuple(sorted(values))
+
+
+def differences(task: Task, rho: float, precision: str) -> tuple[Tensor, Tensor]:
+    """h0 and h1 as FAD's engine sees them in this precision, flat, in float64."""
+    scale = LOSS_SCALE if precision == "fp16" else 1.0
+    while True:
+        with _policy(precision, task.x.device) as autocast:
+            grads = _four_gradients(task, rho, scale, autocast)
+        if all(g.isfinite().all() for g in grads) or scale < 1.0:
+            break
+        scale /= 2
+    g0, g1, g2, g3 = grads
+    return (g1 - g0) / scale, (g3 - g2) / scale
+
+
+def _four_gradients(
+    task: Task, rho: float, scale: float, autocast: Callable[[], Any]
+) -> list[Tensor]:
+    params = [p for p in task.model.parameters() if p.requires_grad]
+    opt = FAD(torch.optim.SGD(params, lr=0.0), rho=rho, alpha=0.5, beta=0.5)
+    opt._watched = True  # bfloat16 is used on purpose here
+    grads = []
+    for phase in opt.phases():
+        with phase:
+            with autocast():
+                loss = F.cross_entropy(task.model(task.x), task.y)
+            (loss * scale).backward()
+            found = [p.grad for p in params if p.grad is not None]
+            grads.append(torch.cat([g.reshape(-1).double() for g in found]))
+    for p in params:
+        p.grad = None
+    return grads
+
+
+@contextmanager
+def _policy(precision: str, device: torch.device) -> Iterator[Callable[[], Any]]:
+    """Sets TF32 as asked, and yields the autocast context of the forward pass."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    tf32 = precision == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+    try:
+        if half is None:
+            yield nullcontext
+        else:
+            yield lambda: torch.autocast(device.type, dtype=half)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def fidelity(task: Task, rhos: Sequence[float], precisions: Sequence[str]) -> list[dict[str, Any]]:
+    """One row per rho and precision: cosine of h0 and of h1 to float64."""
+    exact = Task(copy.deepcopy(task.model).double(), task.x.double(), task.y)
+    rows = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("radii", total=len(rhos) * (1 + len(precisions)))
+        for rho in rhos:
+            h0, h1 = differences(exact, rho, "fp64")
+            progress.advance(bar)
+            for precision in precisions:
+                k0, k1 = differences(task, rho, precision)
+                cosines = {"h0": _cosine(h0, k0), "h1": _cosine(h1, k1)}
+                rows.append({"rho": rho, "precision": precision, **cosines})
+                progress.advance(bar)
+    return rows
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return round(float(a @ b / (a.norm() * b.norm())), 6)
+
+
+# ---- tasks ----------------------------------------------------------------------------------
+
+
+def prepare(
+    device: torch.device,
+    backbone: str = "small",
+    weights: Path | None = None,
+    images: Path | None = None,
+    steps: int = 300,
+    batch: int = 96,
+) -> Task:
+    """A model after `steps` of SGD on built-in digits or a folder ``domain/class/image``.
+
+    Batch norm runs on its stored statistics, as fine-tuning for domain generalization does.
+    """
+    torch.manual_seed(0)
+    draw, classes = _digits(device) if images is None else _folder(images, device)
+    model = _model(backbone, weights, classes, one_channel=images is None).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for _ in progress.track(range(steps), description=f"training {backbone}"):
+            model.train()
+            if weights is not None:  # pretrained statistics stay
+                _freeze_statistics(model)
+            x, y = draw(batch)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    x, y = draw(batch)
+    return Task(model.eval(), x, y)
+
+
+def _freeze_statistics(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+
+
+def _model(name: str, weights: Path | None, classes: int, *, one_channel: bool) -> nn.Module:
+    if name == "small":
+        return network()
+    if one_channel:
+        raise UserError(f"backbone {name!r} needs colour images: give --images FOLDER")
+    if name in torchvision.models.list_models():
+        model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes)
+    else:
+        import timm
+
+        if name not in timm.list_models():
+            raise UserError(f"no backbone {name!r} in torchvision or timm")
+        model = timm.create_model(name, num_classes=classes)
+    if weights is not None:
+        _load(model, weights)
+    return model
+
+
+def _load(model: nn.Module, path: Path) -> None:
+    """Loads what fits; the classifier of another task does not."""
+    from safetensors.torch import load_file
+
+    saved = load_file(path)
+    own = model.state_dict()
+    fits = {k: v for k, v in saved.items() if k in own and v.shape == own[k].shape}
+    if len(fits) < 0.9 * len(own):
+        raise UserError(f"{path} fits only {len(fits)} of {len(own)} tensors of the model")
+    model.load_state_dict({**own, **fits})
+
+
+Draw = Callable[[int], tuple[Tensor, Tensor]]
+
+
+def _digits(device: torch.device) -> tuple[Draw, int]:
+    parts = rotated_digits().values()
+    x, y = (torch.cat(list(p)).to(device) for p in zip(*parts, strict=True))
+
+    def draw(batch: int) -> tuple[Tensor, Tensor]:
+        chosen = torch.randint(len(y), (batch,))
+        return x[chosen], y[chosen]
+
+    return draw, 10
+
+
+def _folder(root: Path, device: torch.device) -> tuple[Draw, int]:
+    if not root.is_dir():
+        raise UserError(f"{root} is not a folder; expected {root}/<domain>/<class>/<image>")
+    resize = v2.Compose(
+        [
+            v2.ToImage(),
+            v2.RGB(),
+            v2.Resize((224, 224), antialias=True),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+        ]
+    )
+    sets = [
+        torchvision.datasets.ImageFolder(str(domain), resize)
+        for domain in sorted(root.iterdir())
+        if domain.is_dir()
+    ]
+    if not sets:
+        raise UserError(f"{root} has no domain folders; expected {root}/<domain>/<class>/<image>")
+    whole: torch.utils.data.ConcatDataset[Any] = torch.utils.data.ConcatDataset(sets)
+
+    def draw(batch: int) -> tuple[Tensor, Tensor]:
+        chosen = torch.randint(len(whole), (batch,)).tolist()
+        with ThreadPoolExecutor() as pool:
+            pairs = list(pool.map(whole.__getitem__, chosen))
+        x = torch.stack([x for x, _ in pairs]).to(device)
+        return x, torch.tensor([y for _, y in pairs], device=device)
+
+    return draw, len(sets[0].classes)
+
+
+def measure(task: Task, rhos: Sequence[float], about: dict[str, Any]) -> dict[str, Any]:
+    """Everything `steppe bench fidelity` reports, as plain values."""
+    device = task.x.device
+    precisions = [p for p in PRECISIONS if p != "tf32" or device.type == "cuda"]
+    return {
+        "environment": environment(device),
+        **about,
+        "batch": len(task.x),
+        "cosine to float64": fidelity(task, rhos, precisions),
+    }
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """The result for the terminal: a row per rho, h0 and h1 per precision."""
+    rows = result["cosine to float64"]
+    precisions = list(dict.fromkeys(r["precision"] for r in rows))
+    about = f"{result['backbone']} after {result['steps']} steps on {result['data']}"
+    table = Table("rho", *precisions, title=f"Cosine of h0 / h1 to float64, {about}")
+    for rho in dict.fromkeys(r["rho"] for r in rows):
+        cells = [r for r in rows if r["rho"] == rho]
+        table.add_row(f"{rho:g}", *(f"{r['h0']:.4f} / {r['h1']:.4f}" for r in cells))
+    return [table]
