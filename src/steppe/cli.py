@@ -95,14 +95,16 @@ def bench_fidelity(
         typer.Option(help="A folder DOMAIN/CLASS/IMAGE to train on; built-in digits otherwise."),
     ] = None,
     steps: Annotated[int, typer.Option(min=0, help="Training steps before the measurement.")] = 300,
-    batch: Annotated[int, typer.Option(min=1)] = 96,
+    batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 96,
+    batches: Annotated[int, typer.Option(min=1, help="Batches to average over.")] = 8,
     as_json: Annotated[bool, _JSON] = False,
     save: Annotated[Path | None, _SAVE] = None,
 ) -> None:
     """Compare FAD's differences of gradients in each precision with float64."""
     from steppe.bench import fidelity, record
 
-    task = fidelity.prepare(record.device(device), backbone, weights, images, steps, batch)
+    where = record.device(device)
+    task = fidelity.prepare(where, backbone, weights, images, steps, batch, batches)
     about = {"backbone": backbone, "data": images.name if images else "digits", "steps": steps}
     result = fidelity.measure(task, fidelity.radii(), about)
     _show(result, fidelity.tables(result), as_json, save)

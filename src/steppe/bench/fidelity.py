@@ -7,6 +7,7 @@ cosine between such a difference in some precision and in float64 says what is l
 from __future__ import annotations
 
 import copy
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -36,11 +37,10 @@ LOSS_SCALE = 2.0**14
 
 @dataclass(frozen=True)
 class Task:
-    """A trained model and one batch."""
+    """A trained model and the batches to measure on."""
 
     model: nn.Module
-    x: Tensor
-    y: Tensor
+    batches: list[tuple[Tensor, Tensor]]
 
 
 def radii() -> tuple[float, ...]:
@@ -49,12 +49,14 @@ def radii() -> tuple[float, ...]:
     return tuple(sorted(values))
 
 
-def differences(task: Task, rho: float, precision: str) -> tuple[Tensor, Tensor]:
+def differences(
+    model: nn.Module, x: Tensor, y: Tensor, rho: float, precision: str
+) -> tuple[Tensor, Tensor]:
     """h0 and h1 as FAD's engine sees them in this precision, flat, in float64."""
     scale = LOSS_SCALE if precision == "fp16" else 1.0
     while True:
-        with _policy(precision, task.x.device) as autocast:
-            grads = _four_gradients(task, rho, scale, autocast)
+        with _policy(precision, x.device) as autocast:
+            grads = _four_gradients(model, x, y, rho, scale, autocast)
         if all(g.isfinite().all() for g in grads) or scale < 1.0:
             break
         scale /= 2
@@ -63,16 +65,21 @@ def differences(task: Task, rho: float, precision: str) -> tuple[Tensor, Tensor]
 
 
 def _four_gradients(
-    task: Task, rho: float, scale: float, autocast: Callable[[], Any]
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    rho: float,
+    scale: float,
+    autocast: Callable[[], Any],
 ) -> list[Tensor]:
-    params = [p for p in task.model.parameters() if p.requires_grad]
+    params = [p for p in model.parameters() if p.requires_grad]
     opt = FAD(torch.optim.SGD(params, lr=0.0), rho=rho, alpha=0.5, beta=0.5)
     opt._watched = True  # bfloat16 is used on purpose here
     grads = []
     for phase in opt.phases():
         with phase:
             with autocast():
-                loss = F.cross_entropy(task.model(task.x), task.y)
+                loss = F.cross_entropy(model(x), y)
             (loss * scale).backward()
             found = [p.grad for p in params if p.grad is not None]
             grads.append(torch.cat([g.reshape(-1).double() for g in found]))
@@ -98,19 +105,24 @@ def _policy(precision: str, device: torch.device) -> Iterator[Callable[[], Any]]
 
 
 def fidelity(task: Task, rhos: Sequence[float], precisions: Sequence[str]) -> list[dict[str, Any]]:
-    """One row per rho and precision: cosine of h0 and of h1 to float64."""
-    exact = Task(copy.deepcopy(task.model).double(), task.x.double(), task.y)
+    """One row per rho and precision: cosine of h0 and of h1 to float64, mean and worst batch."""
+    exact = copy.deepcopy(task.model).double()
     rows = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("radii", total=len(rhos) * (1 + len(precisions)))
+        bar = progress.add_task("radii", total=len(rhos) * len(task.batches))
         for rho in rhos:
-            h0, h1 = differences(exact, rho, "fp64")
-            progress.advance(bar)
-            for precision in precisions:
-                k0, k1 = differences(task, rho, precision)
-                cosines = {"h0": _cosine(h0, k0), "h1": _cosine(h1, k1)}
-                rows.append({"rho": rho, "precision": precision, **cosines})
+            cosines: dict[str, list[tuple[float, float]]] = {p: [] for p in precisions}
+            for x, y in task.batches:
+                h0, h1 = differences(exact, x.double(), y, rho, "fp64")
+                for precision in precisions:
+                    k0, k1 = differences(task.model, x, y, rho, precision)
+                    cosines[precision].append((_cosine(h0, k0), _cosine(h1, k1)))
                 progress.advance(bar)
+            for precision, pairs in cosines.items():
+                row: dict[str, Any] = {"rho": rho, "precision": precision}
+                for name, values in zip(("h0", "h1"), zip(*pairs, strict=True), strict=True):
+                    row[name] = {"mean": round(statistics.mean(values), 6), "worst": min(values)}
+                rows.append(row)
     return rows
 
 
@@ -128,6 +140,7 @@ def prepare(
     images: Path | None = None,
     steps: int = 300,
     batch: int = 96,
+    batches: int = 8,
 ) -> Task:
     """A model after `steps` of SGD on built-in digits or a folder ``domain/class/image``.
 
@@ -136,7 +149,9 @@ def prepare(
     torch.manual_seed(0)
     draw, classes = _digits(device) if images is None else _folder(images, device)
     model = _model(backbone, weights, classes, one_channel=images is None).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    # Fine-tuning wants small steps; a network that starts from nothing wants larger ones.
+    lr = 0.01 if weights is None else 1e-3
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for _ in progress.track(range(steps), description=f"training {backbone}"):
             model.train()
@@ -146,8 +161,13 @@ def prepare(
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-    x, y = draw(batch)
-    return Task(model.eval(), x, y)
+    task = Task(model.eval(), [draw(batch) for _ in range(batches)])
+    with torch.no_grad():
+        x, y = task.batches[0]
+        loss = F.cross_entropy(model(x), y)
+    if not loss.isfinite():
+        raise UserError(f"{backbone} diverged in {steps} steps of training (loss {loss.item()})")
+    return task
 
 
 def _freeze_statistics(model: nn.Module) -> None:
@@ -181,8 +201,10 @@ def _load(model: nn.Module, path: Path) -> None:
     saved = load_file(path)
     own = model.state_dict()
     fits = {k: v for k, v in saved.items() if k in own and v.shape == own[k].shape}
-    if len(fits) < 0.9 * len(own):
-        raise UserError(f"{path} fits only {len(fits)} of {len(own)} tensors of the model")
+    names = [name for name, _ in model.named_parameters()]
+    found = sum(name in fits for name in names)
+    if found < 0.9 * len(names):
+        raise UserError(f"{path} fits only {found} of {len(names)} parameters of the model")
     model.load_state_dict({**own, **fits})
 
 
@@ -233,12 +255,13 @@ def _folder(root: Path, device: torch.device) -> tuple[Draw, int]:
 
 def measure(task: Task, rhos: Sequence[float], about: dict[str, Any]) -> dict[str, Any]:
     """Everything `steppe bench fidelity` reports, as plain values."""
-    device = task.x.device
+    device = task.batches[0][0].device
     precisions = [p for p in PRECISIONS if p != "tf32" or device.type == "cuda"]
     return {
         "environment": environment(device),
         **about,
-        "batch": len(task.x),
+        "batch": len(task.batches[0][0]),
+        "batches": len(task.batches),
         "cosine to float64": fidelity(task, rhos, precisions),
     }
 
@@ -248,8 +271,9 @@ def tables(result: dict[str, Any]) -> list[Table]:
     rows = result["cosine to float64"]
     precisions = list(dict.fromkeys(r["precision"] for r in rows))
     about = f"{result['backbone']} after {result['steps']} steps on {result['data']}"
-    table = Table("rho", *precisions, title=f"Cosine of h0 / h1 to float64, {about}")
+    table = Table("rho", *precisions, title=f"Mean cosine of h0 / h1 to float64, {about}")
     for rho in dict.fromkeys(r["rho"] for r in rows):
         cells = [r for r in rows if r["rho"] == rho]
-        table.add_row(f"{rho:g}", *(f"{r['h0']:.4f} / {r['h1']:.4f}" for r in cells))
+        pairs = (f"{r['h0']['mean']:.3f} / {r['h1']['mean']:.3f}" for r in cells)
+        table.add_row(f"{rho:g}", *pairs)
     return [table]

@@ -45,31 +45,58 @@ class Still(Optimizer):
 
 
 class Gradients:
-    """A closure that hands out gradients and keeps the time this takes out of the account.
+    """A closure that hands out gradients and keeps account of what this takes.
 
     Each is in fresh memory that nothing else refers to, as autograd's are.
     """
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
+        self.calls = 0
         self.seconds = 0.0
         self._values = [torch.randn_like(p) for p in params]
 
     def __call__(self) -> Tensor:
-        """Sets new gradients and adds the time it took to `seconds`."""
-        start = _now(self.params[0].device)
+        """Sets new gradients, and counts the call and its time."""
+        start = time.perf_counter()
         for p, value in zip(self.params, self._values, strict=True):
             p.grad = value.clone()
         torch._foreach_mul_(self._values, -0.9375)  # no two gradients of a step alike
         torch._foreach_add_(self._values, 0.001)
-        self.seconds += _now(self.params[0].device) - start
+        self.seconds += time.perf_counter() - start
+        self.calls += 1
         return torch.zeros(())
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+Meter = Callable[[], float]
+"""Measures once, in milliseconds."""
+
+
+def _cpu_meter(run: Callable[[], object], gradients: Gradients) -> Meter:
+    def measure() -> float:
+        gradients.seconds = 0.0
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start - gradients.seconds)
+
+    return measure
+
+
+def _gpu_meter(run: Callable[[], object], gradients: Gradients) -> Meter:
+    """The device's time in a CUDA graph, less that of a graph that only makes the gradients."""
+    run()
+    gradients.calls = 0
+    run()
+    calls = gradients.calls
+
+    def supply() -> None:
+        for _ in range(calls):
+            gradients()
+
+    if not calls:  # a single kernel: as a node of a graph, a copy is slower than launched
+        return lambda: _gpu_ms(run)
+    whole, part = _captured(run), _captured(supply)
+    return lambda: _gpu_ms(whole) - _gpu_ms(part)
 
 
 def arithmetic(device: torch.device, rounds: int = 15) -> dict[str, Any]:
@@ -79,7 +106,8 @@ def arithmetic(device: torch.device, rounds: int = 15) -> dict[str, Any]:
     # One long copy, not several of the same memory, of which a cache would keep a part.
     source, target = (torch.ones(int(FAD_COPIES * n), device=device) for _ in range(2))
     gradients = Gradients(params)
-    contenders: dict[str, Callable[[], object]] = {
+    runs: dict[str, Callable[[], object]] = {
+        "floor": lambda: target.copy_(source),
         "fad": _ours(FAD(Still(params)), gradients),
         "sam": _ours(SAM(Still(params)), gradients),
         **{
@@ -90,41 +118,29 @@ def arithmetic(device: torch.device, rounds: int = 15) -> dict[str, Any]:
         },
     }
     if device.type == "cuda":
-        contenders["fad, compiled stages"] = _ours(FAD(Still(params), compile=True), gradients)
-
-    def timed(run: Callable[[], object]) -> float:
-        gradients.seconds = 0.0
-        start = _now(device)
-        run()
-        return 1e3 * (_now(device) - start - gradients.seconds)
-
-    times: dict[str, list[float]] = {name: [] for name in ("floor", *contenders)}
+        runs["fad, compiled stages"] = _ours(FAD(Still(params), compile=True), gradients)
+    meter = _gpu_meter if device.type == "cuda" else _cpu_meter
+    meters = {name: meter(run, gradients) for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for round_ in range(-3, rounds):  # the first three warm up
-        for name, run in {"floor": lambda: target.copy_(source), **contenders}.items():
-            elapsed = timed(run)
+        for name, measure in meters.items():
+            elapsed = measure()
             if round_ >= 0:
                 times[name].append(elapsed)
 
-    theirs = [
-        min(pair)
-        for pair in zip(
-            *(t for name, t in times.items() if name.startswith("pytorch_optimizer")), strict=True
-        )
-    ]
+    best = (t for name, t in times.items() if name.startswith("pytorch_optimizer"))
+    ratios = {
+        "fad / floor": _ratio(times["fad"], times["floor"]),
+        "sam / pytorch_optimizer's sam": _ratio(times["sam"], list(map(min, *best))),
+    }
+    if (name := "fad, compiled stages") in times:
+        ratios[f"{name} / floor"] = _ratio(times[name], times["floor"])
     return {
         "parameters": n,
         "tensors": len(params),
         "rounds": rounds,
         "ms": {name: _summary(t) for name, t in times.items()},
-        "ratios": {
-            "fad / floor": _ratio(times["fad"], times["floor"]),
-            "sam / pytorch_optimizer's sam": _ratio(times["sam"], theirs),
-            **(
-                {"fad, compiled stages / floor": _ratio(times[c], times["floor"])}
-                if (c := "fad, compiled stages") in times
-                else {}
-            ),
-        },
+        "ratios": ratios,
     }
 
 
@@ -205,7 +221,7 @@ def whole_step(
     return result
 
 
-def _captured(run: Callable[[], None]) -> Callable[[], None]:
+def _captured(run: Callable[[], object]) -> Callable[[], None]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -218,7 +234,7 @@ def _captured(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def _gpu_ms(run: Callable[[], None]) -> float:
+def _gpu_ms(run: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()

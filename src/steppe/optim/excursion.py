@@ -17,7 +17,7 @@ from . import distributed
 from .graph import building_graph
 from .ownership import are_ours
 from .precision import warn_on_bfloat16
-from .replay import StillBuffers, record_randomness
+from .replay import StillBuffers, is_capturing, record_randomness
 from .vectors import Vector
 from .walk import Held, Span, Visit, Walk
 
@@ -88,8 +88,9 @@ class Excursion:
     def enter(self, index: int) -> None:
         """Gets ready for a pass: gradients cleared, random states as they were for the first."""
         if index == 0:
-            self._clear(recycle=self.several)
             device = check_one_device([p for g in self.groups for p in g["params"]])
+            # A graph must not keep writing to memory from outside it, which others will get.
+            self._clear(recycle=self.several and not is_capturing(device))
             if self.several:
                 self.rewind = record_randomness(device)
         elif self.rewind is not None:

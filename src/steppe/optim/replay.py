@@ -27,8 +27,7 @@ def record_randomness(device: torch.device) -> Callable[[], None]:
     cpu = torch.get_rng_state()
     rewinders.append(lambda: torch.set_rng_state(cpu))
 
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if device.type != "cpu" and not capturing:
+    if device.type != "cpu" and not is_capturing(device):
         backend = torch.get_device_module(device)
         state = backend.get_rng_state(device)
         rewinders.append(lambda: backend.set_rng_state(state, device))
@@ -45,6 +44,11 @@ def record_randomness(device: torch.device) -> Callable[[], None]:
             one()
 
     return rewind
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class StillBuffers:
