@@ -24,7 +24,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     """The machine and the versions, as plain values."""
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(["steppe", *sys.argv[1:]]),
+        "command": _command(sys.argv[1:]),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -52,6 +52,15 @@ def write(result: dict[str, Any], path: Path) -> None:
     """Stores a result as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _command(arguments: list[str]) -> str:
+    """The command line, without where things lie on this machine or where the result goes."""
+    kept = list(arguments)
+    if "--save" in kept:
+        at = kept.index("--save")
+        del kept[at : at + 2]
+    return shlex.join(["steppe", *(Path(a).name if "/" in a else a for a in kept)])
 
 
 def _version(package: str) -> str | None:

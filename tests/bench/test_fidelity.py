@@ -1,0 +1,56 @@
+"""`steppe bench fidelity`: the cosines are of the right differences, and tell precisions apart."""
+
+import pytest
+import torch
+
+from steppe.bench import fidelity
+from steppe.errors import UserError
+from tests.optim import reference
+
+
+@pytest.fixture(scope="module")
+def task():
+    return fidelity.prepare(torch.device("cpu"), steps=20, batch=16, batches=2)
+
+
+def test_radii_are_those_that_a_search_draws():
+    assert fidelity.radii() == (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+def test_differences_are_those_of_algorithm_1(task):
+    model = task.model.double()
+    x, y = task.batches[0]
+    names = [n for n, _ in model.named_parameters()]
+    shapes = [p.shape for p in model.parameters()]
+
+    def loss(theta):
+        parts = theta.split([s.numel() for s in shapes])
+        point = {n: t.reshape(s) for n, t, s in zip(names, parts, shapes, strict=True)}
+        out = torch.func.functional_call(model, point, (x.double(),))
+        return torch.nn.functional.cross_entropy(out, y)
+
+    grad = torch.func.grad(loss)
+    theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    h0, h1 = fidelity.differences(model, x.double(), y, 0.1, "fp64")
+    g0 = grad(theta)
+    torch.testing.assert_close(h0, reference.sam(grad, theta, 0.1) - g0, rtol=0, atol=1e-12)
+    torch.testing.assert_close(h1, reference.gam(grad, theta, 0.1, 1.0) - g0, rtol=0, atol=1e-12)
+    model.float()
+
+
+def test_lower_precision_is_less_faithful(task):
+    rows = fidelity.fidelity(task, [0.1], ["fp32", "bf16"])
+    fp32, bf16 = rows
+    for name in ("h0", "h1"):
+        assert fp32[name]["mean"] > 0.9999
+        assert bf16[name]["worst"] <= bf16[name]["mean"] < fp32[name]["mean"]
+
+
+def test_mistakes_are_named(tmp_path):
+    cpu = torch.device("cpu")
+    with pytest.raises(UserError, match="needs colour images"):
+        fidelity.prepare(cpu, "resnet18")
+    with pytest.raises(UserError, match="is not a folder"):
+        fidelity.prepare(cpu, "resnet18", images=tmp_path / "none")
+    with pytest.raises(UserError, match="no domain folders"):
+        fidelity.prepare(cpu, "resnet18", images=tmp_path)
