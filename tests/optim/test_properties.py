@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from steppe.optim import FAD, SAM, InverseSqrt
+from steppe.optim import FAD, SAM, InverseSqrt, excursion, vectors
 from tests.optim.problems import METHODS, PROBLEMS, Problem, sgd, train
 
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -415,6 +415,7 @@ def test_what_cannot_work_is_refused():
         (lambda b: FAD(b, ratio=0.0), r"ratio must be in \(0, 1\]"),
         (lambda b: FAD(b, perturbation="both"), "'global' or 'local'"),
         (lambda b: FAD(b, max_norm=0.0), "max_norm must be positive"),
+        (lambda b: FAD(b, xi=0.0), "dividing by zero"),
         (lambda b: SAM(b, adaptive=True, eta=-1.0), "eta must not be negative"),
     ],
 )
@@ -472,6 +473,26 @@ def test_an_exception_leaves_the_weights(name, fail_at):
         opt.step()  # no direction is lying about
     train(problem, opt, 1)  # and it goes on
     assert not torch.equal(problem.weights(), before)
+
+
+@pytest.mark.parametrize("fail_at", range(1, 12))
+def test_an_interrupt_between_two_blocks_of_a_move_leaves_the_weights(fail_at, monkeypatch):
+    """Ctrl-C can come while the backup is half written; the rest of it is not to be restored."""
+    monkeypatch.setattr(excursion, "CPU_BLOCK", 1)  # every tensor a block of its own
+    problem, opt = setup("fad", "mlp")
+    before, calls, add_ = problem.weights(), 0, vectors.add_
+
+    def interrupted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == fail_at:
+            raise KeyboardInterrupt
+        add_(*args, **kwargs)
+
+    monkeypatch.setattr(vectors, "add_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        opt.step(problem.closure(opt))
+    assert torch.equal(problem.weights(), before)
 
 
 @every_method

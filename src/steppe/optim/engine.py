@@ -89,8 +89,8 @@ class FlatnessOptimizer(Optimizer):
             raise ValueError(f"perturbation must be 'global' or 'local', got {perturbation!r}")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
-        if not xi >= 0:
-            raise ValueError(f"xi must not be negative, got {xi}")
+        if not xi > 0:
+            raise ValueError(f"xi keeps a zero gradient from dividing by zero: > 0, got {xi}")
         self.base = base
         self.model = model
         self.ratio = ratio

@@ -78,6 +78,7 @@ class Walk:
         self.xi = xi
         self.adopt = adopt
         self.backup: Vector | None = None
+        self._saved = 0  # how many tensors the backup holds
         self._spare = spare
         self._groups = groups
         self._memory = {} if memory is None else memory
@@ -139,6 +140,7 @@ class Walk:
             theta = self.theta[part]
             if leaving:
                 torch._foreach_copy_(self.backup[part], theta)
+                self._saved = part.stop
             elif home:
                 torch._foreach_copy_(theta, self.backup[part])
             scale = _per_unit(span.coefficients[rho], norm, self.xi)
@@ -147,7 +149,8 @@ class Walk:
     def restore(self) -> None:
         """Puts the weights back to the start of the step, bit for bit."""
         if self.backup is not None:
-            torch._foreach_copy_(self.theta, self.backup)
+            # Leaving may have been interrupted half-way: only what was saved was moved.
+            torch._foreach_copy_(self.theta[: self._saved], self.backup[: self._saved])
 
     def hold(self, g: Vector) -> Vector:
         """Keeps a gradient beyond its pass, without a copy where its memory is ours to keep."""
@@ -190,6 +193,7 @@ class Walk:
                 old[known[id(p)]] if id(p) in known else t.clone()
                 for p, t in zip(params, theta, strict=True)
             ]
+            self._saved = len(self.backup)
         self.params, self.theta, self.spans = list(params), theta, list(spans)
 
 
