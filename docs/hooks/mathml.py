@@ -11,6 +11,7 @@ from typing import Any
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 
+BAR = re.compile(r"<mo[^>]*>(\||&#x0007C;|&#x02223;|&#x02016;|&#x02225;|∥|‖|∣)</mo>")
 MATH = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<tex>.*?)\\[)\]]</(?P=tag)>', re.S
 )
@@ -24,8 +25,11 @@ def on_page_content(page_html: str, /, *, page: Any, **_: Any) -> str:
             converted = convert(tex, display="inline" if match["open"] == "(" else "block")
         except Exception as error:  # the converter has an exception of its own for each mistake
             raise problem from error
-        if "\\" in converted:  # it copies a command that it does not know
-            raise problem
-        return converted
+        if "\\" in converted or "<mi>&amp;</mi>" in converted or "<mi>&</mi>" in converted:
+            raise problem  # it copies what it does not know: a command, a column of a table
+        # Bars that stand for a norm are no operators between things: no space around them.
+        converted = BAR.sub(r'<mo stretchy="false" lspace="0" rspace="0">\1</mo>', converted)
+        wide = match["open"] == "["
+        return f'<div class="formula">{converted}</div>' if wide else converted
 
     return MATH.sub(mathml, page_html)

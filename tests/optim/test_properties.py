@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from steppe.optim import FAD, SAM, InverseSqrt, excursion, vectors
+from steppe.optim import FAD, GAM, SAM, InverseSqrt, excursion, vectors
 from tests.optim.problems import METHODS, PROBLEMS, Problem, sgd, train
 
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -407,9 +407,11 @@ def test_what_cannot_work_is_refused():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda b: FAD(b, rho=-0.1), "rho .* not be negative"),
+        (lambda b: FAD(b, rho=-0.1), "rho must not be negative"),
         (lambda b: FAD(b, rho=float("nan")), "rho must be a finite number"),
         (lambda b: FAD(b, rho="big"), "rho must be a finite number, got 'big'"),
+        (lambda b: GAM(b, alpha=-1.0), "alpha must not be negative"),
+        (lambda b: SAM(b, eta=0.5), "adaptive=True"),
         (lambda b: FAD(b, alpha=1.5), r"alpha must be in \[0, 1\], got 1.5"),
         (lambda b: FAD(b, beta=-1.0), "beta must not be negative"),
         (lambda b: FAD(b, ratio=0.0), r"ratio must be in \(0, 1\]"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -26,7 +27,7 @@ from torchvision.transforms import v2
 
 from steppe.demo import network, rotated_digits
 from steppe.errors import UserError
-from steppe.optim import FAD, search_space
+from steppe.optim import FAD, Bfloat16Warning, search_space
 
 from .record import environment
 
@@ -41,6 +42,7 @@ class Task:
 
     model: nn.Module
     batches: list[tuple[Tensor, Tensor]]
+    about: dict[str, Any]  # backbone, data and steps, for the record
 
 
 def radii() -> tuple[float, ...]:
@@ -57,8 +59,10 @@ def differences(
     while True:
         with _policy(precision, x.device) as autocast:
             grads = _four_gradients(model, x, y, rho, scale, autocast)
-        if all(g.isfinite().all() for g in grads) or scale < 1.0:
+        if all(g.isfinite().all() for g in grads):
             break
+        if scale < 1.0 or precision != "fp16":
+            raise UserError(f"a gradient is not finite in {precision} at rho {rho:g}")
         scale /= 2
     g0, g1, g2, g3 = grads
     return (g1 - g0) / scale, (g3 - g2) / scale
@@ -74,15 +78,16 @@ def _four_gradients(
 ) -> list[Tensor]:
     params = [p for p in model.parameters() if p.requires_grad]
     opt = FAD(torch.optim.SGD(params, lr=0.0), rho=rho, alpha=0.5, beta=0.5)
-    opt._watched = True  # bfloat16 is used on purpose here
     grads = []
-    for phase in opt.phases():
-        with phase:
-            with autocast():
-                loss = F.cross_entropy(model(x), y)
-            (loss * scale).backward()
-            found = [p.grad for p in params if p.grad is not None]
-            grads.append(torch.cat([g.reshape(-1).double() for g in found]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Bfloat16Warning)  # it is what is being measured
+        for phase in opt.phases():
+            with phase:
+                with autocast():
+                    loss = F.cross_entropy(model(x), y)
+                (loss * scale).backward()
+                found = [p.grad for p in params if p.grad is not None]
+                grads.append(torch.cat([g.reshape(-1).double() for g in found]))
     for p in params:
         p.grad = None
     return grads
@@ -130,9 +135,6 @@ def _cosine(a: Tensor, b: Tensor) -> float:
     return round(float(a @ b / (a.norm() * b.norm())), 6)
 
 
-# ---- tasks ----------------------------------------------------------------------------------
-
-
 def prepare(
     device: torch.device,
     backbone: str = "small",
@@ -147,8 +149,15 @@ def prepare(
     Batch norm runs on its stored statistics, as fine-tuning for domain generalization does.
     """
     torch.manual_seed(0)
-    draw, classes = _digits(device) if images is None else _folder(images, device)
-    model = _model(backbone, weights, classes, one_channel=images is None).to(device)
+    if (backbone == "small") != (images is None):
+        raise UserError(
+            "backbone 'small' is for the built-in digits, every other one for colour images: give "
+            "both --backbone and --images FOLDER, or neither"
+        )
+    if weights is not None and images is None:
+        raise UserError("--weights is for a pretrained backbone: give --backbone and --images too")
+    draw, classes, data = _digits(device) if images is None else _folder(images, device)
+    model = _model(backbone, weights, classes).to(device)
     # Fine-tuning wants small steps; a network that starts from nothing wants larger ones.
     lr = 0.01 if weights is None else 1e-3
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -161,7 +170,8 @@ def prepare(
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-    task = Task(model.eval(), [draw(batch) for _ in range(batches)])
+    about = {"backbone": backbone, "data": data, "steps": steps}
+    task = Task(model.eval(), [draw(batch) for _ in range(batches)], about)
     with torch.no_grad():
         x, y = task.batches[0]
         loss = F.cross_entropy(model(x), y)
@@ -176,12 +186,10 @@ def _freeze_statistics(model: nn.Module) -> None:
             module.eval()
 
 
-def _model(name: str, weights: Path | None, classes: int, *, one_channel: bool) -> nn.Module:
+def _model(name: str, weights: Path | None, classes: int) -> nn.Module:
     if name == "small":
         return network()
-    if one_channel:
-        raise UserError(f"backbone {name!r} needs colour images: give --images FOLDER")
-    if name in torchvision.models.list_models():
+    if name in torchvision.models.list_models(torchvision.models):
         model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes)
     else:
         import timm
@@ -196,9 +204,13 @@ def _model(name: str, weights: Path | None, classes: int, *, one_channel: bool) 
 
 def _load(model: nn.Module, path: Path) -> None:
     """Loads what fits; the classifier of another task does not."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    saved = load_file(path)
+    try:
+        saved = load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a safetensors file: {error}") from None
     own = model.state_dict()
     fits = {k: v for k, v in saved.items() if k in own and v.shape == own[k].shape}
     names = [name for name, _ in model.named_parameters()]
@@ -211,7 +223,7 @@ def _load(model: nn.Module, path: Path) -> None:
 Draw = Callable[[int], tuple[Tensor, Tensor]]
 
 
-def _digits(device: torch.device) -> tuple[Draw, int]:
+def _digits(device: torch.device) -> tuple[Draw, int, str]:
     parts = rotated_digits().values()
     x, y = (torch.cat(list(p)).to(device) for p in zip(*parts, strict=True))
 
@@ -219,12 +231,13 @@ def _digits(device: torch.device) -> tuple[Draw, int]:
         chosen = torch.randint(len(y), (batch,))
         return x[chosen], y[chosen]
 
-    return draw, 10
+    return draw, 10, "digits"
 
 
-def _folder(root: Path, device: torch.device) -> tuple[Draw, int]:
+def _folder(root: Path, device: torch.device) -> tuple[Draw, int, str]:
+    layout = f"expected {root}/<domain>/<class>/<image>"
     if not root.is_dir():
-        raise UserError(f"{root} is not a folder; expected {root}/<domain>/<class>/<image>")
+        raise UserError(f"{root} is not a folder; {layout}")
     resize = v2.Compose(
         [
             v2.ToImage(),
@@ -234,13 +247,19 @@ def _folder(root: Path, device: torch.device) -> tuple[Draw, int]:
             v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
         ]
     )
-    sets = [
-        torchvision.datasets.ImageFolder(str(domain), resize)
-        for domain in sorted(root.iterdir())
-        if domain.is_dir()
-    ]
-    if not sets:
-        raise UserError(f"{root} has no domain folders; expected {root}/<domain>/<class>/<image>")
+    domains = sorted(d for d in root.iterdir() if d.is_dir())
+    if not domains:
+        raise UserError(f"{root} has no domain folders; {layout}")
+    try:
+        sets = [torchvision.datasets.ImageFolder(str(domain), resize) for domain in domains]
+    except FileNotFoundError as error:
+        raise UserError(f"{error}; {layout}") from None
+    for domain, images in zip(domains, sets, strict=True):
+        if images.classes != sets[0].classes:
+            raise UserError(
+                f"{domain.name} has other classes than {domains[0].name}: "
+                f"{', '.join(sorted({*images.classes} ^ {*sets[0].classes}))}"
+            )
     whole: torch.utils.data.ConcatDataset[Any] = torch.utils.data.ConcatDataset(sets)
 
     def draw(batch: int) -> tuple[Tensor, Tensor]:
@@ -250,16 +269,17 @@ def _folder(root: Path, device: torch.device) -> tuple[Draw, int]:
         x = torch.stack([x for x, _ in pairs]).to(device)
         return x, torch.tensor([y for _, y in pairs], device=device)
 
-    return draw, len(sets[0].classes)
+    data = f"{root.name} ({', '.join(d.name for d in domains)})"
+    return draw, len(sets[0].classes), data
 
 
-def measure(task: Task, rhos: Sequence[float], about: dict[str, Any]) -> dict[str, Any]:
+def measure(task: Task, rhos: Sequence[float]) -> dict[str, Any]:
     """Everything `steppe bench fidelity` reports, as plain values."""
     device = task.batches[0][0].device
     precisions = [p for p in PRECISIONS if p != "tf32" or device.type == "cuda"]
     return {
         "environment": environment(device),
-        **about,
+        **task.about,
         "batch": len(task.batches[0][0]),
         "batches": len(task.batches),
         "cosine to float64": fidelity(task, rhos, precisions),

@@ -42,25 +42,24 @@ def device(name: str) -> torch.device:
     """The device of that name, if it is there."""
     try:
         chosen = torch.device(name)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=chosen).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
     return chosen
 
 
 def write(result: dict[str, Any], path: Path) -> None:
     """Stores a result as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _command(arguments: list[str]) -> str:
     """The command line, without where things lie on this machine or where the result goes."""
-    kept = list(arguments)
-    if "--save" in kept:
-        at = kept.index("--save")
-        del kept[at : at + 2]
-    return shlex.join(["steppe", *(Path(a).name if "/" in a else a for a in kept)])
+    words = [w for a in arguments for w in (a.split("=", 1) if a.startswith("--") else [a])]
+    if "--save" in words:
+        at = words.index("--save")
+        del words[at : at + 2]
+    return shlex.join(["steppe", *(Path(w).name if "/" in w else w for w in words)])
 
 
 def _version(package: str) -> str | None:

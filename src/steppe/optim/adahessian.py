@@ -16,9 +16,10 @@ from .graph import building_graph
 def rademacher(like: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors of independent signs, from torch's global generator of each device.
 
-    >>> _ = torch.manual_seed(0)
-    >>> rademacher([torch.empty(4)])
-    [tensor([-1.,  1.,  1., -1.])]
+    Examples:
+        >>> _ = torch.manual_seed(0)
+        >>> rademacher([torch.empty(4)])
+        [tensor([-1.,  1.,  1., -1.])]
     """
     probe = [torch.randint_like(tensor, 0, 2) for tensor in like]
     torch._foreach_mul_(probe, 2)
@@ -40,10 +41,11 @@ def hessian_diagonal(
         params: the parameters.
         probe: the signs $z$, one tensor for each parameter.
 
-    >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
-    >>> (g,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
-    >>> hessian_diagonal([g], [x], [torch.tensor([1.0, -1.0])])
-    [tensor([ 6., 12.])]
+    Examples:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> (g,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+        >>> hessian_diagonal([g], [x], [torch.tensor([1.0, -1.0])])
+        [tensor([ 6., 12.])]
     """
     curved = [(g, z) for g, z in zip(gradients, probe, strict=True) if g.requires_grad]
     products = torch.autograd.grad(
@@ -64,9 +66,10 @@ def spatial_average(diagonal: Tensor) -> Tensor:
     that of the signed values, as in the paper; the authors' code averages absolute values, which
     is no longer an estimate of the mean curvature of the kernel.
 
-    >>> spatial_average(torch.tensor([[[1.0, 3.0], [2.0, 6.0]]]))
-    tensor([[[2., 2.],
-             [4., 4.]]])
+    Examples:
+        >>> spatial_average(torch.tensor([[[1.0, 3.0], [2.0, 6.0]]]))
+        tensor([[[2., 2.],
+                 [4., 4.]]])
     """
     if diagonal.dim() < 3:
         return diagonal
@@ -78,7 +81,7 @@ class AdaHessian(Optimizer):
     r"""Adam with the curvature in place of the squared gradient.
 
     $$
-    \begin{aligned}
+    \begin{split}
     D_t &= z \odot (H_t z), \quad z \in \{-1, 1\}^n \text{ drawn anew,} \quad
         D_t^{(s)} \text{ its spatial average} \\
     m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
@@ -86,7 +89,7 @@ class AdaHessian(Optimizer):
     \theta_t &= \theta_{t-1} - \eta \left(
         \frac{m_t / (1 - \beta_1^t)}{(v_t / (1 - \beta_2^t))^{k/2} + \varepsilon}
         + \lambda \theta_{t-1} \right)
-    \end{aligned}
+    \end{split}
     $$
 
     The gradient must carry its graph: call ``loss.backward(create_graph=True)`` in the closure
@@ -108,16 +111,17 @@ class AdaHessian(Optimizer):
         hessian_power: the exponent $k$ in (0, 1].
         average_kernels: whether $D$ is averaged over the extent of convolution kernels.
 
-    >>> w = torch.nn.Parameter(torch.tensor([3.0]))
-    >>> optimizer = AdaHessian([w], lr=0.5)
-    >>> def closure():
-    ...     loss = (w**4).sum()
-    ...     loss.backward(create_graph=True)
-    ...     return loss
-    >>> for _ in range(100):
-    ...     loss = optimizer.step(closure)
-    >>> bool(loss < 0.01)
-    True
+    Examples:
+        >>> w = torch.nn.Parameter(torch.tensor([3.0]))
+        >>> optimizer = AdaHessian([w], lr=0.5)
+        >>> def closure():
+        ...     loss = (w**4).sum()
+        ...     loss.backward(create_graph=True)
+        ...     return loss
+        >>> for _ in range(100):
+        ...     loss = optimizer.step(closure)
+        >>> bool(loss < 0.01)
+        True
     """
 
     needs_graph = True

@@ -80,14 +80,13 @@ def shard_groups(params: Sequence[Tensor]) -> list[dist.ProcessGroup]:
     layouts = {(p.device_mesh, p.placements) for p in cast(Any, params) if is_sharded(p)}
     if not layouts:
         return []
-    if len(layouts) > 1 or not all(is_sharded(p) for p in params):
-        # FSDP2 may choose different dimensions to shard; only the mesh axes matter here.
-        axes = {(mesh, tuple(pl.is_shard() for pl in pls)) for mesh, pls in layouts}
-        if len(axes) > 1 or not all(is_sharded(p) for p in params):
-            raise ValueError(
-                "Parameters are sharded over different device meshes, or only some of them are "
-                "sharded: a global gradient norm cannot be formed. Apply fully_shard to the whole "
-                "model with one mesh."
-            )
+    # FSDP2 may shard tensors along different dimensions of theirs; only the mesh's matter here.
+    axes = {(mesh, tuple(p.is_shard() for p in placements)) for mesh, placements in layouts}
+    if len(axes) > 1 or not all(is_sharded(p) for p in params):
+        raise ValueError(
+            "Parameters are sharded over different device meshes, or only some of them are "
+            "sharded: a global gradient norm cannot be formed. Apply fully_shard to the whole "
+            "model with one mesh."
+        )
     mesh, placements = next(iter(layouts))
     return [mesh.get_group(i) for i, p in enumerate(placements) if p.is_shard()]

@@ -107,8 +107,6 @@ class FlatnessOptimizer(Optimizer):
         if perturbation == "local":
             self._check_local()
 
-    # -- what a method supplies --------------------------------------------------------------
-
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
         """The numbers its stages use, from one group's hyper-parameters."""
         return hyper
@@ -116,8 +114,6 @@ class FlatnessOptimizer(Optimizer):
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
         """The points this step visits, given every group's coefficients."""
         raise NotImplementedError(f"{type(self).__name__} defines no recipe")
-
-    # -- one step ----------------------------------------------------------------------------
 
     def step(
         self,
@@ -186,13 +182,10 @@ class FlatnessOptimizer(Optimizer):
             graph = "create_graph=True" if self.needs_graph else ""
             raise RuntimeError(USAGE.format(method=type(self).__name__, passes=passes, graph=graph))
         if self.max_norm is not None:
-            params = [p for group in self.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(params, self.max_norm)
+            nn.utils.clip_grad_norm_(self.parameters(), self.max_norm)
         self.base.step()
         self._ready = False
         self.steps += 1
-
-    # -- hyper-parameters --------------------------------------------------------------------
 
     def _share(self, hyper: Mapping[str, Hyper]) -> None:
         """Writes the hyper-parameters into the base's groups, where overrides may already be."""
@@ -223,25 +216,21 @@ class FlatnessOptimizer(Optimizer):
         return values
 
     def validate(self, hyper: Mapping[str, float]) -> None:
-        """Raises ValueError for hyper-parameters that make no sense for the method."""
+        """Raises ValueError for hyper-parameters that make no sense; none may be negative."""
         for name, value in hyper.items():
-            if "rho" in name and value < 0:
-                raise ValueError(f"{name} is a radius and must not be negative, got {value}")
-
-    # -- checks ------------------------------------------------------------------------------
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
 
     def _check_parameters(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.is_complex():
-                    raise ValueError(
-                        f"{type(self).__name__} does not take complex parameters: pass "
-                        "torch.view_as_real of them."
-                    )
-        check_one_device([p for g in self.param_groups for p in g["params"]])
+        if any(p.is_complex() for p in self.parameters()):
+            raise ValueError(
+                f"{type(self).__name__} does not take complex parameters: pass "
+                "torch.view_as_real of them."
+            )
+        check_one_device(self.parameters())
 
     def _check_local(self) -> None:
-        if any(distributed.is_sharded(p) for group in self.param_groups for p in group["params"]):
+        if any(map(distributed.is_sharded, self.parameters())):
             raise ValueError(
                 "perturbation='local' is not available for sharded parameters (FSDP2): each "
                 "process holds only a part of every gradient. Use perturbation='global'."
@@ -251,7 +240,9 @@ class FlatnessOptimizer(Optimizer):
                 "perturbation='local' needs the DistributedDataParallel module: pass model=ddp."
             )
 
-    # -- the base's face ---------------------------------------------------------------------
+    def parameters(self) -> list[Any]:
+        """All parameters, in the order of their groups."""
+        return [p for group in self.param_groups for p in group["params"]]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -296,7 +287,7 @@ class FlatnessOptimizer(Optimizer):
             for key in self._keys.values():
                 if callable(group.get(key)):
                     del group[key]
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = self.parameters()
         memory = {i: dict(self._memory[p]) for i, p in enumerate(params) if p in self._memory}
         return {**saved, "steppe": {"step": self.steps, "memory": memory}}
 
@@ -311,13 +302,11 @@ class FlatnessOptimizer(Optimizer):
             for key, value in previous.items():
                 group.setdefault(key, value)
         self.steps = own["step"]
-        params = [p for group in self.param_groups for p in group["params"]]
+        params = self.parameters()
         self._memory = {
             params[i]: {k: v.to(params[i].device, copy=True) for k, v in kept.items()}
             for i, kept in own["memory"].items()
         }
-
-    # -- copies ------------------------------------------------------------------------------
 
     def _start_clean(self) -> None:
         self._ready = False

@@ -1,4 +1,9 @@
-"""The passes of one step, from clearing the gradients to delivering the direction."""
+"""Phases: what happens around each pass of a step.
+
+An excursion is one step's passes in order. Each is a `Phase` to the loop outside, and a `Visit` of
+the recipe inside: the phase clears gradients and rewinds randomness, the pass is the caller's
+forward and backward, and the visit's stage then does the arithmetic on the `Walk`.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +78,8 @@ class Excursion:
         due = math.floor(step * opt.ratio) > math.floor((step - 1) * opt.ratio)
         self.visits = opt.visits(self.coefficients) if due else PLAIN
         self.several = len(self.visits) > 1 or opt.needs_graph
-        self.local = self.several and opt.perturbation == "local"
-        if self.local:
+        self.own_perturbation = self.several and opt.perturbation == "local"
+        if self.own_perturbation:
             opt._check_local()
         self.scaler = scaler
         self.buffers = StillBuffers(opt.model if self.several else None)
@@ -88,7 +93,7 @@ class Excursion:
     def enter(self, index: int) -> None:
         """Gets ready for a pass: gradients cleared, random states as they were for the first."""
         if index == 0:
-            device = check_one_device([p for g in self.groups for p in g["params"]])
+            device = check_one_device(self.opt.parameters())
             # A graph must not keep writing to memory from outside it, which others will get.
             self._clear(recycle=self.several and not is_capturing(device))
             if self.several:
@@ -98,7 +103,7 @@ class Excursion:
         self.contexts = ExitStack()
         if self.opt.needs_graph:
             self.contexts.enter_context(building_graph())
-        if self.local:
+        if self.own_perturbation:
             self.contexts.enter_context(distributed.no_sync(self.opt.model))
         if self.several and not self.opt._watched:
             self.opt._watched = True
@@ -162,7 +167,7 @@ class Excursion:
             p.grad = None
 
     def _present(self) -> list[Any]:
-        return [p for group in self.groups for p in group["params"] if p.grad is not None]
+        return [p for p in self.opt.parameters() if p.grad is not None]
 
     def _gradient(self, index: int) -> Vector:
         """This pass's gradient as a vector, with the walk over its parameters set up."""
@@ -187,16 +192,16 @@ class Excursion:
         walk = self.walk
         assert walk is not None
         either = {*walk.params, *present}
-        params = [p for group in self.groups for p in group["params"] if p in either]
+        params = [p for p in self.opt.parameters() if p in either]
         for p in params:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         if len(params) > len(walk.params):
-            theta = self._local(params)
+            theta = self._shards(params)
             self.held = tuple(_extended(h, walk.params, params, theta) for h in self.held)
             walk.grow(params, theta, self._spans(params))
 
-    def _local(self, params: list[Any]) -> Vector:
+    def _shards(self, params: list[Any]) -> Vector:
         return [distributed.local(p) for p in params] if self.sharded else params
 
     def _spans(self, params: list[Any]) -> list[Span]:
@@ -230,7 +235,7 @@ class Excursion:
         """Starts the walk from the weights, once the first pass says which parameters take part."""
         opt = self.opt
         self.sharded = any(map(distributed.is_sharded, params))
-        theta = self._local(params)
+        theta = self._shards(params)
         if any(p.grad.layout != torch.strided for p in params):
             raise RuntimeError(
                 f"{type(opt).__name__} does not take sparse gradients: use sparse=False in "
@@ -258,7 +263,7 @@ class Excursion:
         walk = self.walk
         assert walk is not None
         parallel = distributed.synchronizing(self.opt.model)
-        if self.local and parallel is not None:
+        if self.own_perturbation and parallel is not None:
             distributed.average(direction, parallel.process_group)
         walk.restore()
         p: Any

@@ -23,10 +23,10 @@ class FAD(FlatnessOptimizer):
     $$ g_0 + a\,(g_1 - g_0) + b\,(g_3 - g_2), $$
 
     where $g_1$ is the gradient at $\theta + \rho\,\hat{g}_0$, $g_2$ at
-    $\theta_2 = \theta + \rho\,\widehat{g_1 - g_0}$, $g_3$ at $\theta_2 + \rho\,\hat{g}_2$, and
-    $\hat v = v / (\lVert v \rVert + \xi)$ over all parameters together. $g_1 - g_0$ approximates
-    the gradient of zeroth-order flatness (what SAM adds), $g_3 - g_2$ that of first-order
-    flatness (what GAM adds).
+    $\theta_2 = \theta + \rho\,\hat{h}_0$ with $h_0 = g_1 - g_0$, $g_3$ at
+    $\theta_2 + \rho\,\hat{g}_2$, and $\hat v = v / (\lVert v \rVert + \xi)$ over all parameters
+    together. $g_1 - g_0$ approximates the gradient of zeroth-order flatness (what SAM adds),
+    $g_3 - g_2$ that of first-order flatness (what GAM adds).
 
     Four passes; two when ``alpha = 1`` (then no $g_2$, $g_3$), one when ``beta = 0`` or
     ``rho = 0`` (the base optimizer itself). ``alpha = beta = 1`` is SAM.
@@ -37,9 +37,10 @@ class FAD(FlatnessOptimizer):
         alpha: share of zeroth-order flatness in the regularizer, 1 - alpha that of first-order.
         beta: weight of the regularizer.
         model: the module being trained, for still batch-norm statistics and DDP.
-        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see `FlatnessOptimizer`.
+        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see
+            [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
 
-    Example:
+    Examples:
         >>> import torch
         >>> from steppe.optim import FAD
         >>> model = torch.nn.Linear(3, 1)
@@ -68,12 +69,10 @@ class FAD(FlatnessOptimizer):
         super().__init__(base, {"rho": rho, "alpha": alpha, "beta": beta}, model=model, **options)
 
     def validate(self, hyper: Mapping[str, float]) -> None:
-        """Radius not negative, alpha a share, beta not negative."""
+        """None negative, and alpha a share."""
         super().validate(hyper)
-        if not 0.0 <= hyper["alpha"] <= 1.0:
+        if hyper["alpha"] > 1.0:
             raise ValueError(f"alpha must be in [0, 1], got {hyper['alpha']}")
-        if hyper["beta"] < 0.0:
-            raise ValueError(f"beta must not be negative, got {hyper['beta']}")
 
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
         """The weights a of h0 and b of h1."""

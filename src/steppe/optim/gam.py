@@ -27,7 +27,8 @@ class GAM(FlatnessOptimizer):
         rho: radius of the perturbations; a number, or a callable from the step (counted from 1).
         alpha: weight of first-order flatness.
         model: the module being trained, for still batch-norm statistics and DDP.
-        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see `FlatnessOptimizer`.
+        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see
+            [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
     """
 
     def __init__(

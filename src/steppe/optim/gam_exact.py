@@ -33,7 +33,8 @@ class GAMExact(FlatnessOptimizer):
         rho: radius of the perturbation; a number, or a callable from the step (counted from 1).
         alpha: weight of first-order flatness.
         model: the module being trained, for still batch-norm statistics.
-        **options: `ratio`, `max_norm`, `xi`; see `FlatnessOptimizer`.
+        **options: `ratio`, `max_norm`, `xi`; see
+            [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
     """
 
     needs_graph: ClassVar[bool] = True

@@ -33,7 +33,8 @@ class GAMRelease(FlatnessOptimizer):
         grad_beta_1: weight of g1 in G.
         grad_gamma: weight of the orthogonal part. The defaults are the authors' for CIFAR-100.
         model: the module being trained, for still batch-norm statistics and DDP.
-        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see `FlatnessOptimizer`.
+        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see
+            [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
     """
 
     def __init__(

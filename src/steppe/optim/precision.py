@@ -1,4 +1,4 @@
-"""One warning: bfloat16 autocast drowns the differences of gradients that flatness lives in."""
+"""One warning: bfloat16 autocast blurs the differences of gradients that flatness lives in."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Bfloat16Warning(UserWarning):
 
 MESSAGE = (
     "{method} ran its passes under bfloat16 autocast. It acts on differences of gradients "
-    "(g1 - g0), of which bfloat16's 8 bits of mantissa keep little: measure it with "
-    "'steppe bench fidelity'. Prefer torch.autocast(..., dtype=torch.float16) with a GradScaler, "
-    "TF32 or float32. This is said once per optimizer."
+    "(g1 - g0), of which bfloat16's 8 bits of mantissa lose more than float16's 11: "
+    "'steppe bench fidelity' measures how much. Prefer torch.autocast(..., dtype=torch.float16) "
+    "with a GradScaler, TF32 or float32. This is said once per optimizer."
 )
 
 

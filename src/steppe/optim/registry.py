@@ -281,8 +281,9 @@ _BY_NAME = {spec.name: spec for spec in _SPECS}
 def optimizer_names() -> tuple[str, ...]:
     """Return the names that `build_optimizer` knows.
 
-    >>> optimizer_names()[:3]
-    ('adam', 'adamw', 'sgd')
+    Examples:
+        >>> optimizer_names()[:3]
+        ('adam', 'adamw', 'sgd')
     """
     return tuple(_BY_NAME)
 
@@ -290,8 +291,9 @@ def optimizer_names() -> tuple[str, ...]:
 def optimizer_spec(name: str) -> OptimizerSpec:
     """Return the entry of the registry for a name.
 
-    >>> optimizer_spec("adamw").defaults
-    {'lr': 5e-05, 'weight_decay': 0.0001}
+    Examples:
+        >>> optimizer_spec("adamw").defaults
+        {'lr': 5e-05, 'weight_decay': 0.0001}
     """
     try:
         return _BY_NAME[name]
@@ -307,8 +309,9 @@ def search_space(name: str, space: str = "fad") -> dict[str, Hyperparameter]:
         space: `fad` (the paper's table), `domainbed` (its own), or `fair` (ours: learning rates for
             each optimizer).
 
-    >>> search_space("sgd", "fair")["lr"]
-    Hyperparameter(default=0.001, distribution=10^U(-4, -2))
+    Examples:
+        >>> search_space("sgd", "fair")["lr"]
+        Hyperparameter(default=0.001, distribution=10^U(-4, -2))
     """
     return optimizer_spec(name).space(space)
 
@@ -334,11 +337,12 @@ def build_optimizer(
         ``backward(create_graph=True)``. (A copy of torch's own optimizers loses the attribute: read
         it with a default of False.)
 
-    >>> from torch import nn
-    >>> model = nn.Linear(2, 1)
-    >>> optimizer = build_optimizer("sgd", model.parameters(), lr=0.1)
-    >>> group = optimizer.param_groups[0]
-    >>> group["lr"], group["momentum"], group["weight_decay"], optimizer.needs_graph
-    (0.1, 0.9, 0.0001, False)
+    Examples:
+        >>> from torch import nn
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = build_optimizer("sgd", model.parameters(), lr=0.1)
+        >>> group = optimizer.param_groups[0]
+        >>> group["lr"], group["momentum"], group["weight_decay"], optimizer.needs_graph
+        (0.1, 0.9, 0.0001, False)
     """
     return optimizer_spec(name).build(params, model, **hparams)

@@ -31,9 +31,10 @@ class SAM(FlatnessOptimizer):
         eta: added to the size of each weight when adaptive; the ASAM paper uses 0.01, most
             implementations 0.
         model: the module being trained, for still batch-norm statistics and DDP.
-        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see `FlatnessOptimizer`.
+        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see
+            [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
 
-    Example:
+    Examples:
         >>> import torch
         >>> from steppe.optim import SAM
         >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -58,8 +59,8 @@ class SAM(FlatnessOptimizer):
         model: torch.nn.Module | None = None,
         **options: Any,
     ) -> None:
-        if eta < 0:
-            raise ValueError(f"eta must not be negative, got {eta}")
+        if eta != 0 and not adaptive:
+            raise ValueError("eta has a meaning only with adaptive=True (ASAM)")
         self.adaptive = adaptive
         hyper: dict[str, Hyper] = {"rho": rho, "eta": eta} if adaptive else {"rho": rho}
         super().__init__(base, hyper, model=model, **options)

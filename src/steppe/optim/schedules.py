@@ -12,8 +12,9 @@ class InverseSqrt:
 
     A dataclass rather than a closure, so that an optimizer holding one can be pickled.
 
-    >>> InverseSqrt(0.1)(4)
-    0.05
+    Examples:
+        >>> InverseSqrt(0.1)(4)
+        0.05
     """
 
     rho_0: float

@@ -35,10 +35,11 @@ class LogUniform:
 
     One call of ``rng.uniform`` and the same arithmetic as DomainBed, hence the same draws.
 
-    >>> LogUniform(-5, -3.5)
-    10^U(-5, -3.5)
-    >>> LogUniform(3, 5.5, base=2, integer=True).contains(32)
-    True
+    Examples:
+        >>> LogUniform(-5, -3.5)
+        10^U(-5, -3.5)
+        >>> LogUniform(3, 5.5, base=2, integer=True).contains(32)
+        True
     """
 
     low_exp: float
@@ -77,8 +78,9 @@ class LogUniform:
 class Choice:
     """One of a few values, each as likely as the others.
 
-    >>> Choice((0.0, 0.1, 0.5))
-    {0.0, 0.1, 0.5}
+    Examples:
+        >>> Choice((0.0, 0.1, 0.5))
+        {0.0, 0.1, 0.5}
     """
 
     values: tuple[Value, ...]
@@ -101,8 +103,9 @@ class Choice:
 class Fixed:
     """A value that the space does not search over.
 
-    >>> Fixed(0.9)
-    0.9
+    Examples:
+        >>> Fixed(0.9)
+        0.9
     """
 
     value: Value
@@ -187,8 +190,9 @@ _SPACES = {
 def space_names() -> tuple[str, ...]:
     """Return the names of the search spaces.
 
-    >>> space_names()
-    ('fad', 'domainbed', 'fair')
+    Examples:
+        >>> space_names()
+        ('fad', 'domainbed', 'fair')
     """
     return tuple(_SPACES)
 
@@ -206,8 +210,9 @@ def run_space(space: str = "fad") -> dict[str, Hyperparameter]:
 
     DomainBed narrows the batch size to 2^U(3, 5) on DomainNet; that is the dataset's to say.
 
-    >>> run_space("domainbed")["dropout"]
-    Hyperparameter(default=0.0, distribution={0.0, 0.1, 0.5})
+    Examples:
+        >>> run_space("domainbed")["dropout"]
+        Hyperparameter(default=0.0, distribution={0.0, 0.1, 0.5})
     """
     chosen = get_space(space)
     return {"batch_size": chosen.batch_size, "dropout": chosen.dropout}
@@ -216,8 +221,9 @@ def run_space(space: str = "fad") -> dict[str, Hyperparameter]:
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the message for a name that is not in a table, with the closest one that is.
 
-    >>> unknown("search space", "fiar", space_names())
-    "unknown search space 'fiar', did you mean 'fair'? Known: fad, domainbed, fair"
+    Examples:
+        >>> unknown("search space", "fiar", space_names())
+        "unknown search space 'fiar', did you mean 'fair'? Known: fad, domainbed, fair"
     """
     names = list(known)
     close = difflib.get_close_matches(name.lower().replace("_", "-"), names, n=1)

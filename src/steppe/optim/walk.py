@@ -1,4 +1,4 @@
-"""One step's excursion: the weights leave theta, visit a few points, and come back exactly.
+"""The walk of the weights in one step: they leave, visit a few points, and come back exactly.
 
 Recipes (fad.py, sam.py, ...) are short lists of `Visit`s. Each visit takes one gradient and says
 what to do with it: move the weights to the next point, fold the gradient into what the recipe

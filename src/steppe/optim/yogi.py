@@ -15,11 +15,11 @@ class Yogi(Optimizer):
     r"""Adam whose second moment moves by a bounded amount: Algorithm 2 of the paper.
 
     $$
-    \begin{aligned}
+    \begin{split}
     m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
     v_t &= v_{t-1} - (1 - \beta_2)\, \operatorname{sign}(v_{t-1} - g_t^2)\, g_t^2 \\
     \theta_t &= \theta_{t-1} - \eta\, m_t / (\sqrt{v_t} + \varepsilon)
-    \end{aligned}
+    \end{split}
     $$
 
     with $m_0 = 0$ and $v_0$ = `initial_accumulator`. The paper has no bias correction. That is why
@@ -36,15 +36,16 @@ class Yogi(Optimizer):
             authors' TensorFlow code.
         weight_decay: $\lambda$.
 
-    >>> w = torch.nn.Parameter(torch.tensor([3.0]))
-    >>> optimizer = Yogi([w], lr=0.1)
-    >>> for _ in range(200):
-    ...     optimizer.zero_grad()
-    ...     loss = (w**2).sum()
-    ...     loss.backward()
-    ...     _ = optimizer.step()
-    >>> bool(loss < 0.01)
-    True
+    Examples:
+        >>> w = torch.nn.Parameter(torch.tensor([3.0]))
+        >>> optimizer = Yogi([w], lr=0.1)
+        >>> for _ in range(200):
+        ...     optimizer.zero_grad()
+        ...     loss = (w**2).sum()
+        ...     loss.backward()
+        ...     _ = optimizer.step()
+        >>> bool(loss < 0.01)
+        True
     """
 
     needs_graph = False
