@@ -43,7 +43,7 @@ def test_generated_code_equals_eager():
 
 
 def test_a_compiled_model_trains_as_an_eager_one():
-    """The watch for bfloat16 hooks saved tensors in the first pass: compiled graphs allow it."""
+    """Replayed randomness and still buffers work on compiled code, the watch on autocast too."""
     torch._dynamo.reset()
     results = []
     for compiled in (False, True):

@@ -114,12 +114,51 @@ def run_fsdp(rank: int, name: str):
     return torch.cat([p.detach().full_tensor().reshape(-1) for p in model.parameters()])
 
 
+class Branches(nn.Module):
+    """Each process uses one branch of the same shape, and neither uses the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.branches = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
+        self.norm = nn.BatchNorm1d(3)
+        self.double()
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.norm(self.branches[which](x))
+
+
+def run_branches(rank: int):
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    opt = SAM(base(model), model=model, perturbation="local")
+    statistics = []
+    model.module.norm.register_forward_pre_hook(
+        lambda norm, _: statistics.append(norm.running_mean.clone())
+    )
+    for t in range(STEPS):
+        x, y = part(t, rank)
+
+        def closure(x=x, y=y):
+            loss = nn.functional.cross_entropy(model(x, rank), y)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+    unused = model.module.branches[2].weight
+    return weights(model), unused.grad is None, statistics[-2]  # before the last step's first pass
+
+
 def run_refusals(rank: int):
     messages = []
     model, _ = ddp(False)
     for make in (
         lambda: FAD(base(model), perturbation="local"),
         lambda: GAMExact(base(model), model=model),
+        lambda: FAD(
+            base(model),
+            model=DistributedDataParallel(network(), static_graph=True),
+            perturbation="local",
+        ),
     ):
         try:
             make()
@@ -145,6 +184,7 @@ CASES = {
     },
     "local ratio": (run_local_ratio,),
     **{f"fsdp {n}": (run_fsdp, n) for n in FIRST_ORDER},
+    "branches": (run_branches,),
     "refusals": (run_refusals,),
 }
 
@@ -215,6 +255,14 @@ def test_local_is_m_sharpness_with_one_reduction(results, name, bucket_view):
         assert reductions == STEPS
 
 
+def test_processes_may_use_different_parameters(results):
+    """Under find_unused_parameters replicas stay equal, and what nobody used is left alone."""
+    (first, unused, statistics), (second, _, others) = (r["branches"] for r in results)
+    assert torch.equal(first, second)
+    assert unused
+    assert torch.equal(statistics, others)  # DDP still sends rank 0's buffers round
+
+
 def test_plain_steps_of_a_local_ratio_are_reduced(results):
     (first, reductions), (second, _) = (r["local ratio"] for r in results)
     assert torch.equal(first, second)
@@ -229,7 +277,8 @@ def test_fully_shard_is_one_process_on_the_joint_batch(results, name):
 
 
 def test_what_cannot_work_is_refused(results):
-    local, exact, sharded = results[0]["refusals"]
+    local, exact, static, sharded = results[0]["refusals"]
     assert "pass model=ddp" in local
     assert "all-reduce cannot be differentiated" in exact
+    assert "static_graph" in static
     assert "not available for sharded parameters" in sharded

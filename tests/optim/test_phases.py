@@ -1,5 +1,7 @@
 """The phase API: after the last phase everything is ordinary PyTorch."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -69,6 +71,46 @@ def test_an_exception_in_a_phase_restores_the_weights(fail_at):
     assert torch.equal(problem.weights(), before)
     with pytest.raises(RuntimeError, match="closure"):
         opt.step()
+
+
+@pytest.mark.parametrize("fail_at", range(4))
+def test_a_swallowed_exception_does_not_arm_the_step(fail_at):
+    problem, opt = setup("fad")
+    before = problem.weights()
+    with pytest.raises(RuntimeError, match=f"Phase {fail_at} of 4 was skipped or failed"):
+        for phase in opt.phases():
+            with contextlib.suppress(KeyError), phase:
+                problem.loss().backward()
+                if phase.index == fail_at:
+                    raise KeyError
+    assert torch.equal(problem.weights(), before)
+    with pytest.raises(RuntimeError, match="closure"):
+        opt.step()
+
+
+def test_a_phase_is_entered_once():
+    problem, opt = setup("sam")
+    with pytest.raises(RuntimeError, match="Phase 0 cannot be entered"):
+        for phase in opt.phases():
+            for _ in range(2):
+                with phase:
+                    problem.loss().backward()
+
+
+def test_an_abandoned_loop_that_is_still_held():
+    """Its weights come back when the next step begins, and it cannot spoil them later."""
+    problem, opt = setup("fad")
+    other, opt2 = setup("fad")
+    held = opt.phases()
+    for phase in held:
+        with phase:
+            problem.loss().backward()
+        break
+    train(problem, opt, 2)
+    train(other, opt2, 2)
+    assert torch.equal(problem.weights(), other.weights())
+    held.close()
+    assert torch.equal(problem.weights(), other.weights())
 
 
 def test_leaving_the_loop_early_restores_the_weights():
@@ -194,6 +236,8 @@ def test_overflow_in_any_pass_skips_the_step(name, break_in):
     assert all(torch.equal(opt.state[k]["momentum_buffer"], v) for k, v in state.items())
     assert scale.get_scale() == 2.0**11
     assert opt.steps == 1
+    with pytest.raises(RuntimeError, match="closure"):
+        opt.step()  # the direction that was refused is not lying about
 
     opt.step(scaled_closure(problem, opt, scale), scaler=scale)
     assert not torch.equal(problem.weights(), before)

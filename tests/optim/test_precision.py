@@ -54,21 +54,52 @@ def test_a_step_without_flatness_does_not_warn():
         trainer(torch.bfloat16, beta=0.0)()
 
 
-def test_watching_changes_nothing():
-    """The first step runs under a hook on saved tensors; its gradients must be the same."""
-    w = nn.Parameter(torch.tensor([1.0, -2.0]))
-    results = []
-    for watched in (False, True):
-        with torch.no_grad():
-            w.copy_(torch.tensor([1.0, -2.0]))
-        opt = SAM(torch.optim.SGD([w], lr=0.1))
-        opt._watched = watched
+def test_bfloat16_that_begins_later_warns_too():
+    model = nn.Linear(3, 2)
+    opt = SAM(sgd(model.parameters()))
+    x = torch.randn(4, 3)
 
-        def closure():
-            loss = (torch.sin(w) * w).sum()
-            loss.backward()
-            return loss
+    def closure(enabled):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss = model(x).square().mean()
+        loss.backward()
+        return loss
 
+    opt.step(lambda: closure(False))
+    with pytest.warns(Bfloat16Warning):
+        opt.step(lambda: closure(True))
+
+
+def test_autocast_around_the_step_warns():
+    model = nn.Linear(3, 2)
+    opt = SAM(sgd(model.parameters()))
+
+    def closure():
+        loss = model(torch.ones(4, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.warns(Bfloat16Warning), torch.autocast("cpu", dtype=torch.bfloat16):
         opt.step(closure)
-        results.append(w.detach().clone())
-    assert torch.equal(*results)
+
+
+def test_autocast_is_as_it_was_afterwards():
+    plain = torch.autocast.__enter__
+    with pytest.warns(Bfloat16Warning):
+        trainer(torch.bfloat16)()
+    assert torch.autocast.__enter__ is plain
+
+
+def test_closures_may_use_torch_func():
+    """Per-sample gradients inside the loss: no hook of the watch may stand in their way."""
+    w = nn.Parameter(torch.tensor([1.0, -2.0]))
+    x = torch.randn(5, 2)
+    opt = FAD(sgd([w]))
+
+    def closure():
+        per_sample = torch.func.vmap(torch.func.grad(lambda v, s: (v @ s).sin()), (None, 0))(w, x)
+        loss = per_sample.square().mean()
+        loss.backward()
+        return loss
+
+    assert opt.step(closure).isfinite()

@@ -37,6 +37,7 @@ def test_param_groups_are_the_bases_for_ever(name):
     assert opt.param_groups is opt.base.param_groups
     opt.load_state_dict(opt.state_dict())
     assert opt.param_groups is opt.base.param_groups
+    assert copy.deepcopy((problem.model, opt))[1].model is not problem.model
     for other in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
         assert other.param_groups is other.base.param_groups
         assert other.base is not opt.base
@@ -53,7 +54,7 @@ def test_copies_continue_identically(name):
     train(problem, opt, 3)
     twin_model, twin_opt = copy.deepcopy((problem.model, opt))
     twin = Problem(twin_model, problem.x, problem.y)
-    twin_opt.model = twin_model
+    assert twin_opt.model is twin_model  # the pair belongs together
     train(problem, opt, 3, first=3)
     train(twin, twin_opt, 3, first=3)
     assert torch.equal(problem.weights(), twin.weights())
@@ -245,10 +246,14 @@ def test_names_the_base_uses_itself_get_a_prefix():
 
 
 def test_a_base_can_be_wrapped_again():
-    base = sgd(PROBLEMS["mlp"]().groups(rho=0.9))
-    SAM(base, rho=0.05)
+    problem = PROBLEMS["mlp"]()
+    base = sgd(problem.groups(rho=0.9))
+    first = SAM(base, rho=0.05)
     opt = FAD(base, rho=0.2)
     assert [g["rho"] for g in opt.param_groups] == [0.9, 0.2]  # an override stays, a default not
+    with pytest.raises(RuntimeError, match="wrapped again, by FAD"):
+        first.step(problem.closure(first))
+    opt.step(problem.closure(opt))
 
 
 def test_muon_as_base():
@@ -370,6 +375,74 @@ def test_a_parameter_that_joins_in_a_later_pass(name):
     torch.testing.assert_close(torch.cat([a, late, b]).detach(), expected, rtol=0, atol=1e-12)
 
 
+def test_a_gradient_missing_in_a_later_pass_is_zero():
+    """The other way round: a parameter used at theta and not at the perturbed point."""
+    a = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    b = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+    calls = 0
+
+    def closure():
+        nonlocal calls
+        loss = a**2 + (b**2 if calls == 0 else 0.0)
+        calls += 1
+        loss.backward()
+        return loss.detach()
+
+    SAM(torch.optim.SGD([a, b], lr=0.1), rho=0.5).step(closure)
+    length = (2.0**2 + 4.0**2) ** 0.5
+    assert a.item() == pytest.approx(1.0 - 0.1 * 2 * (1.0 + 0.5 * 2.0 / length))
+    assert b.item() == 2.0
+
+
+def test_gam_release_takes_the_size_of_beta_2():
+    problem = PROBLEMS["mlp"]()
+    method = METHODS["gam-release"]
+    opt = method(torch.optim.SGD(problem.model.parameters(), lr=0.1), grad_beta_0=1.7)
+    start = problem.weights()
+    train(problem, opt, 1)
+    grad = lambda point: problem.gradient(point, 0)  # noqa: E731
+    expected = start - 0.1 * method.direction(grad, start, grad_beta_0=1.7)
+    torch.testing.assert_close(problem.weights(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [0.0, 1e-6, 300.0])
+def test_half_precision_parameters(dtype, size):
+    """Neither a vanishing gradient nor one whose square overflows its type does harm."""
+    w = nn.Parameter(torch.ones(4096, dtype=dtype))
+    opt = SAM(torch.optim.SGD([w], lr=1e-4), rho=1.0)
+    points = []
+
+    def closure():
+        points.append(w.detach().clone())
+        w.grad = torch.full_like(w, size)
+        return 0.0
+
+    opt.step(closure)
+    assert w.isfinite().all()
+    moved = (points[1].float() - points[0].float()).norm().item()
+    if size == 300.0:  # |g| = 19,200: its square is not an fp16 number
+        assert moved == pytest.approx(1.0, rel=0.05)
+
+
+def test_xi_is_scaled_with_the_loss():
+    """At a gradient of the size of xi, a loss scale must not change the perturbation."""
+    results = []
+    for scale in (None, torch.amp.GradScaler("cpu", init_scale=2.0**16)):
+        w = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+        opt = SAM(torch.optim.SGD([w], lr=1e6), rho=0.5, xi=1e-8)
+
+        def closure(w=w, scale=scale):
+            loss = 5e-9 * (w**2).sum()
+            (loss if scale is None else scale.scale(loss)).backward()
+            return loss
+
+        opt.step(closure, scaler=scale)
+        results.append(w.item())
+    assert results[0] == pytest.approx(results[1], rel=1e-12)
+    assert results[0] != pytest.approx(1.0 - 1e6 * 1e-8 * 1.5, rel=1e-3)  # xi does shorten it
+
+
 @every_method
 def test_a_zero_gradient_gives_no_nan(name):
     w = nn.Parameter(torch.zeros(3))
@@ -402,6 +475,47 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(RuntimeError, match="sparse=False"):
         opt.step(closure)
     assert torch.equal(table.weight, before)
+    with pytest.raises(ValueError, match="maximize=True"):
+        FAD(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1, maximize=True))
+
+
+def test_a_group_that_cannot_work_is_not_added():
+    _, opt = setup("fad")
+    with pytest.raises(ValueError, match="complex"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
+    with pytest.raises(ValueError, match="rho must not be negative"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "rho": -1.0})
+    assert len(opt.base.param_groups) == 1
+
+
+class Caching(nn.Module):
+    """Buffers of the awkward kinds: expanded, replaced in forward, growing."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("expanded", torch.zeros(1).expand(4))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("grown", torch.zeros(1))
+
+    def forward(self, x):
+        self.replaced = self.replaced + 1
+        self.grown = torch.cat([self.grown, self.grown[-1:] + 1])
+        return (x * self.weight).sum()
+
+
+def test_buffers_that_are_replaced_count_one_pass():
+    model = Caching()
+    opt = FAD(sgd(model.parameters()), model=model)
+
+    def closure():
+        loss = model(torch.ones(3)) ** 2
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert model.replaced.item() == 1
+    assert model.grown.tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(

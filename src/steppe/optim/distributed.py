@@ -10,9 +10,10 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 BUCKET_BYTES = 32 * 2**20
-"""Largest temporary of `average`: gradients are reduced in flat buckets of about this size."""
+"""Largest temporary of an average: gradients are reduced in flat buckets of about this size."""
 
 
 class Synchronizing(Protocol):
@@ -41,7 +42,32 @@ def no_sync(model: nn.Module | None) -> AbstractContextManager[None]:
     return parallel.no_sync() if parallel is not None else nullcontext()
 
 
-def average(xs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def broadcast_buffers_next(model: nn.Module | None) -> None:
+    """Has DDP's next forward pass send rank 0's buffers round, as after a reduced backward."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_forward_param_sync = True
+
+
+def average(
+    params: list[Tensor], local: dict[Tensor, Tensor], group: dist.ProcessGroup
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The mean over processes of what each holds for some of the parameters.
+
+    Processes may have used different parameters (`find_unused_parameters`), so all of `params` take
+    part, with zeros where a process has nothing. Returned are those that any process had.
+    """
+    values = [local[p] if p in local else torch.zeros_like(p) for p in params]
+    # Of the last one's type, to travel in its bucket.
+    used = values[-1].new_tensor([float(p in local) for p in params])
+    _average([*values, used], group)
+    if len(local) == len(params):
+        return params, values
+    somewhere = used.tolist()  # the host waits here, but only if a parameter was not used
+    kept = [i for i, share in enumerate(somewhere) if share > 0]
+    return [params[i] for i in kept], [values[i] for i in kept]
+
+
+def _average(xs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Replaces every tensor by its mean over the group, in few large all-reduces."""
     size = dist.get_world_size(group)
     bucket: list[Tensor] = []

@@ -7,8 +7,11 @@ several-pass step safe lives here and in the small modules beside it.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, ClassVar
@@ -20,6 +23,7 @@ from torch.optim import Optimizer
 
 from . import distributed
 from .excursion import Excursion, Phase, check_one_device
+from .precision import MESSAGE, Bfloat16Warning
 from .walk import Held, Span, Visit
 
 Hyper = float | Callable[[int], float]
@@ -48,7 +52,7 @@ class FlatnessOptimizer(Optimizer):
 
     `param_groups`, `state` and `defaults` are those of the base, always: schedulers, edits of `lr`
     and logging see one object. Step hooks registered here fire with the base's own, once per step,
-    when the direction is in `.grad`.
+    when the direction is in `.grad`, and are given the base.
 
     Args:
         base: any `torch.optim.Optimizer` whose `step` needs no closure.
@@ -67,6 +71,10 @@ class FlatnessOptimizer(Optimizer):
 
     needs_graph: ClassVar[bool] = False
     """Whether the closure must call ``backward(create_graph=True)``."""
+
+    _ready: bool
+    _warned: bool
+    _open: Excursion | None
 
     def __init__(
         self,
@@ -161,19 +169,30 @@ class FlatnessOptimizer(Optimizer):
             scaler: if given, `xi` is scaled like the gradients; the rest is yours.
         """
         self._ready = False
-        excursion = Excursion(self, scaler)
+        if self._open is not None:  # left early, and its generator is still held somewhere
+            self._open.close()
+        owner = getattr(self.base, "_steppe_owner", None)
+        if owner is not None and owner() is not self:
+            raise RuntimeError(
+                f"The base of this {type(self).__name__} was wrapped again, by {owner()!r}: "
+                "their hyper-parameters share its groups. Give each its own base."
+            )
+        excursion = self._open = Excursion(self, scaler)
         try:
             for index, visit in enumerate(excursion.visits):
                 phase = Phase(excursion, index, visit)
                 yield phase
                 if not phase.done:
                     raise RuntimeError(
-                        f"Phase {index} of {phase.total} was skipped: run forward and backward "
-                        "inside 'with phase:'."
+                        f"Phase {index} of {phase.total} was skipped or failed: run forward and "
+                        "backward inside 'with phase:', and start again with opt.phases() after "
+                        "an error."
                     )
             self._ready = True
         finally:
             excursion.close()
+            if self._open is excursion:
+                self._open = None
 
     @torch.no_grad()
     def _base_step(self) -> None:
@@ -189,12 +208,14 @@ class FlatnessOptimizer(Optimizer):
 
     def _share(self, hyper: Mapping[str, Hyper]) -> None:
         """Writes the hyper-parameters into the base's groups, where overrides may already be."""
-        self._hyper = dict(hyper)
+        self._hyper: dict[str, Any] = {
+            n: v if callable(v) or not isinstance(v, Real) else float(v) for n, v in hyper.items()
+        }
         method = type(self).__name__.lower()
         self._keys = {n: f"{method}_{n}" if n in self.base.defaults else n for n in hyper}
         # A base that was wrapped before still carries the earlier wrapper's values.
         stale = getattr(self.base, "_steppe_shared", {})
-        shared = {key: hyper[name] for name, key in self._keys.items()}
+        shared = {key: self._hyper[name] for name, key in self._keys.items()}
         for group in self.param_groups:
             for key, value in shared.items():
                 if key not in group or group[key] == stale.get(key):
@@ -215,6 +236,12 @@ class FlatnessOptimizer(Optimizer):
         self.validate(values)
         return values
 
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            message = MESSAGE.format(method=type(self).__name__)
+            warnings.warn(message, Bfloat16Warning, stacklevel=2)
+
     def validate(self, hyper: Mapping[str, float]) -> None:
         """Raises ValueError for hyper-parameters that make no sense; none may be negative."""
         for name, value in hyper.items():
@@ -227,6 +254,11 @@ class FlatnessOptimizer(Optimizer):
                 f"{type(self).__name__} does not take complex parameters: pass "
                 "torch.view_as_real of them."
             )
+        if any(group.get("maximize") for group in self.param_groups):
+            raise ValueError(
+                f"{type(self).__name__} climbs towards a larger loss, which is the wrong way under "
+                "maximize=True: minimize the negated loss instead."
+            )
         check_one_device(self.parameters())
 
     def _check_local(self) -> None:
@@ -234,6 +266,11 @@ class FlatnessOptimizer(Optimizer):
             raise ValueError(
                 "perturbation='local' is not available for sharded parameters (FSDP2): each "
                 "process holds only a part of every gradient. Use perturbation='global'."
+            )
+        if getattr(self.model, "static_graph", False):
+            raise ValueError(
+                "perturbation='local' needs passes that reduce nothing, which DDP does not allow "
+                "with static_graph=True. Leave static_graph off."
             )
         if distributed.processes() > 1 and distributed.synchronizing(self.model) is None:
             raise ValueError(
@@ -274,7 +311,12 @@ class FlatnessOptimizer(Optimizer):
         self.base.add_param_group(param_group)
         for name, key in self._keys.items():
             self.param_groups[-1].setdefault(key, self._hyper[name])
-        self._check_parameters()
+        try:
+            self._check_parameters()
+            self._values(self.param_groups[-1], self.steps + 1)
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state plus the step counter and what the recipe remembers; no weights.
@@ -310,14 +352,16 @@ class FlatnessOptimizer(Optimizer):
 
     def _start_clean(self) -> None:
         self._ready = False
-        self._watched = False
+        self._warned = False
+        self._open = None
+        self.base._steppe_owner = weakref.ref(self)  # type: ignore[attr-defined]
         self._compiled: dict[Callable[..., Held], Callable[..., Held]] = {}
         self._layout: tuple[list[Any], list[Mapping[str, float]], list[Span]] = ([], [], [])
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the model: a copy has its own parameters, which no model owns yet."""
         # `step` is set on the instance by schedulers, as a closure.
-        transient = ("model", "step", "_ready", "_watched", "_compiled", "_layout")
+        transient = ("model", "step", "_ready", "_warned", "_open", "_compiled", "_layout")
         return {k: v for k, v in self.__dict__.items() if k not in transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -326,8 +370,20 @@ class FlatnessOptimizer(Optimizer):
         self.model = None
         self._start_clean()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatnessOptimizer:
+        """A copy with parameters of its own; its model is the model's copy if that was made first.
+
+        So ``copy.deepcopy((model, opt))`` gives a pair that belongs together.
+        """
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        new.model = memo.get(id(self.model))
+        return new
+
     def __repr__(self) -> str:
-        hyper = ", ".join(f"{k}={v}" for k, v in self._hyper.items())
+        shown = {n: self.param_groups[0].get(k, self._hyper[n]) for n, k in self._keys.items()}
+        hyper = ", ".join(f"{name}={value}" for name, value in shown.items())
         return f"{type(self).__name__}({hyper}, base={self.base!r})"
 
 

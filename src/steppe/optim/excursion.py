@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from . import distributed
 from .graph import building_graph
 from .ownership import are_ours
-from .precision import warn_on_bfloat16
+from .precision import on_bfloat16
 from .replay import StillBuffers, is_capturing, record_randomness
 from .vectors import Vector
 from .walk import Held, Span, Visit, Walk
@@ -64,7 +64,7 @@ class Phase(AbstractContextManager["Phase"]):
         traceback: TracebackType | None,
     ) -> None:
         self._excursion.leave(self.index, self._visit, failed=kind is not None)
-        self.done = True
+        self.done = kind is None
 
 
 class Excursion:
@@ -75,7 +75,9 @@ class Excursion:
         self.groups = opt.param_groups
         step = opt.steps + 1
         self.coefficients = [opt.coefficients(opt._values(g, step)) for g in self.groups]
-        due = math.floor(step * opt.ratio) > math.floor((step - 1) * opt.ratio)
+        # A whole number must not be missed by rounding: 100 * 0.29 is 28.999999999999996.
+        owed = [math.floor(t * opt.ratio + 1e-9) for t in (step - 1, step)]
+        due = owed[1] > owed[0]
         self.visits = opt.visits(self.coefficients) if due else PLAIN
         self.several = len(self.visits) > 1 or opt.needs_graph
         self.own_perturbation = self.several and opt.perturbation == "local"
@@ -89,9 +91,17 @@ class Excursion:
         self.contexts: ExitStack | None = None
         self.spare: dict[Tensor, Tensor] = {}
         self.sharded = False
+        self.next: int | None = 0
+        """The phase to come; None when the excursion is over."""
 
     def enter(self, index: int) -> None:
         """Gets ready for a pass: gradients cleared, random states as they were for the first."""
+        if index != self.next:
+            raise RuntimeError(
+                f"Phase {index} cannot be entered: it is over, or the step was abandoned after an "
+                "error. Enter each phase once (micro-batches go inside it), and start again with "
+                "opt.phases() after an error."
+            )
         if index == 0:
             device = check_one_device(self.opt.parameters())
             # A graph must not keep writing to memory from outside it, which others will get.
@@ -105,15 +115,17 @@ class Excursion:
             self.contexts.enter_context(building_graph())
         if self.own_perturbation:
             self.contexts.enter_context(distributed.no_sync(self.opt.model))
-        if self.several and not self.opt._watched:
-            self.opt._watched = True
-            self.contexts.enter_context(warn_on_bfloat16(type(self.opt).__name__))
+            if index == 0:  # no pass of ours reduces gradients, which is when DDP would do this
+                distributed.broadcast_buffers_next(self.opt.model)
+        if self.several and not self.opt._warned:
+            self.contexts.enter_context(on_bfloat16(self.opt._warn))
 
     @torch.no_grad()
     def leave(self, index: int, visit: Visit, *, failed: bool) -> None:
         """Runs the stage after a pass, or goes home if the pass or the stage failed."""
         assert self.contexts is not None
         self.contexts.close()
+        self.next = index + 1
         try:
             if failed:
                 self.close()
@@ -137,7 +149,8 @@ class Excursion:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Puts the weights back if they are away, and lets go of every buffer."""
+        """Ends the excursion: the weights go back if they are away, every buffer is let go of."""
+        self.next = None
         if self.walk is not None:
             self.walk.restore()
         self.walk = None
@@ -182,6 +195,11 @@ class Excursion:
         elif _differ(present, self.walk.params):
             self._meet(present)
         grads: list[Any] = [p.grad for p in self.walk.params]
+        if any(g.layout != torch.strided for g in grads):
+            raise RuntimeError(
+                f"{type(self.opt).__name__} does not take sparse gradients: use sparse=False in "
+                "nn.Embedding, or give those parameters an optimizer of their own."
+            )
         return [distributed.local(g) for g in grads] if self.sharded else grads
 
     def _meet(self, present: list[Any]) -> None:
@@ -236,11 +254,6 @@ class Excursion:
         opt = self.opt
         self.sharded = any(map(distributed.is_sharded, params))
         theta = self._shards(params)
-        if any(p.grad.layout != torch.strided for p in params):
-            raise RuntimeError(
-                f"{type(opt).__name__} does not take sparse gradients: use sparse=False in "
-                "nn.Embedding, or give those parameters an optimizer of their own."
-            )
         xi: float | Tensor = opt.xi
         if self.scaler is not None:
             one = torch.ones((), device=theta[0].device)
@@ -262,12 +275,15 @@ class Excursion:
     def _deliver(self, direction: Vector) -> None:
         walk = self.walk
         assert walk is not None
+        walk.restore()
+        params: list[Any] = walk.params
         parallel = distributed.synchronizing(self.opt.model)
         if self.own_perturbation and parallel is not None:
-            distributed.average(direction, parallel.process_group)
-        walk.restore()
-        p: Any
-        for p, d in zip(walk.params, direction, strict=True):
+            everything = [p for p in self.opt.parameters() if p.requires_grad]
+            params, direction = distributed.average(
+                everything, dict(zip(params, direction, strict=True)), parallel.process_group
+            )
+        for p, d in zip(params, direction, strict=True):
             if self.sharded:
                 distributed.local(p.grad).copy_(d)
             else:
@@ -284,7 +300,7 @@ def check_one_device(params: Sequence[Tensor]) -> torch.device:
             f"Parameters are on several devices ({names}); a flatness-aware step needs one norm "
             "over all of them. Put the model on one device, or shard it with fully_shard."
         )
-    return next(iter(devices))
+    return next(iter(devices), torch.device("cpu"))
 
 
 def _differ(some: Sequence[object], others: Sequence[object]) -> bool:

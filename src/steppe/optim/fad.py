@@ -101,7 +101,7 @@ def visits(coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
 
 def _after_g0(w: Walk, g0: Vector) -> Held:  # line 5
     A = w.hold(g0)
-    w.climb(A, "rho", spend=False)  # line 6: theta1 = theta + rho g0 / (|g0| + xi)
+    w.climb(g0, "rho", spend=A is not g0)  # line 6: theta1 = theta + rho g0 / (|g0| + xi)
     return (A,)
 
 

@@ -76,7 +76,7 @@ class GAMRelease(FlatnessOptimizer):
 
 def _after_g0(w: Walk, g0: Vector) -> Held:
     M = w.hold(g0)
-    w.climb(M, "grad_rho", spend=False)
+    w.climb(g0, "grad_rho", spend=M is not g0)
     return (M,)
 
 
@@ -97,7 +97,8 @@ def _after_g3(w: Walk, g3: Vector, M: Vector, G: Vector) -> Held:
     w.add_(G, g3, "beta_3")
     length = w.norm(G) + w.xi
     along = w.dot(M, G, scratch=g3) / length / length
-    vectors.add_(M, G, -along)  # leaves the part of M orthogonal to G
+    torch._foreach_copy_(g3, G)
+    vectors.add_(M, g3, -along, spend=True)  # leaves the part of M orthogonal to G
     return (w.add_(G, M, "gamma", sign=-1.0),)
 
 

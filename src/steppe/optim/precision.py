@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 
 class Bfloat16Warning(UserWarning):
@@ -22,25 +20,29 @@ MESSAGE = (
 )
 
 
-def warn_on_bfloat16(method: str) -> AbstractContextManager[None]:
-    """Watches the forward passes inside for bfloat16 autocast and warns at the first sign.
+@contextmanager
+def on_bfloat16(tell: Callable[[], None]) -> Iterator[None]:
+    """Calls `tell` if bfloat16 autocast is on, or is entered by what runs inside.
 
-    The autocast region is inside the user's closure, over before the optimizer runs again, so the
-    only place to see it without touching the model is where autograd saves a tensor. Meant for one
-    pass: afterwards nothing is hooked and nothing is paid.
+    The autocast region is inside the user's closure, over before the optimizer runs again, so
+    entering it is watched for the time of the pass. (Hooks on saved tensors would see it too, but
+    exclude `torch.func` from the closure.)
     """
-    warned = False
+    plain = torch.autocast.__enter__
 
-    def pack(x: Tensor) -> Tensor:
-        nonlocal warned
-        kind = x.device.type
-        if (
-            not warned
-            and torch.is_autocast_enabled(kind)
-            and torch.get_autocast_dtype(kind) is torch.bfloat16
-        ):
-            warned = True
-            warnings.warn(MESSAGE.format(method=method), Bfloat16Warning, stacklevel=2)
-        return x.detach()  # the tensor itself would form a reference cycle through its node
+    def enter(self: torch.autocast) -> object:
+        entered: object = plain(self)  # type: ignore[no-untyped-call]
+        look(self.device)
+        return entered
 
-    return saved_tensors_hooks(pack, lambda x: x)
+    def look(kind: str) -> None:
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16:
+            tell()
+
+    for kind in ("cpu", "cuda"):
+        look(kind)
+    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__ = plain  # type: ignore[method-assign]

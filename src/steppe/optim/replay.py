@@ -60,16 +60,26 @@ class StillBuffers:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = model
-        self._snapshot: list[Tensor] | None = None
+        self._kept: list[tuple[nn.Module, str, Tensor]] = []
+        self._values: list[Tensor] = []
 
     @torch.no_grad()
     def take(self) -> None:
         """Remembers the buffers as they are now."""
         if self._model is not None:
-            self._snapshot = [b.clone() for b in self._model.buffers()]
+            self._kept = [
+                (module, name, buffer)
+                for module in self._model.modules()
+                for name, buffer in module._buffers.items()
+                if buffer is not None and 0 not in buffer.stride()  # expanded: cannot be written to
+            ]
+            self._values = [buffer.clone() for _, _, buffer in self._kept]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Writes the remembered values into the model's buffers."""
-        if self._model is not None and self._snapshot:
-            torch._foreach_copy_(list(self._model.buffers()), self._snapshot)
+        """Writes the remembered values into the buffers, and rebinds those that were replaced."""
+        if self._kept:
+            for module, name, buffer in self._kept:
+                if module._buffers.get(name) is not buffer:
+                    module._buffers[name] = buffer
+            torch._foreach_copy_([buffer for _, _, buffer in self._kept], self._values)

@@ -7,6 +7,7 @@ holds, or, at the last one, return the direction for the base optimizer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,8 @@ class Walk:
         self.xi = xi
         self.adopt = adopt
         self.backup: Vector | None = None
+        half = any(t.dtype == torch.float16 for t in theta)
+        self._cap = torch.finfo(torch.float16).max if half else math.inf
         self._saved = 0  # how many tensors the backup holds
         self._spare = spare
         self._groups = groups
@@ -143,7 +146,7 @@ class Walk:
                 self._saved = part.stop
             elif home:
                 torch._foreach_copy_(theta, self.backup[part])
-            scale = _per_unit(span.coefficients[rho], norm, self.xi)
+            scale = _per_unit(span.coefficients[rho], norm, self.xi, self._cap)
             vectors.add_(theta, d[part], scale, spend=spend)
 
     def restore(self) -> None:
@@ -202,10 +205,14 @@ def _readable(value: Tensor) -> Tensor | float:
     return value.item() if on_host else value
 
 
-def _per_unit(rho: float, norm: Any, xi: Any) -> Any:
-    """``rho / (norm + xi)``, turned into NaN by a norm that is not finite.
+def _per_unit(rho: float, norm: Any, xi: Any, cap: float) -> Any:
+    """``rho / (norm + xi)``, turned into NaN by a norm that is not finite, and at most `cap`.
 
-    Without that, an infinite norm gives a step of zero length, and an overflow in this pass could
-    go unnoticed in the direction.
+    Without the first, an infinite norm gives a step of zero length, and an overflow in this pass
+    could go unnoticed in the direction. Without the second, a vanishing gradient of fp16
+    parameters gives a factor that their type cannot hold.
     """
-    return rho / (norm + xi) + 0.0 * norm
+    scale = rho / (norm + xi) + 0.0 * norm
+    if cap == math.inf:
+        return scale
+    return scale.clamp(max=cap) if isinstance(scale, Tensor) else cap if scale > cap else scale
