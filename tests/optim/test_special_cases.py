@@ -134,8 +134,6 @@ def test_ratio_is_the_share_of_flat_steps(ratio, flat):
     assert calls.count(1) == 200 - flat
     gaps = [t for t, c in enumerate(calls, 1) if c == 2]
     assert gaps[0] == math.ceil(1 / ratio - 1e-9)  # the first is due when a whole one is owed
-        1 / ratio - 1e-9
-    )  # evenly spread: the first is due when a whole one is owed
 
 
 def test_plain_steps_of_a_ratio_are_base_steps():

@@ -97,6 +97,7 @@ class AdaHessian(Optimizer):
     them from their graph at the end, so that nothing keeps it alive; the loss comes back detached
     for the same reason. Compiled models cannot be differentiated twice, and under
     DistributedDataParallel the graph is that of the local gradient: train in one process, eagerly.
+    A loss scale would be in the curvature too, so a GradScaler does not fit: train in float32.
 
     This is not pytorch_optimizer's AdaHessian (4.1.0), which has no spatial averaging, leaves the
     graph attached to ``.grad`` and answers a plain ``backward()`` with autograd's error.

@@ -208,9 +208,8 @@ class FlatnessOptimizer(Optimizer):
 
     def _share(self, hyper: Mapping[str, Hyper]) -> None:
         """Writes the hyper-parameters into the base's groups, where overrides may already be."""
-        self._hyper: dict[str, Any] = {
-            n: v if callable(v) or not isinstance(v, Real) else float(v) for n, v in hyper.items()
-        }
+        given: Mapping[str, Any] = hyper  # a wrong type is reported below, in words
+        self._hyper = {n: float(v) if isinstance(v, Real) else v for n, v in given.items()}
         method = type(self).__name__.lower()
         self._keys = {n: f"{method}_{n}" if n in self.base.defaults else n for n in hyper}
         # A base that was wrapped before still carries the earlier wrapper's values.
