@@ -98,7 +98,7 @@ def train(name: str, seed: int, domains: dict[int, tuple[Tensor, Tensor]]) -> Re
     sources = [data for angle, data in domains.items() if angle != TARGET]
     x, y = (torch.cat(parts) for parts in zip(*sources, strict=True))
     draw = torch.Generator().manual_seed(seed)
-    start = time.perf_counter()
+    times = []
     for _ in range(STEPS):
         batch = torch.randint(len(y), (BATCH,), generator=draw)
 
@@ -108,9 +108,12 @@ def train(name: str, seed: int, domains: dict[int, tuple[Tensor, Tensor]]) -> Re
             loss.backward()
             return loss
 
+        start = time.perf_counter()
         optimizer.step(closure)  # type: ignore[arg-type]
-    elapsed = time.perf_counter() - start
-    return Result(_accuracy(model, x, y), _accuracy(model, *domains[TARGET]), 1e3 * elapsed / STEPS)
+        times.append(1e3 * (time.perf_counter() - start))
+    # The median, because one disturbance of the machine would show in a mean.
+    milliseconds = statistics.median(times)
+    return Result(_accuracy(model, x, y), _accuracy(model, *domains[TARGET]), milliseconds)
 
 
 def run() -> None:
@@ -147,7 +150,7 @@ def table(results: dict[str, list[Result]]) -> Table:
         grid.add_row(
             name,
             str(optimizer_spec(name).passes),
-            f"{statistics.mean(r.milliseconds for r in runs):.1f}",
+            f"{statistics.median(r.milliseconds for r in runs):.1f}",
             _cell([r.seen for r in runs]),
             _cell([r.unseen for r in runs]),
         )
