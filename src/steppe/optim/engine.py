@@ -8,10 +8,10 @@ several-pass step safe lives here and in the small modules beside it.
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from . import distributed
 from .excursion import Excursion, Phase, check_one_device
 from .precision import MESSAGE, Bfloat16Warning
 from .walk import Held, Span, Visit
+from .wrapper import Wrapper
 
 Hyper = float | Callable[[int], float]
 """A hyper-parameter: a number, or a schedule from the step (counted from 1) to a number."""
@@ -47,12 +48,11 @@ In a loop that owns backward, step() without a closure follows the phases:
     opt.step()"""
 
 
-class FlatnessOptimizer(Optimizer):
+class FlatnessOptimizer(Wrapper, ABC):
     """Wraps an optimizer instance and feeds it a direction gathered from several gradients.
 
     `param_groups`, `state` and `defaults` are those of the base, always: schedulers, edits of `lr`
-    and logging see one object. Step hooks registered here fire with the base's own, once per step,
-    when the direction is in `.grad`, and are given the base.
+    and logging see one object. Step hooks fire once per step, when the direction is in `.grad`.
 
     Args:
         base: any `torch.optim.Optimizer` whose `step` needs no closure.
@@ -88,9 +88,7 @@ class FlatnessOptimizer(Optimizer):
         xi: float = 1e-12,
         compile: bool = False,
     ) -> None:
-        # Optimizer.__init__ is left out on purpose: it would make a second set of param_groups
-        # and hooks, and fire the global step hooks twice per step.
-        _check_base(base, type(self).__name__)
+        super().__init__(base)
         if not 0.0 < ratio <= 1.0:
             raise ValueError(f"ratio must be in (0, 1], got {ratio}")
         if perturbation not in ("global", "local"):
@@ -99,7 +97,6 @@ class FlatnessOptimizer(Optimizer):
             raise ValueError(f"max_norm must be positive, got {max_norm}")
         if not xi > 0:
             raise ValueError(f"xi keeps a zero gradient from dividing by zero: > 0, got {xi}")
-        self.base = base
         self.model = model
         self.ratio = ratio
         self.perturbation = perturbation
@@ -119,9 +116,9 @@ class FlatnessOptimizer(Optimizer):
         """The numbers its stages use, from one group's hyper-parameters."""
         return hyper
 
+    @abstractmethod
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
         """The points this step visits, given every group's coefficients."""
-        raise NotImplementedError(f"{type(self).__name__} defines no recipe")
 
     def step(
         self,
@@ -276,35 +273,6 @@ class FlatnessOptimizer(Optimizer):
                 "perturbation='local' needs the DistributedDataParallel module: pass model=ddp."
             )
 
-    def parameters(self) -> list[Any]:
-        """All parameters, in the order of their groups."""
-        return [p for group in self.param_groups for p in group["params"]]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The base's groups, the very list."""
-        return self.base.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The base's state."""
-        return self.base.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The base's defaults."""
-        return self.base.defaults
-
-    def __getattr__(self, name: str) -> Any:
-        # torch keeps hooks in private dicts that its own methods read; they are the base's.
-        if name.startswith("_optimizer_") and name.endswith("_hooks"):
-            return getattr(self.base, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients; `step` does so by itself."""
-        self.base.zero_grad(set_to_none)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base; hyper-parameters it does not name get the shared values."""
         self.base.add_param_group(param_group)
@@ -384,26 +352,6 @@ class FlatnessOptimizer(Optimizer):
         shown = {n: self.param_groups[0].get(k, self._hyper[n]) for n, k in self._keys.items()}
         hyper = ", ".join(f"{name}={value}" for name, value in shown.items())
         return f"{type(self).__name__}({hyper}, base={self.base!r})"
-
-
-def _check_base(base: Optimizer, method: str) -> None:
-    if not isinstance(base, Optimizer):
-        raise TypeError(
-            f"{method} wraps an optimizer instance, got {type(base).__name__}. Write "
-            f"{method}(torch.optim.SGD(model.parameters(), lr=1e-3), ...)."
-        )
-    if isinstance(base, FlatnessOptimizer):
-        raise TypeError(f"{method} cannot wrap {type(base).__name__}: wrap its base instead.")
-    closure = inspect.signature(base.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{method} cannot wrap {type(base).__name__}, which itself needs a closure."
-        )
-    if getattr(base, "needs_graph", False):
-        raise TypeError(
-            f"{method} cannot wrap {type(base).__name__}: it needs the graph of its gradient, "
-            "and the direction has none."
-        )
 
 
 def _update_if_due(scaler: GradScaler, opt: Optimizer) -> None:
