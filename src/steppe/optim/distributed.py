@@ -57,10 +57,14 @@ def average(
     part, with zeros where a process has nothing. Returned are those that any process had.
     """
     values = [local[p] if p in local else torch.zeros_like(p) for p in params]
-    # Of the last one's type, to travel in its bucket.
-    used = values[-1].new_tensor([float(p in local) for p in params])
+    # Who used what is of the last one's type, to travel in its bucket; filled on the device where
+    # it can be, since a copy from the host would wait for it.
+    everything = len(local) == len(params)
+    used = values[-1].new_ones(len(params))
+    if not everything:
+        used.copy_(torch.tensor([float(p in local) for p in params]))
     _average([*values, used], group)
-    if len(local) == len(params):
+    if everything:
         return params, values
     somewhere = used.tolist()  # the host waits here, but only if a parameter was not used
     kept = [i for i, share in enumerate(somewhere) if share > 0]
