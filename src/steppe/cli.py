@@ -69,7 +69,10 @@ def _writable(path: Path | None) -> Path | None:
     """Finds out before the measurement, not after it, whether its result can be stored."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
         path.touch()
+        if new:
+            path.unlink()
     return path
 
 
