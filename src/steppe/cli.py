@@ -70,7 +70,7 @@ def _writable(path: Path | None) -> Path | None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
-        path.touch()
+        path.open("a").close()
         if new:
             path.unlink()
     return path

@@ -97,6 +97,20 @@ def test_a_phase_is_entered_once():
                     problem.loss().backward()
 
 
+def test_a_step_inside_a_phase_ends_the_outer_one():
+    problem, opt = setup("sam")
+    with pytest.raises(RuntimeError, match="overtaken"):
+        for phase in opt.phases():
+            with phase:
+                problem.loss().backward()
+                train(problem, opt, 1)
+    with pytest.raises(RuntimeError, match="closure"):
+        opt.step()
+    other, opt2 = setup("sam")
+    train(other, opt2, 1)
+    assert torch.equal(problem.weights(), other.weights())  # the inner step, and nothing more
+
+
 def test_an_abandoned_loop_that_is_still_held():
     """Its weights come back when the next step begins, and it cannot spoil them later."""
     problem, opt = setup("fad")

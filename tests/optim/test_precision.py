@@ -1,5 +1,6 @@
 """The warning about bfloat16: said when it applies, once, and only then."""
 
+import threading
 import warnings
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from steppe.optim import FAD, SAM, Bfloat16Warning
+from steppe.optim.precision import on_bfloat16
 from tests.optim.problems import sgd
 
 
@@ -88,6 +90,26 @@ def test_autocast_is_as_it_was_afterwards():
     with pytest.warns(Bfloat16Warning):
         trainer(torch.bfloat16)()
     assert torch.autocast.__enter__ is plain
+
+
+def test_watches_that_end_out_of_order_leave_autocast_alone():
+    """Two optimizers' phases may overlap, in one thread or in several."""
+    plain = torch.autocast.__enter__
+    first, second = (on_bfloat16(lambda: None) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert torch.autocast.__enter__ is plain
+
+    threads = [threading.Thread(target=lambda: [trainer(None)() for _ in range(20)]) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.autocast.__enter__ is plain
+    with torch.autocast("cpu", torch.float16):
+        pass
 
 
 def test_closures_may_use_torch_func():

@@ -253,7 +253,13 @@ def test_a_base_can_be_wrapped_again():
     assert [g["rho"] for g in opt.param_groups] == [0.9, 0.2]  # an override stays, a default not
     with pytest.raises(RuntimeError, match="wrapped again, by FAD"):
         first.step(problem.closure(first))
+    with pytest.raises(ValueError, match="beta must not be negative"):
+        FAD(base, rho=5.0, beta=-1.0)  # refused, and the base is as it was
+    assert [g["rho"] for g in opt.param_groups] == [0.9, 0.2]
     opt.step(problem.closure(opt))
+    opt.param_groups[0]["maximize"] = True
+    with pytest.raises(ValueError, match="maximize=True"):
+        opt.step(problem.closure(opt))
 
 
 def test_muon_as_base():
@@ -496,6 +502,8 @@ class Caching(nn.Module):
         self.weight = nn.Parameter(torch.ones(3))
         self.register_buffer("expanded", torch.zeros(1).expand(4))
         self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("sparse", torch.eye(3).to_sparse_csr())
+        self.register_buffer("missing", None)
         self.register_buffer("grown", torch.zeros(1))
 
     def forward(self, x):
@@ -504,6 +512,7 @@ class Caching(nn.Module):
         return (x * self.weight).sum()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_buffers_that_are_replaced_count_one_pass():
     model = Caching()
     opt = FAD(sgd(model.parameters()), model=model)

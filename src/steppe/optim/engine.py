@@ -107,10 +107,11 @@ class FlatnessOptimizer(Wrapper, ABC):
         """Steps taken so far; a step that a GradScaler skips does not count."""
         self._memory: dict[Tensor, dict[str, Tensor]] = {}
         self._start_clean()
-        self._share(hyper)
         self._check_parameters()
         if perturbation == "local":
             self._check_local()
+        self._share(hyper)  # last: a wrapper that is refused leaves the base as it was
+        self._own()
 
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
         """The numbers its stages use, from one group's hyper-parameters."""
@@ -171,7 +172,8 @@ class FlatnessOptimizer(Wrapper, ABC):
         owner = getattr(self.base, "_steppe_owner", None)
         if owner is not None and owner() is not self:
             raise RuntimeError(
-                f"The base of this {type(self).__name__} was wrapped again, by {owner()!r}: "
+                f"The base of this {type(self).__name__} was wrapped again, by "
+                f"{owner() or 'another optimizer'}: "
                 "their hyper-parameters share its groups. Give each its own base."
             )
         excursion = self._open = Excursion(self, scaler)
@@ -185,7 +187,7 @@ class FlatnessOptimizer(Wrapper, ABC):
                         "backward inside 'with phase:', and start again with opt.phases() after "
                         "an error."
                     )
-            self._ready = True
+            self._ready = self._open is excursion  # not if another step has overtaken this one
         finally:
             excursion.close()
             if self._open is excursion:
@@ -212,16 +214,23 @@ class FlatnessOptimizer(Wrapper, ABC):
         # A base that was wrapped before still carries the earlier wrapper's values.
         stale = getattr(self.base, "_steppe_shared", {})
         shared = {key: self._hyper[name] for name, key in self._keys.items()}
-        for group in self.param_groups:
-            for key, value in shared.items():
-                if key not in group or group[key] == stale.get(key):
-                    group[key] = value
+        updates = [
+            {k: v for k, v in shared.items() if k not in group or group[k] == stale.get(k)}
+            for group in self.param_groups
+        ]
+        for group, update in zip(self.param_groups, updates, strict=True):
+            self._values({**group, **update}, 1)
+        for group, update in zip(self.param_groups, updates, strict=True):
+            group.update(update)
         self.base._steppe_shared = shared  # type: ignore[attr-defined]
-        for group in self.param_groups:
-            self._values(group, 1)
 
     def _values(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         """One group's hyper-parameters at a step, schedules evaluated and checked."""
+        if group.get("maximize"):
+            raise ValueError(
+                f"{type(self).__name__} climbs towards a larger loss, which is the wrong way under "
+                "maximize=True: minimize the negated loss instead."
+            )
         values = {}
         for name, key in self._keys.items():
             value = group.get(key, self._hyper[name])
@@ -250,11 +259,6 @@ class FlatnessOptimizer(Wrapper, ABC):
                 f"{type(self).__name__} does not take complex parameters: pass "
                 "torch.view_as_real of them."
             )
-        if any(group.get("maximize") for group in self.param_groups):
-            raise ValueError(
-                f"{type(self).__name__} climbs towards a larger loss, which is the wrong way under "
-                "maximize=True: minimize the negated loss instead."
-            )
         check_one_device(self.parameters())
 
     def _check_local(self) -> None:
@@ -281,7 +285,7 @@ class FlatnessOptimizer(Wrapper, ABC):
         try:
             self._check_parameters()
             self._values(self.param_groups[-1], self.steps + 1)
-        except ValueError:
+        except BaseException:
             self.param_groups.pop()
             raise
 
@@ -321,9 +325,11 @@ class FlatnessOptimizer(Wrapper, ABC):
         self._ready = False
         self._warned = False
         self._open = None
-        self.base._steppe_owner = weakref.ref(self)  # type: ignore[attr-defined]
         self._compiled: dict[Callable[..., Held], Callable[..., Held]] = {}
         self._layout: tuple[list[Any], list[Mapping[str, float]], list[Span]] = ([], [], [])
+
+    def _own(self) -> None:
+        self.base._steppe_owner = weakref.ref(self)  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the model: a copy has its own parameters, which no model owns yet."""
@@ -336,6 +342,7 @@ class FlatnessOptimizer(Wrapper, ABC):
         self.__dict__.update(state)
         self.model = None
         self._start_clean()
+        self._own()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatnessOptimizer:
         """A copy with parameters of its own; its model is the model's copy if that was made first.

@@ -125,14 +125,21 @@ class Excursion:
         """Runs the stage after a pass, or goes home if the pass or the stage failed."""
         assert self.contexts is not None
         self.contexts.close()
-        self.next = index + 1
         try:
             if failed:
                 self.close()
                 return
+            if index != self.next:
+                raise RuntimeError(f"Phase {index} was overtaken: another step began inside it.")
+            self.next = index + 1
             gradient = self._gradient(index)
             assert self.walk is not None
             self.held = self._stage(visit.then)(self.walk, gradient, *self.held)
+            # After the stage, which may differentiate through the pass, and that saved the buffers.
+            if index == 0:
+                self.buffers.take()
+            else:
+                self.buffers.put_back()
             if index + 1 == len(self.visits):
                 self._deliver(*self.held)
             else:
@@ -140,12 +147,6 @@ class Excursion:
         except BaseException:
             self.close()
             raise
-        finally:
-            # After the stage: a stage may differentiate through the pass, which saved the buffers.
-            if index == 0:
-                self.buffers.take()
-            else:
-                self.buffers.put_back()
 
     @torch.no_grad()
     def close(self) -> None:
@@ -153,6 +154,7 @@ class Excursion:
         self.next = None
         if self.walk is not None:
             self.walk.restore()
+            self.buffers.put_back()
         self.walk = None
         self.held = ()
         self.spare = {}

@@ -2,9 +2,8 @@
 
 Adopting gradients saves two parameter-sized allocations per step. But a DDP bucket is written again
 by the next backward, and a user may have kept a reference (``before = p.grad``) to compare with
-later. Both are told from a gradient of our own by counting references. What is held beyond its pass
-is treated so, g0 and the last direction; a gradient that dies with its pass may be overwritten in
-place, as gradient clipping does.
+later. Both are told from a gradient of our own by counting references. This is for memory kept
+beyond its pass; within it, a gradient may be overwritten in place, as gradient clipping does.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,29 +21,45 @@ MESSAGE = (
 )
 
 
+_plain_enter = torch.autocast.__enter__
+_lock = threading.Lock()
+_watching = 0  # passes under watch in all threads: the method is replaced while there are any
+_local = threading.local()  # whom to tell in this thread
+
+
 @contextmanager
 def on_bfloat16(tell: Callable[[], None]) -> Iterator[None]:
-    """Calls `tell` if bfloat16 autocast is on, or is entered by what runs inside.
+    """Calls `tell` if bfloat16 autocast is on, or is entered by what runs inside, in this thread.
 
     The autocast region is inside the user's closure, over before the optimizer runs again, so
     entering it is watched for the time of the pass. (Hooks on saved tensors would see it too, but
     exclude `torch.func` from the closure.)
     """
-    plain = torch.autocast.__enter__
-
-    def enter(self: torch.autocast) -> object:
-        entered: object = plain(self)  # type: ignore[no-untyped-call]
-        look(self.device)
-        return entered
-
-    def look(kind: str) -> None:
-        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16:
-            tell()
-
+    global _watching
+    listeners: list[Callable[[], None]] = _local.__dict__.setdefault("listeners", [])
+    listeners.append(tell)
     for kind in ("cpu", "cuda"):
-        look(kind)
-    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+        _look(kind)
+    with _lock:
+        _watching += 1
+        torch.autocast.__enter__ = _watched_enter  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.autocast.__enter__ = plain  # type: ignore[method-assign]
+        with _lock:
+            _watching -= 1
+            if _watching == 0:
+                torch.autocast.__enter__ = _plain_enter  # type: ignore[method-assign]
+        listeners.remove(tell)
+
+
+def _watched_enter(self: torch.autocast) -> object:
+    entered: object = _plain_enter(self)  # type: ignore[no-untyped-call]
+    _look(self.device)
+    return entered
+
+
+def _look(kind: str) -> None:
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16:
+        for tell in list(getattr(_local, "listeners", ())):
+            tell()

@@ -71,7 +71,7 @@ class StillBuffers:
                 (module, name, buffer)
                 for module in self._model.modules()
                 for name, buffer in module._buffers.items()
-                if buffer is not None and 0 not in buffer.stride()  # expanded: cannot be written to
+                if buffer is not None and not buffer.is_nested and _can_be_written_to(buffer)
             ]
             self._values = [buffer.clone() for _, _, buffer in self._kept]
 
@@ -83,3 +83,10 @@ class StillBuffers:
                 if module._buffers.get(name) is not buffer:
                     module._buffers[name] = buffer
             torch._foreach_copy_([buffer for _, _, buffer in self._kept], self._values)
+
+
+def _can_be_written_to(buffer: Tensor) -> bool:
+    """Not sparse or nested, which are no state of a layer, and not expanded."""
+    return buffer.layout is torch.strided and not any(
+        stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+    )

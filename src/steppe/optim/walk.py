@@ -189,15 +189,18 @@ class Walk:
 
         They had no gradient so far, so nothing has moved them yet. The caller extends what is held.
         """
-        known = {id(p): i for i, p in enumerate(self.params)}
-        if self.backup is not None:
-            old = self.backup
-            self.backup = [
-                old[known[id(p)]] if id(p) in known else t.clone()
+        backup, saved = self.backup, self._saved
+        if backup is not None:
+            known = {id(p): b for p, b in zip(self.params, backup, strict=True)}
+            backup = [
+                known[id(p)] if id(p) in known else t.clone()
                 for p, t in zip(params, theta, strict=True)
             ]
-            self._saved = len(self.backup)
-        self.params, self.theta, self.spans = list(params), theta, list(spans)
+            saved = len(backup)
+        self._spare = None  # too short now
+        self.params, self.spans = list(params), list(spans)
+        # Together and last: an interrupt must not find a backup of other tensors.
+        self.theta, self.backup, self._saved = theta, backup, saved
 
 
 def _readable(value: Tensor) -> Tensor | float:
