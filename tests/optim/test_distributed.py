@@ -172,6 +172,11 @@ def run_refusals(rank: int):
         steps(sharded, opt, lambda t: part(t, rank), 1)
     except ValueError as error:
         messages.append(str(error))
+    exact = GAMExact(base(sharded), model=sharded)
+    try:
+        steps(sharded, exact, lambda t: part(t, rank), 1)
+    except TypeError as error:
+        messages.append(str(error))
     return messages
 
 
@@ -277,8 +282,9 @@ def test_fully_shard_is_one_process_on_the_joint_batch(results, name):
 
 
 def test_what_cannot_work_is_refused(results):
-    local, exact, static, sharded = results[0]["refusals"]
+    local, exact, static, sharded, exact_sharded = results[0]["refusals"]
     assert "pass model=ddp" in local
     assert "all-reduce cannot be differentiated" in exact
     assert "static_graph" in static
     assert "not available for sharded parameters" in sharded
+    assert "which sharded parameters (FSDP2) do not allow" in exact_sharded

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from steppe.optim import FAD, SAM, Bfloat16Warning
+from steppe.optim import FAD, SAM, Bfloat16Warning, precision
 from steppe.optim.precision import on_bfloat16
 from tests.optim.problems import sgd
 
@@ -83,6 +83,19 @@ def test_autocast_around_the_step_warns():
 
     with pytest.warns(Bfloat16Warning), torch.autocast("cpu", dtype=torch.bfloat16):
         opt.step(closure)
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_behind():
+    """Entering the pass fails half-way: what it had set up is undone."""
+    plain = torch.autocast.__enter__
+    model = nn.Linear(3, 2)
+    opt = SAM(sgd(model.parameters()))
+    with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
+        warnings.simplefilter("error", Bfloat16Warning)
+        with pytest.raises(Bfloat16Warning):
+            opt.step(lambda: model(torch.ones(4, 3)).sum().backward())
+    assert torch.autocast.__enter__ is plain
+    assert not precision._local.listeners
 
 
 def test_autocast_is_as_it_was_afterwards():

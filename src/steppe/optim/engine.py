@@ -326,7 +326,8 @@ class FlatnessOptimizer(Wrapper, ABC):
         self._warned = False
         self._open = None
         self._compiled: dict[Callable[..., Held], Callable[..., Held]] = {}
-        self._layout: tuple[list[Any], list[Mapping[str, float]], list[Span]] = ([], [], [])
+        self._layout: tuple[list[Any], list[Mapping[str, float]], float, list[Span]]
+        self._layout = ([], [], 0.0, [])
 
     def _own(self) -> None:
         self.base._steppe_owner = weakref.ref(self)  # type: ignore[attr-defined]

@@ -110,15 +110,16 @@ class Excursion:
                 self.rewind = record_randomness(device)
         elif self.rewind is not None:
             self.rewind()
-        self.contexts = ExitStack()
-        if self.opt.needs_graph:
-            self.contexts.enter_context(building_graph())
-        if self.own_perturbation:
-            self.contexts.enter_context(distributed.no_sync(self.opt.model))
-            if index == 0:  # no pass of ours reduces gradients, which is when DDP would do this
-                distributed.broadcast_buffers_next(self.opt.model)
-        if self.several and not self.opt._warned:
-            self.contexts.enter_context(on_bfloat16(self.opt._warn))
+        with ExitStack() as stack:  # undone if one of them fails, kept for `leave` otherwise
+            if self.opt.needs_graph:
+                stack.enter_context(building_graph())
+            if self.own_perturbation:
+                stack.enter_context(distributed.no_sync(self.opt.model))
+                if index == 0:  # no pass of ours reduces gradients, which is when DDP would do this
+                    distributed.broadcast_buffers_next(self.opt.model)
+            if self.several and not self.opt._warned:
+                stack.enter_context(on_bfloat16(self.opt._warn))
+            self.contexts = stack.pop_all()
 
     @torch.no_grad()
     def leave(self, index: int, visit: Visit, *, failed: bool) -> None:
@@ -229,14 +230,14 @@ class Excursion:
 
         The same for most steps, and then not worked out again.
         """
-        known, coefficients, spans = self.opt._layout
-        if coefficients != self.coefficients or _differ(known, params):
-            spans = self._divide(params)
-            self.opt._layout = params, self.coefficients, spans
+        limit = CPU_BLOCK if params[0].device.type == "cpu" else math.inf
+        known, coefficients, old_limit, spans = self.opt._layout
+        if coefficients != self.coefficients or old_limit != limit or _differ(known, params):
+            spans = self._divide(params, limit)
+            self.opt._layout = params, self.coefficients, limit, spans
         return spans
 
-    def _divide(self, params: list[Any]) -> list[Span]:
-        limit = CPU_BLOCK if params[0].device.type == "cpu" else math.inf
+    def _divide(self, params: list[Any], limit: float) -> list[Span]:
         owner = {
             p: c for g, c in zip(self.groups, self.coefficients, strict=True) for p in g["params"]
         }
@@ -255,6 +256,11 @@ class Excursion:
         """Starts the walk from the weights, once the first pass says which parameters take part."""
         opt = self.opt
         self.sharded = any(map(distributed.is_sharded, params))
+        if self.sharded and opt.needs_graph:
+            raise TypeError(
+                f"{type(opt).__name__} differentiates gradients, which sharded parameters (FSDP2) "
+                "do not allow. Use GAM, which needs only gradients."
+            )
         theta = self._shards(params)
         xi: float | Tensor = opt.xi
         if self.scaler is not None:

@@ -38,12 +38,12 @@ def on_bfloat16(tell: Callable[[], None]) -> Iterator[None]:
     global _watching
     listeners: list[Callable[[], None]] = _local.__dict__.setdefault("listeners", [])
     listeners.append(tell)
-    for kind in ("cpu", "cuda"):
-        _look(kind)
     with _lock:
         _watching += 1
         torch.autocast.__enter__ = _watched_enter  # type: ignore[method-assign]
     try:
+        for kind in ("cpu", "cuda"):  # the step itself may be under autocast
+            _look(kind)
         yield
     finally:
         with _lock:

@@ -71,7 +71,7 @@ class StillBuffers:
                 (module, name, buffer)
                 for module in self._model.modules()
                 for name, buffer in module._buffers.items()
-                if buffer is not None and not buffer.is_nested and _can_be_written_to(buffer)
+                if buffer is not None and _can_be_written_to(buffer)
             ]
             self._values = [buffer.clone() for _, _, buffer in self._kept]
 
@@ -87,6 +87,8 @@ class StillBuffers:
 
 def _can_be_written_to(buffer: Tensor) -> bool:
     """Not sparse or nested, which are no state of a layer, and not expanded."""
-    return buffer.layout is torch.strided and not any(
+    if buffer.is_nested or buffer.layout is not torch.strided:
+        return False
+    return not any(
         stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
     )
