@@ -1,4 +1,8 @@
-"""The error that is the user's to mend."""
+"""The errors that are not bugs."""
+
+import difflib
+import signal
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -7,3 +11,36 @@ class UserError(ValueError):
     The command line prints it on one line and exits with 2. Every other exception is a bug and
     keeps its traceback.
     """
+
+
+class RunError(RuntimeError):
+    """A run stopped: its loss diverged, the disk is full, every checkpoint is damaged.
+
+    The command line prints it on one line and exits with 1; what the run has written stays.
+    """
+
+
+class Interrupted(BaseException):
+    """A run was asked to stop by a signal, has saved its state and can be resumed.
+
+    Not an `Exception`, like KeyboardInterrupt: nothing but the outermost caller should catch it.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.code = 128 + number
+        """The exit status that a shell gives a process ended by the signal."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return the message for a name that is not in a table, with the closest one that is.
+
+    Examples:
+        >>> unknown("search space", "fiar", ["fad", "domainbed", "fair"])
+        "unknown search space 'fiar', did you mean 'fair'? Known: fad, domainbed, fair"
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name.lower().replace("_", "-"), names, n=1)
+    close = close or difflib.get_close_matches(name.lower(), names, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else "."
+    return f"unknown {kind} {name!r}{hint} Known: {', '.join(names)}"

@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from steppe.errors import UserError
+from steppe.errors import UserError, unknown
 
-from .search import Choice, Fixed, Hyperparameter, LogUniform, Value, get_space, unknown
+from .search import Choice, Fixed, Hyperparameter, LogUniform, Value, get_space
 
 _SGD = "torch.optim:SGD"
 

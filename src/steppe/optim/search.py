@@ -7,12 +7,10 @@ optimizer is here; `steppe.optim.registry` adds what each method brings.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from steppe.errors import UserError
+from steppe.errors import UserError, unknown
 
 Value = float | int
 
@@ -216,17 +214,3 @@ def run_space(space: str = "fad") -> dict[str, Hyperparameter]:
     """
     chosen = get_space(space)
     return {"batch_size": chosen.batch_size, "dropout": chosen.dropout}
-
-
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for a name that is not in a table, with the closest one that is.
-
-    Examples:
-        >>> unknown("search space", "fiar", space_names())
-        "unknown search space 'fiar', did you mean 'fair'? Known: fad, domainbed, fair"
-    """
-    names = list(known)
-    close = difflib.get_close_matches(name.lower().replace("_", "-"), names, n=1)
-    close = close or difflib.get_close_matches(name.lower(), names, n=1)
-    hint = f", did you mean {close[0]!r}?" if close else "."
-    return f"unknown {kind} {name!r}{hint} Known: {', '.join(names)}"

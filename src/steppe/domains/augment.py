@@ -1,0 +1,115 @@
+"""DomainBed's image transforms, with the randomness given from outside.
+
+Training: a crop of 70 to 100 % of the area resized to the network's input, a horizontal flip,
+jitter of brightness, contrast, saturation and hue by 0.3 in random order, grey by chance 0.1.
+Testing: the whole image resized, aspect ratio not kept. Both end in uint8; the network normalizes.
+
+An image's randomness is a row of `DRAWS` numbers from U[0, 1), so that the augmented image is a
+function of the file and of those numbers, whoever computes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torchvision.transforms import functional as F
+
+from .dataset import Pixels
+
+SCALE = (0.7, 1.0)
+"""The crop's share of the area."""
+RATIO = (3 / 4, 4 / 3)
+"""The crop's width over height, log-uniform."""
+JITTER = 0.3
+GREY = 0.1
+FLIP = 0.5
+
+_TRIES = 10  # torchvision gives up drawing a crop that fits after as many
+_ORDERS = tuple(itertools.permutations(range(4)))
+_POSITION = 2 * _TRIES
+_FACTORS = _POSITION + 2
+_ORDER = _FACTORS + 4
+_FLIP = _ORDER + 1
+_GREY = _FLIP + 1
+DRAWS = _GREY + 1
+
+Draws = NDArray[np.float64]
+_ADJUST: tuple[Callable[..., Image.Image], ...] = (
+    F.adjust_brightness,
+    F.adjust_contrast,
+    F.adjust_saturation,
+    F.adjust_hue,
+)
+
+
+def augment(pixels: Pixels, draws: Draws, size: int) -> Pixels:
+    """The training transform of an RGB image.
+
+    Args:
+        pixels: height x width x 3, uint8.
+        draws: the image's row of `DRAWS` numbers from U[0, 1).
+        size: height and width of the result.
+
+    Examples:
+        >>> image = np.zeros((40, 30, 3), dtype=np.uint8)
+        >>> augment(image, np.random.default_rng(0).random(DRAWS), 24).shape
+        (24, 24, 3)
+    """
+    top, left, height, width = crop_box(pixels.shape[0], pixels.shape[1], draws)
+    image = Image.fromarray(np.ascontiguousarray(pixels[top : top + height, left : left + width]))
+    image = image.resize((size, size), Image.Resampling.BILINEAR)
+    if draws[_FLIP] < FLIP:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    factors = jitter_factors(draws)
+    for which in _ORDERS[int(draws[_ORDER] * len(_ORDERS))]:
+        image = _ADJUST[which](image, factors[which])
+    if draws[_GREY] < GREY:
+        image = F.rgb_to_grayscale(image, num_output_channels=3)
+    return np.asarray(image)
+
+
+def crop_box(height: int, width: int, draws: Draws) -> tuple[int, int, int, int]:
+    """Top, left, height and width of the crop, as torchvision's RandomResizedCrop draws them."""
+    low, high = (math.log(r) for r in RATIO)
+    for i in range(_TRIES):
+        area = height * width * (SCALE[0] + (SCALE[1] - SCALE[0]) * draws[2 * i])
+        ratio = math.exp(low + (high - low) * draws[2 * i + 1])
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            top = int(draws[_POSITION] * (height - h + 1))
+            left = int(draws[_POSITION + 1] * (width - w + 1))
+            return top, left, h, w
+    # None fits: the largest centred crop whose ratio is allowed.
+    w, h = width, height
+    if width / height < RATIO[0]:
+        h = round(width / RATIO[0])
+    elif width / height > RATIO[1]:
+        w = round(height * RATIO[1])
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def jitter_factors(draws: Draws) -> tuple[float, float, float, float]:
+    """Factors of brightness, contrast and saturation, and the shift of hue."""
+    b, c, s, h = ((2 * draws[_FACTORS + i] - 1) * JITTER for i in range(4))
+    return 1 + b, 1 + c, 1 + s, h
+
+
+def resize(pixels: Pixels, size: int) -> Pixels:
+    """The test transform: the whole image at the network's input size.
+
+    Examples:
+        >>> resize(np.zeros((40, 30, 3), dtype=np.uint8), 24).shape
+        (24, 24, 3)
+    """
+    if pixels.shape[:2] == (size, size):
+        return pixels
+    to = (size, size)
+    if pixels.shape[2] == 3:
+        return np.asarray(Image.fromarray(pixels).resize(to, Image.Resampling.BILINEAR))
+    channels = (Image.fromarray(np.ascontiguousarray(c)) for c in np.moveaxis(pixels, 2, 0))
+    return np.stack([np.asarray(c.resize(to, Image.Resampling.BILINEAR)) for c in channels], axis=2)

@@ -1,0 +1,149 @@
+"""What a dataset is: named domains in a fixed order, each with images and labels."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from steppe.errors import UserError
+
+if TYPE_CHECKING:
+    from .catalog import DatasetSpec
+
+Pixels = NDArray[np.uint8]
+"""One image, height x width x channels."""
+Indices = NDArray[np.int64]
+
+
+class UnreadableImage(UserError):
+    """An image file that cannot be decoded; the message has its path."""
+
+
+class Images(Protocol):
+    """The images of a domain, wherever they are kept."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Pixels: ...
+
+    def name(self, index: int, /) -> str:
+        """What the image is called inside its domain, such as ``dog/pic_001.jpg``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Images of one size in memory: N x height x width x channels, uint8."""
+
+    pixels: Pixels
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int, /) -> Pixels:
+        image: Pixels = self.pixels[index]
+        return image
+
+    def name(self, index: int, /) -> str:
+        """The image's number: one in memory has no other name."""
+        return str(index)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Image files below a folder, decoded to RGB when asked for."""
+
+    root: Path
+    names: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int, /) -> Pixels:
+        return decode(self.root / self.names[index])
+
+    def name(self, index: int, /) -> str:
+        """The path below the domain's folder."""
+        return self.names[index]
+
+
+def decode(path: Path) -> Pixels:
+    """Reads an image file as RGB, whatever its mode; a truncated file is an error.
+
+    Pillow alone takes 0 to 255 for a 16-bit image's range and cuts the rest off; no benchmark here
+    has such files.
+    """
+    try:
+        with Image.open(path) as image:
+            return np.asarray(image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        # Pillow raises SyntaxError for a broken PNG, and OSError for a truncated file.
+        raise UnreadableImage(f"image {path} cannot be read: {error}") from None
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One domain of a dataset.
+
+    Attributes:
+        name: what configs and records call it; the folder's name where there is one.
+        images: the images.
+        labels: the class of each, as an index.
+        subsets: official subsets (``train``, ``val``, ``test``) as indices, where the dataset has
+            them; they then replace the random split.
+    """
+
+    name: str
+    images: Images
+    labels: Indices
+    subsets: Mapping[str, Indices] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.images) != len(self.labels):
+            raise ValueError(
+                f"domain {self.name!r} has {len(self.images)} images, {len(self.labels)} labels"
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset that is ready to be read.
+
+    Attributes:
+        spec: what is known about it beforehand.
+        classes: the class names, in the order of their indices.
+        domains: the domains in their fixed order.
+        origin: where the images come from, for people: ``"files in data/PACS"``.
+        shrunk_to: the length of the shorter side that a pack made larger images smaller to; None
+            where pixels are those of the files.
+    """
+
+    spec: DatasetSpec
+    classes: tuple[str, ...]
+    domains: tuple[Domain, ...]
+    origin: str
+    shrunk_to: int | None = None
+
+    def fingerprint(self) -> str:
+        """A checksum of the names and labels of all images, in order.
+
+        A run that is resumed must find the images it started with, or its splits would be others.
+        The same for files and for a pack made from them.
+        """
+        digest = hashlib.sha256(repr(self.classes).encode())
+        for domain in self.domains:
+            digest.update(domain.name.encode())
+            names = "\n".join(domain.images.name(i) for i in range(len(domain)))
+            digest.update(names.encode())
+            digest.update(np.ascontiguousarray(domain.labels, dtype="<i8").tobytes())
+        return digest.hexdigest()

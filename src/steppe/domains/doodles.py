@@ -1,0 +1,249 @@
+"""Doodles: eight shapes in four drawing styles, 32 x 32 pixels, drawn when asked for.
+
+Needs no download. The styles are the domains, in the spirit of PACS: what makes a heart a heart is
+the same in all of them, and nearly everything else differs. A shape is a signed distance to its
+edge, negative inside, and a style is a way to colour distances: it fills where they are negative,
+draws a line where they are small, and takes a surface's slope from their gradient.
+
+All randomness comes from NumPy's `RandomState`, whose streams are frozen for good, so that everyone
+gets the same images.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+from numpy.random import RandomState
+from numpy.typing import NDArray
+
+from .dataset import Arrays, Domain, Indices
+
+SIZE = 32
+PER_STYLE = 800
+
+Floats = NDArray[np.float64]
+Shape = Callable[[Floats, Floats], Floats]
+"""The signed distance to a shape's edge at points (x, y); y points down, the radius is about 1."""
+
+
+def _disc(radius: float, x0: float = 0.0, y0: float = 0.0) -> Shape:
+    return lambda x, y: np.hypot(x - x0, y - y0) - radius
+
+
+def _box(width: float, height: float) -> Shape:
+    return lambda x, y: np.maximum(np.abs(x) - width, np.abs(y) - height)
+
+
+def _star(tips: int, outer: float, inner: float) -> Shape:
+    """A star with its tips and the corners between them at these radii."""
+    half = math.pi / tips
+    dx, dy = inner * math.cos(half) - outer, inner * math.sin(half)  # from a tip to a corner
+    length = math.hypot(dx, dy)
+
+    def shape(x: Floats, y: Floats) -> Floats:
+        # Fold the plane into the wedge between a tip and the next corner, where one edge is left.
+        angle = np.abs((np.arctan2(x, -y) + half) % (2 * half) - half)
+        radius = np.hypot(x, y)
+        folded: Floats = dy * (radius * np.cos(angle) - outer) - dx * radius * np.sin(angle)
+        return folded / length
+
+    return shape
+
+
+def _cross(x: Floats, y: Floats) -> Floats:
+    return np.minimum(_box(0.95, 0.3)(x, y), _box(0.3, 0.95)(x, y))
+
+
+def _heart(x: Floats, y: Floats) -> Floats:
+    # A square standing on a corner, and a disc on each of its two upper sides.
+    x, side = np.abs(x), math.sqrt(0.125)
+    square = (x + np.abs(y - 0.1)) * math.sqrt(0.5) - 0.5
+    return np.minimum(square, _disc(0.5, side, 0.1 - side)(x, y))
+
+
+def _crescent(x: Floats, y: Floats) -> Floats:
+    return np.maximum(_disc(0.95)(x, y), -_disc(0.72, 0.45, -0.1)(x, y))
+
+
+def _ring(x: Floats, y: Floats) -> Floats:
+    return np.abs(np.hypot(x, y) - 0.7) - 0.22
+
+
+_SHAPES: dict[str, Shape] = {
+    "circle": _disc(0.85),
+    "square": _box(0.75, 0.75),
+    "triangle": _star(3, 1.05, 0.525),  # the corners lie on the edges
+    "star": _star(5, 1.05, 0.44),
+    "cross": _cross,
+    "heart": _heart,
+    "crescent": _crescent,
+    "ring": _ring,
+}
+CLASSES = tuple(_SHAPES)
+
+
+class _Drawings:
+    """Shapes on sheets of paper, one on each: where they are, and all that styles draw from.
+
+    Numbers for whole drawings have the shape N x 1 x 1, numbers for pixels N x height x width, and
+    colours one more axis.
+    """
+
+    def __init__(self, labels: Indices, rng: RandomState) -> None:
+        self.labels = labels
+        self.rng = rng
+        ticks = np.arange(SIZE) + 0.5 - SIZE / 2
+        self.x, self.y = ticks[None, None, :], ticks[None, :, None]
+        self.radius = self.each(0.66, 0.82) * SIZE / 2
+        self.turn = self.each(-0.25, 0.25)
+        room = 0.9 * SIZE / 2 - self.radius
+        self.x0, self.y0 = room * self.each(-1, 1), room * self.each(-1, 1)
+
+    def each(self, low: float, high: float) -> Floats:
+        """A random number for each drawing."""
+        return self.rng.uniform(low, high, (len(self.labels), 1, 1))
+
+    def distance(self, wobble: float = 0.0, shift: float = 0.0) -> Floats:
+        """The signed distance of each pixel to the shape's edge, in pixels.
+
+        Args:
+            wobble: how far an unsteady hand strays.
+            shift: how far down and to the right the shape is moved.
+        """
+        x, y = self.x - self.x0 - shift, self.y - self.y0 - shift
+        if wobble:
+            x, y = x + wobble * self.clouds(5), y + wobble * self.clouds(5)
+        cos, sin = np.cos(self.turn) / self.radius, np.sin(self.turn) / self.radius
+        x, y = cos * x + sin * y, cos * y - sin * x
+        distance = np.empty((len(self.labels), SIZE, SIZE))
+        for label, shape in enumerate(_SHAPES.values()):
+            chosen = self.labels == label
+            distance[chosen] = shape(x[chosen], y[chosen])
+        return distance * self.radius
+
+    def clouds(self, cells: int) -> Floats:
+        """Smooth noise in [-1, 1]: random values at `cells` x `cells` squares' corners, joined."""
+        corners = self.rng.uniform(-1, 1, (len(self.labels), cells + 1, cells + 1))
+        at = np.linspace(0, cells, SIZE)
+        left = np.minimum(at.astype(np.int64), cells - 1)
+        share = (at - left) ** 2 * (3 - 2 * (at - left))  # of the right corner, without kinks
+        join = np.zeros((SIZE, cells + 1))
+        join[np.arange(SIZE), left] = 1 - share
+        join[np.arange(SIZE), left + 1] = share
+        return join @ corners @ join.T
+
+    def stripes(self, period: float) -> Floats:
+        """Parallel waves in [-1, 1], `period` pixels apart, each drawing in its own direction."""
+        angle, phase = self.each(0, np.pi), self.each(0, 2 * np.pi)
+        across = np.cos(angle) * self.x + np.sin(angle) * self.y
+        waves: Floats = np.sin(across * 2 * np.pi / period + phase)
+        return waves
+
+    def colour(
+        self, hue: Floats, saturation: tuple[float, float], value: tuple[float, float]
+    ) -> Floats:
+        """A colour for each drawing, of this hue (a full circle is 1)."""
+        s, v = self.each(*saturation)[..., None], self.each(*value)[..., None]
+        sector = (np.array([5.0, 3.0, 1.0]) + 6 * hue[..., None]) % 6
+        colour: Floats = v - v * s * np.clip(np.minimum(sector, 4 - sector), 0, 1)
+        return colour
+
+
+def _inside(distance: Floats, softness: float = 1.0) -> Floats:
+    """How much of each pixel lies where `distance` is negative; the edge is `softness` wide."""
+    return np.clip(0.5 - distance / softness, 0, 1)
+
+
+def _over(below: Floats, above: Floats | float, cover: Floats) -> Floats:
+    """One colour laid over another where `cover`, given for pixels, is 1."""
+    return below + cover[..., None] * (above - below)
+
+
+def _paint(draw: _Drawings) -> Floats:
+    """Brush strokes, edges drawn by hand, neighbouring hues that run into each other."""
+    distance, hue = draw.distance(wobble=1.1), draw.each(0, 1)
+    ground = _over(
+        draw.colour(hue, (0.05, 0.4), (0.75, 1.0)),
+        draw.colour(hue + draw.each(-0.1, 0.1), (0.05, 0.4), (0.75, 1.0)),
+        0.5 + 0.5 * draw.clouds(4),
+    )
+    fill = draw.colour(hue + draw.each(0.25, 0.75), (0.2, 0.9), (0.2, 0.65))
+    ground = ground + (0.03 * draw.stripes(3.7))[..., None]
+    fill = fill + (0.07 * draw.stripes(3.1) + 0.06 * draw.clouds(5))[..., None]
+    return _over(ground, fill, _inside(distance, softness=1.5))
+
+
+def _cartoon(draw: _Drawings) -> Floats:
+    """Flat bright colours, half in the shade, with a thick black outline."""
+    distance, hue = draw.distance(), draw.each(0, 1)
+    ground = draw.colour(hue, (0.15, 0.45), (0.9, 1.0))
+    ground = ground + (0.03 * np.sign(draw.stripes(9.0)))[..., None]
+    fill = draw.colour(hue + draw.each(0.25, 0.75), (0.6, 1.0), (0.7, 1.0))
+    lit = _inside(draw.x - draw.x0 + draw.y - draw.y0 - 2)
+    image = _over(ground, _over(0.72 * fill, fill, lit), _inside(distance))
+    return _over(image, 0.06, _inside(np.abs(distance) - 0.95))
+
+
+def _photo(draw: _Drawings) -> Floats:
+    """A rounded thing lit from above left, its shadow on a rough ground, the camera's noise."""
+    distance, hue = draw.distance(), draw.each(0, 1)
+    ground = _over(
+        draw.colour(hue, (0.03, 0.3), (0.6, 0.95)),
+        draw.colour(draw.each(0, 1), (0.03, 0.3), (0.6, 0.95)),
+        0.5 + 0.5 * draw.clouds(2),
+    )
+    ground = ground + (0.1 * draw.clouds(9))[..., None]
+    ground = _over(ground, 0.55 * ground, _inside(draw.distance(shift=2), softness=4))
+    depth = np.clip(-distance, 0, 5)
+    down, right = np.gradient(np.sqrt(depth * (10 - depth)), axis=(1, 2))  # a quarter circle
+    light = (1 + 0.6 * (down + right)) / np.sqrt(1 + down**2 + right**2)
+    fill = draw.colour(hue + draw.each(0.3, 0.7), (0.2, 0.8), (0.25, 0.7))
+    fill = fill * (0.25 + 0.75 * np.clip(light, 0, 1.2))[..., None]
+    fill = fill + (0.35 * np.clip(light - 0.95, 0, 1))[..., None]
+    image = _over(ground, fill, _inside(distance, softness=1.5))
+    return image + draw.rng.normal(0, 0.035, image.shape)
+
+
+def _sketch(draw: _Drawings) -> Floats:
+    """A pencil on paper: the outline twice, not quite in the same place, and hatching."""
+    paper = draw.colour(draw.each(0.06, 0.16), (0.0, 0.15), (0.85, 1.0))
+    paper = paper + (0.02 * draw.clouds(12))[..., None]
+    first, second = draw.distance(wobble=0.6), draw.distance(wobble=1.0)
+    pencil = draw.each(0.15, 0.3)[..., None]
+    hatching = 0.5 + 0.2 * draw.stripes(2.7)
+    image = _over(paper, pencil, hatching * _inside(first + 1))
+    image = _over(image, pencil, 0.95 * _inside(np.abs(first) - 0.45))
+    return _over(image, pencil, 0.6 * _inside(np.abs(second) - 0.2))
+
+
+_STYLES: dict[str, Callable[[_Drawings], Floats]] = {
+    "paint": _paint,
+    "cartoon": _cartoon,
+    "photo": _photo,
+    "sketch": _sketch,
+}
+STYLES = tuple(_STYLES)
+
+
+def read() -> tuple[tuple[str, ...], tuple[Domain, ...]]:
+    """The classes and the domains, one for each style; every class is as frequent as any other.
+
+    Examples:
+        >>> classes, domains = read()
+        >>> [domain.name for domain in domains]
+        ['paint', 'cartoon', 'photo', 'sketch']
+        >>> domains[0].images[0].shape
+        (32, 32, 3)
+    """
+    return CLASSES, tuple(_draw(style) for style in STYLES)
+
+
+@cache
+def _draw(style: str) -> Domain:
+    rng = RandomState(STYLES.index(style))
+    labels = rng.permutation(np.arange(PER_STYLE, dtype=np.int64) % len(CLASSES))
+    image = _STYLES[style](_Drawings(labels, rng))
+    return Domain(style, Arrays(np.rint(255 * np.clip(image, 0, 1)).astype(np.uint8)), labels)

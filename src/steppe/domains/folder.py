@@ -1,0 +1,83 @@
+"""Datasets as folders, `root/domain/class/image`: DomainBed's layout, and anyone's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from steppe.errors import UserError
+
+from .dataset import Domain, Files
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp", ".pgm")
+"""Files with these endings, in any case, are images; others are left alone."""
+
+
+def subfolders(root: Path) -> list[str]:
+    """The names of the folders in `root`, sorted as DomainBed sorts them; hidden ones aside."""
+    with os.scandir(root) as entries:
+        return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+
+
+def image_names(folder: Path) -> Iterator[str]:
+    """The images below a class folder at any depth, in a fixed order, as paths below `folder`."""
+    for path, _, files in sorted(os.walk(folder, followlinks=True)):  # torchvision's order
+        below = os.path.relpath(path, folder).replace(os.sep, "/")
+        for name in sorted(files):
+            if name.lower().endswith(SUFFIXES):
+                yield name if below == "." else f"{below}/{name}"
+
+
+def class_names(root: Path, domains: Sequence[str]) -> tuple[str, ...]:
+    """All classes that any of the domains has, sorted.
+
+    The union, so that a domain that lacks a class does not shift the indices of the others.
+    """
+    return tuple(sorted({name for domain in domains for name in subfolders(root / domain)}))
+
+
+def read_folder(
+    root: Path, domains: Sequence[str], exclude: Collection[str] = ()
+) -> tuple[tuple[str, ...], tuple[Domain, ...]]:
+    """Lists the images of `root/domain/class/image`; none is opened.
+
+    Args:
+        root: the dataset's folder.
+        domains: the domains' folders in order.
+        exclude: images to leave out, as ``domain/class/image``.
+
+    Returns:
+        The class names and the domains.
+    """
+    found = subfolders(root) if root.is_dir() else []
+    missing = [name for name in domains if name not in found]
+    if missing:
+        raise UserError(
+            f"dataset not found at {root}: expected folders {', '.join(domains)}; "
+            f"found {', '.join(found) or 'none'}. See 'steppe data check'."
+        )
+    classes = class_names(root, domains)
+    excluded = frozenset(exclude)
+    return classes, tuple(read_domain(root / name, name, classes, excluded) for name in domains)
+
+
+def read_domain(
+    root: Path, name: str, classes: Sequence[str], excluded: Collection[str] = ()
+) -> Domain:
+    """Lists the images of one domain, `root/class/image`."""
+    names: list[str] = []
+    labels: list[int] = []
+    for label, class_name in enumerate(classes):
+        images = [f"{class_name}/{image}" for image in image_names(root / class_name)]
+        kept = [image for image in images if f"{name}/{image}" not in excluded]
+        names += kept
+        labels += [label] * len(kept)
+    if not names:
+        raise UserError(
+            f"domain {name!r} has no images in {root}: expected CLASS/IMAGE below it, with "
+            f"endings {', '.join(SUFFIXES)}"
+        )
+    return Domain(name, Files(root, names), np.array(labels, dtype=np.int64))

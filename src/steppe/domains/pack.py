@@ -1,0 +1,347 @@
+"""Packs: every image decoded once, as uint8 pixels in memory-mapped shards.
+
+A pack lies beside its dataset's folder, ``data/PACS.pack`` beside ``data/PACS``:
+
+    index.json              what it holds, with the size and the checksum of the files below
+    index.sha256            the checksum of index.json, as sha256sum writes it
+    art_painting.json       the names of the images, and the official subsets
+    art_painting.npy        one `ROW` for each image
+    art_painting-000.bin    the pixels, RGB, one image after another
+
+Images keep their aspect ratio and are never enlarged: one whose shorter side is no longer than the
+pack's size is stored as it is, so that training from the pack is training from the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shlex
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from steppe.errors import UserError
+
+from .dataset import Dataset, Domain, Files, Images, Indices, Pixels
+from .pool import progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .catalog import DatasetSpec
+
+FORMAT = 1
+ROW = np.dtype(
+    [("label", "<i8"), ("height", "<i4"), ("width", "<i4"), ("crc", "<u4"), ("source", "<i8")]
+)
+"""Per image: its class, its shape, the CRC-32 of its pixels, the size of the file in bytes."""
+
+INDEX, INDEX_SUM = "index.json", "index.sha256"
+log = logging.getLogger("steppe")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Shard(_Frozen):
+    """One file of pixels."""
+
+    file: str
+    images: int
+    bytes: int
+    sha256: str
+
+
+class PackedDomain(_Frozen):
+    """What the index says about a domain; `stem` begins the names of its files."""
+
+    name: str
+    stem: str
+    names_sha256: str
+    rows_sha256: str
+    shards: tuple[Shard, ...]
+
+
+class Index(_Frozen):
+    """The contents of ``index.json``."""
+
+    format: int
+    dataset: str
+    size: int
+    classes: tuple[str, ...]
+    domains: tuple[PackedDomain, ...]
+
+
+class _Unusable(Exception):
+    """Why a pack cannot be used."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """The images of a domain in a pack.
+
+    Shards are mapped when first read, by each process for itself, so that a loader's workers can be
+    forked or spawned. An image is compared with its checksum whenever it is read.
+    """
+
+    pack: Path
+    dataset: str
+    names: Sequence[str]
+    rows: NDArray[np.void]
+    shards: tuple[Shard, ...]
+    shard_of: Indices
+    offsets: Indices
+    """Where each image begins in its shard."""
+    _maps: dict[int, Pixels] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int, /) -> Pixels:
+        row, start, number = self.rows[index], self.offsets[index], int(self.shard_of[index])
+        shape = (int(row["height"]), int(row["width"]), 3)
+        # A copy: the caller may write into it, and it is what the checksum was taken of.
+        pixels: Pixels = np.array(self._shard(number)[start : start + np.prod(shape)])
+        if zlib.crc32(pixels.data) != row["crc"]:
+            raise self._damage(number, f"the pixels of {self.names[index]!r} have changed")
+        return pixels.reshape(shape)
+
+    def name(self, index: int, /) -> str:
+        """The path of the file it was made from, below the domain's folder."""
+        return self.names[index]
+
+    def _shard(self, number: int) -> Pixels:
+        if number not in self._maps:
+            shard = self.shards[number]
+            try:
+                # The shape, so that a file cut short is an error here and no bus error later.
+                self._maps[number] = np.memmap(
+                    self.pack / shard.file, np.uint8, "r", shape=(shard.bytes,)
+                )
+            except (OSError, ValueError) as error:
+                raise self._damage(number, str(error)) from None
+        return self._maps[number]
+
+    def _damage(self, number: int, what: str) -> UserError:
+        return UserError(
+            f"pack {self.pack}: shard {self.shards[number].file} is damaged ({what}). "
+            f"{remedy(self.dataset)}"
+        )
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_maps": {}}
+
+
+def location(spec: DatasetSpec, home: Path) -> Path:
+    """Where the pack of a dataset is, or would be."""
+    if spec.folder is None:
+        raise UserError(f"dataset {spec.name!r} is built in: there is nothing to pack")
+    folder = home / spec.folder
+    return folder.with_name(f"{folder.name}.pack")
+
+
+def remedy(dataset: str) -> str:
+    """What to do about a pack that cannot be used."""
+    return (
+        f"Make it again with 'steppe data pack {shlex.quote(dataset)} --force', or copy it again "
+        "from where it was made."
+    )
+
+
+def find(spec: DatasetSpec, home: Path) -> Dataset | None:
+    """Opens the pack of a dataset, if there is one that can be trusted.
+
+    The index is checked in full, the shards by their sizes (the pixels when they are read), and
+    the folder of images, where it is there too, must still be as it was packed: the same names,
+    labels and file sizes. A pack that fails is not used, and a warning says why.
+
+    Args:
+        spec: the dataset.
+        home: the data folder.
+
+    Returns:
+        The dataset, or None where the files are to be used.
+    """
+    if spec.folder is None or not (path := location(spec, home)).is_dir():
+        return None
+    try:
+        index = _read_index(path)
+        domains = _read_domains(path, index)
+        if tuple(domain.name for domain in domains) != spec.domains:
+            names = ", ".join(domain.name for domain in domains)
+            raise _Unusable(f"it has other domains than {spec.name}: {names}")
+        if len(index.classes) != spec.n_classes:
+            raise _Unusable(f"it has {len(index.classes)} classes, {spec.name} {spec.n_classes}")
+        for shard in (shard for domain in index.domains for shard in domain.shards):
+            if (wrong := _shard_problem(path, shard)) is not None:
+                raise _Unusable(wrong)
+        if (folder := home / spec.folder).is_dir():
+            _compare(spec, folder, path, index, domains)
+    except _Unusable as error:
+        log.warning("pack %s is not used: %s. %s", path, error, remedy(spec.name))
+        return None
+    origin = f"pack in {path} (shorter side at most {index.size})"
+    shrunk = any(_has_shrunk(domain.images, index.size) for domain in domains)
+    return Dataset(spec, index.classes, domains, origin, index.size if shrunk else None)
+
+
+def _has_shrunk(images: Images, size: int) -> bool:
+    """Whether an image may have been larger than the pack's size: one is just as large."""
+    assert isinstance(images, Packed)
+    shorter = np.minimum(images.rows["height"], images.rows["width"])
+    return bool((shorter == size).any())
+
+
+def verify(path: Path, console: Console | None = None) -> list[str]:
+    """Reads a whole pack and returns what is wrong with it: checksums, sizes, missing files."""
+    try:
+        index = _read_index(path)
+        _read_domains(path, index)
+    except _Unusable as error:
+        return [f"pack {path}: {error}"]
+    problems = []
+    shards = [shard for domain in index.domains for shard in domain.shards]
+    with progress(f"verifying {path.name}", len(shards), console) as advance:
+        for shard in shards:
+            wrong = _shard_problem(path, shard)
+            if wrong is None and checksum(path / shard.file) != shard.sha256:
+                wrong = f"{shard.file} is damaged: its checksum is not the one in {INDEX}"
+            if wrong is not None:
+                problems.append(f"pack {path}: {wrong}")
+            advance()
+    return problems
+
+
+def outdated(path: Path, classes: Sequence[str], domains: Sequence[Domain]) -> str | None:
+    """Says how the images of a dataset differ from those that were packed; None if they do not."""
+    try:
+        index = _read_index(path)
+        return _difference(index, _read_domains(path, index), classes, domains)
+    except _Unusable as error:
+        return str(error)
+
+
+def _read_index(path: Path) -> Index:
+    try:
+        text = (path / INDEX).read_bytes()
+        checksum = (path / INDEX_SUM).read_text()
+    except OSError as error:
+        raise _Unusable(f"{error.filename} cannot be read: {error.strerror}") from None
+    try:
+        version = json.loads(text)["format"]
+    except (ValueError, TypeError, KeyError):
+        raise _Unusable(f"{INDEX} is damaged") from None
+    if version != FORMAT:
+        raise _Unusable(
+            f"it has format {version}, and this steppe reads {FORMAT}: a newer one may read it"
+        )
+    if checksum.split()[:1] != [hashlib.sha256(text).hexdigest()]:
+        raise _Unusable(f"{INDEX} is damaged: its checksum is not the one in {INDEX_SUM}")
+    return Index.model_validate_json(text)
+
+
+def _read_domains(path: Path, index: Index) -> tuple[Domain, ...]:
+    return tuple(_read_domain(path, index.dataset, entry) for entry in index.domains)
+
+
+def _read_domain(path: Path, dataset: str, entry: PackedDomain) -> Domain:
+    names_file, rows_file = path / f"{entry.stem}.json", path / f"{entry.stem}.npy"
+    for file, expected in ((names_file, entry.names_sha256), (rows_file, entry.rows_sha256)):
+        if not file.is_file():
+            raise _Unusable(f"{file.name} is missing")
+        if checksum(file) != expected:
+            raise _Unusable(f"{file.name} is damaged: its checksum is not the one in {INDEX}")
+    listed = json.loads(names_file.read_bytes())
+    rows = np.load(rows_file, allow_pickle=False)
+    sizes = 3 * rows["height"].astype(np.int64) * rows["width"]
+    shard_of = np.repeat(np.arange(len(entry.shards)), [shard.images for shard in entry.shards])
+    begins = np.cumsum([0, *(shard.bytes for shard in entry.shards)])
+    offsets = np.cumsum(sizes) - sizes - begins[shard_of]
+    images = Packed(path, dataset, listed["names"], rows, entry.shards, shard_of, offsets)
+    subsets = {key: np.array(chosen, np.int64) for key, chosen in listed["subsets"].items()}
+    return Domain(entry.name, images, rows["label"].astype(np.int64), subsets)
+
+
+def _shard_problem(path: Path, shard: Shard) -> str | None:
+    file = path / shard.file
+    if not file.is_file():
+        return f"{shard.file} is missing"
+    found = file.stat().st_size
+    if found != shard.bytes:
+        return f"{shard.file} has {found:,} bytes instead of {shard.bytes:,}"
+    return None
+
+
+def _compare(
+    spec: DatasetSpec, folder: Path, path: Path, index: Index, domains: Sequence[Domain]
+) -> None:
+    """Raises `_Unusable` where the dataset's own folder has other images by now."""
+    try:
+        classes, listed = spec.read(folder)
+    except UserError as error:
+        # Its images were deleted to save space, perhaps, and only the official lists kept.
+        log.warning("pack %s is used as it is, for %s cannot be read: %s", path, folder, error)
+        return
+    difference = _difference(index, domains, classes, listed)
+    if difference is not None:
+        raise _Unusable(f"the images in {folder} are not those it was made from: {difference}")
+
+
+def _difference(
+    index: Index, packed: Sequence[Domain], classes: Sequence[str], listed: Sequence[Domain]
+) -> str | None:
+    if tuple(classes) != index.classes:
+        return f"the classes are now {', '.join(classes[:8])}{', ...' if len(classes) > 8 else ''}"
+    if [domain.name for domain in listed] != [domain.name for domain in packed]:
+        return f"the domains are now {', '.join(domain.name for domain in listed)}"
+    for old, new in zip(packed, listed, strict=True):
+        assert isinstance(old.images, Packed)
+        if not isinstance(new.images, Files):
+            return f"{new.name} is no longer kept as image files"
+        names = new.images.names
+        if list(names) != list(old.images.names):
+            before, after = frozenset(old.images.names), frozenset(names)
+            return (
+                f"in {new.name}, {len(after - before)} were added and {len(before - after)} removed"
+            )
+        if not np.array_equal(new.labels, old.labels):
+            return f"in {new.name}, the labels have changed"
+        if plain_subsets(new.subsets) != plain_subsets(old.subsets):
+            return f"in {new.name}, the official subsets have changed"
+        changed = _first_changed(new.images, old.images.rows["source"])
+        if changed is not None:
+            return f"{changed} has changed"
+    return None
+
+
+def plain_subsets(subsets: Mapping[str, Indices]) -> dict[str, list[int]]:
+    """A domain's official subsets as JSON holds them."""
+    return {key: chosen.tolist() for key, chosen in subsets.items()}
+
+
+def _first_changed(files: Files, sizes: NDArray[np.int64]) -> str | None:
+    root = os.fspath(files.root)
+    for name, size in zip(files.names, sizes.tolist(), strict=True):
+        path = f"{root}/{name}"
+        try:
+            if os.stat(path).st_size != size:
+                return path
+        except OSError:
+            return path
+    return None
+
+
+def checksum(path: Path) -> str:
+    """The sha256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,276 @@
+"""Making a pack: every image decoded by a pool of processes, written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import urllib.parse
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+from PIL import Image
+
+from steppe.errors import UserError
+
+from .dataset import Dataset, Domain, Files, Pixels, UnreadableImage, decode
+from .pack import (
+    FORMAT,
+    INDEX,
+    INDEX_SUM,
+    ROW,
+    Index,
+    PackedDomain,
+    Shard,
+    checksum,
+    location,
+    plain_subsets,
+)
+from .pool import map_files
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+try:
+    import fcntl
+except ImportError:  # Windows, which refuses to remove a folder with an open file anyway
+    fcntl = None  # type: ignore[assignment]
+
+SIZE = 256
+"""The longest that a shorter side may be, unless another length is asked for."""
+SHARD_BYTES = 2**30
+"""A shard is no larger, unless one image is."""
+
+
+def make(
+    dataset: Dataset,
+    home: Path,
+    size: int = SIZE,
+    *,
+    force: bool = False,
+    jobs: int | None = None,
+    console: Console | None = None,
+) -> Path:
+    """Decodes every image of a dataset into a pack.
+
+    The pack appears whole or not at all, and an unreadable image means not at all: all such images
+    are named in one error.
+
+    Args:
+        dataset: the dataset, opened from its files (``load(..., packed=False)``).
+        home: the data folder.
+        size: images whose shorter side is longer are made smaller, to this length.
+        force: whether to replace a pack that is there.
+        jobs: processes that decode; as many as there are cores unless given.
+        console: where to show progress; nowhere unless given.
+
+    Returns:
+        The pack's folder.
+    """
+    path = location(dataset.spec, home)
+    if size < 1:
+        raise UserError(f"the size of a pack is a length in pixels, not {size}")
+    if path.exists() and not force:
+        raise UserError(f"there is a pack in {path} already: replace it with --force")
+    files = [_files(domain) for domain in dataset.domains]
+    paths = [f"{file.root}/{name}" for file in files for name in file.names]
+    unreadable: list[str] = []
+    try:
+        with (
+            _workshop(path) as folder,
+            closing(
+                map_files(
+                    partial(_load, size=size),
+                    paths,
+                    title=f"packing {dataset.spec.name}",
+                    jobs=jobs,
+                    console=console,
+                )
+            ) as loaded,
+        ):
+            entries = tuple(
+                _write_domain(folder, domain, itertools.islice(loaded, len(domain)), unreadable)
+                for domain in dataset.domains
+            )
+            if unreadable:
+                raise UserError(
+                    f"{dataset.spec.name} is not packed, for {len(unreadable)} of its images "
+                    "cannot be read; replace or delete them:\n" + "\n".join(unreadable)
+                )
+            index = Index(
+                format=FORMAT,
+                dataset=dataset.spec.name,
+                size=size,
+                classes=dataset.classes,
+                domains=entries,
+            )
+            digest = _write(folder / INDEX, index.model_dump_json(indent=1).encode())
+            _write(folder / INDEX_SUM, f"{digest}  {INDEX}\n".encode())
+            _put(folder, path)
+    except OSError as error:
+        raise UserError(
+            f"pack {path} could not be written: {error.strerror or error}. No half of it is left; "
+            "make room, or choose another folder with --root or a smaller --size."
+        ) from error
+    return path
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    pixels: Pixels
+    crc: int
+    source: int
+
+
+def _load(path: str, size: int) -> _Loaded | str:
+    """Decodes a file and makes it smaller, or says why it cannot be read."""
+    try:
+        pixels = _shrink(decode(Path(path)), size)
+        return _Loaded(pixels, zlib.crc32(pixels.data), os.stat(path).st_size)
+    except UnreadableImage as error:
+        return str(error)
+
+
+def _shrink(pixels: Pixels, size: int) -> Pixels:
+    """Brings the shorter side down to `size`; never enlarges."""
+    height, width = pixels.shape[:2]
+    shorter = min(height, width)
+    if shorter <= size:
+        return np.ascontiguousarray(pixels)
+    # The longer side is rounded down, as torchvision's Resize does.
+    target = (size * width // shorter, size * height // shorter)
+    return np.asarray(Image.fromarray(pixels).resize(target, Image.Resampling.BILINEAR))
+
+
+def _files(domain: Domain) -> Files:
+    if not isinstance(domain.images, Files):
+        raise UserError(
+            f"domain {domain.name!r} is not kept as image files: only those can be packed"
+        )
+    return domain.images
+
+
+def _write_domain(
+    folder: Path, domain: Domain, loaded: Iterable[_Loaded | str], unreadable: list[str]
+) -> PackedDomain:
+    """Writes the files of a domain; what cannot be read is added to `unreadable`."""
+    stem = urllib.parse.quote(domain.name, safe=" +")  # a name is one file's, whatever is in it
+    rows = np.zeros(len(domain), ROW)
+
+    def images() -> Iterator[Pixels]:
+        for number, image in enumerate(loaded):
+            if isinstance(image, str):
+                unreadable.append(image)
+                continue
+            shape = image.pixels.shape
+            rows[number] = (domain.labels[number], shape[0], shape[1], image.crc, image.source)
+            yield image.pixels
+
+    shards = _write_shards(folder, stem, images())
+    listed = {
+        "names": list(_files(domain).names),
+        "subsets": plain_subsets(domain.subsets),
+    }
+    with _durable(folder / f"{stem}.npy") as out:
+        np.save(out, rows, allow_pickle=False)
+    return PackedDomain(
+        name=domain.name,
+        stem=stem,
+        names_sha256=_write(folder / f"{stem}.json", json.dumps(listed).encode()),
+        rows_sha256=checksum(folder / f"{stem}.npy"),
+        shards=shards,
+    )
+
+
+def _write_shards(folder: Path, stem: str, images: Iterator[Pixels]) -> tuple[Shard, ...]:
+    """Writes images one after another, into a new file whenever the next would not fit."""
+    shards: list[Shard] = []
+    image = next(images, None)
+    while image is not None:
+        name = f"{stem}-{len(shards):03}.bin"
+        count, size, digest = 0, 0, hashlib.sha256()
+        with _durable(folder / name) as out:
+            while image is not None and (not count or size + image.nbytes <= SHARD_BYTES):
+                out.write(image.data)
+                digest.update(image.data)
+                count, size = count + 1, size + image.nbytes
+                image = next(images, None)
+        shards.append(Shard(file=name, images=count, bytes=size, sha256=digest.hexdigest()))
+    return tuple(shards)
+
+
+def _write(path: Path, content: bytes) -> str:
+    """Writes a file and returns its checksum."""
+    with _durable(path) as out:
+        out.write(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+@contextmanager
+def _durable(path: Path) -> Iterator[BinaryIO]:
+    """A new file that is on the disk when the block ends."""
+    with open(path, "wb") as out:
+        yield out
+        out.flush()
+        os.fsync(out.fileno())
+
+
+@contextmanager
+def _workshop(path: Path) -> Iterator[Path]:
+    """A new folder to build a pack in, near where it will be; gone at the end, whatever happens.
+
+    Folders of packers that were killed are removed. A living packer holds a lock on its own, which
+    the system takes back however the packer ends.
+    """
+    prefix = f".{path.name}."
+    for entry in path.parent.iterdir():
+        if entry.name.startswith(prefix) and _abandoned(entry):
+            shutil.rmtree(entry)
+    workshop = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
+    try:
+        with open(workshop / "lock", "w") as lock:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            (workshop / "new").mkdir()
+            yield workshop / "new"
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+
+
+def _abandoned(workshop: Path) -> bool:
+    try:
+        with open(workshop / "lock") as lock:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:  # killed before it took the lock
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _put(folder: Path, path: Path) -> None:
+    """Moves a finished pack to its place; the one that was there goes with the workshop."""
+    _sync_folder(folder)
+    if path.exists():
+        os.rename(path, folder.with_name("old"))
+    os.rename(folder, path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

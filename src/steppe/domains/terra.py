@@ -1,0 +1,96 @@
+"""TerraIncognita from the CCT-20 archives: images sorted into ``location_N/category``.
+
+The archives hold one folder with all images of twenty cameras, and JSON files that say what is
+seen on them. DomainBed takes four cameras and ten categories.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypedDict
+
+from steppe.errors import UserError
+
+LOCATIONS = ("38", "43", "46", "100")
+CATEGORIES = (
+    "bird",
+    "bobcat",
+    "cat",
+    "coyote",
+    "dog",
+    "empty",
+    "opossum",
+    "rabbit",
+    "raccoon",
+    "squirrel",
+)
+
+
+class _Category(TypedDict):
+    id: int
+    name: str
+
+
+class _Image(TypedDict):
+    id: str
+    file_name: str
+    location: int | str
+
+
+class _Annotation(TypedDict):
+    image_id: str
+    category_id: int
+
+
+class _Annotations(TypedDict):
+    categories: list[_Category]
+    images: list[_Image]
+    annotations: list[_Annotation]
+
+
+def places(annotations: Iterable[_Annotations]) -> dict[str, set[str]]:
+    """Where each image belongs: its file name, and folders as ``location_38/dog``.
+
+    An image with animals of two categories belongs to both, as in DomainBed.
+    """
+    where: dict[str, set[str]] = defaultdict(set)
+    for part in annotations:
+        names = {category["id"]: category["name"] for category in part["categories"]}
+        images = {
+            image["id"]: image for image in part["images"] if str(image["location"]) in LOCATIONS
+        }
+        for annotation in part["annotations"]:
+            image = images.get(annotation["image_id"])
+            category = names[annotation["category_id"]]
+            if image is not None and category in CATEGORIES:
+                where[image["file_name"]].add(f"location_{image['location']}/{category}")
+    return where
+
+
+def arrange(unpacked: Path) -> Path:
+    """Sorts the images of the unpacked archives; returns the new folder, inside `unpacked`."""
+    files = list(unpacked.rglob("*_annotations.json"))
+    if not files:
+        raise UserError(f"no *_annotations.json among the files unpacked in {unpacked}")
+    where = places(json.loads(file.read_text()) for file in files)
+    images = {path.name: path for path in unpacked.rglob("*.jpg")}
+    missing = sorted(where.keys() - images.keys())
+    if missing:
+        raise UserError(
+            f"{len(missing)} of the {len(where)} annotated images are not in the archive, such as "
+            f"{missing[0]}: the two archives do not belong together"
+        )
+    arranged = unpacked / "arranged"
+    for name, folders in where.items():
+        for folder in folders:
+            (arranged / folder).mkdir(parents=True, exist_ok=True)
+        first, *others = sorted(folders)
+        for folder in others:
+            shutil.copyfile(images[name], arranged / folder / name)
+        os.replace(images[name], arranged / first / name)
+    return arranged
