@@ -1,34 +1,48 @@
-"""The demo trains every optimizer it names on digits that no two domains share."""
+"""The demo: real runs of every optimizer, a table as in the paper, and a report."""
 
-import torch
+import statistics
+from pathlib import Path
+
+import pytest
 
 from steppe import demo
+from steppe.domains import dataset_spec
 from steppe.optim import optimizer_spec
+from steppe.training import RunDirectory, select
 
 
-def test_domains_are_disjoint_rotations():
-    domains = demo.rotated_digits()
-    assert tuple(domains) == demo.ANGLES
-    assert sum(len(y) for _, y in domains.values()) == 1797
-    upright, tilted = domains[0][0][:1], domains[45][0]
-    assert demo._rotate(upright, 0).sub(upright).abs().max() < 1e-6
-    assert (demo._rotate(upright, 90) - upright.rot90(1, (2, 3))).abs().max() < 1e-5
-    assert tilted.shape[1:] == (1, 8, 8)
-
-
-def test_the_table_has_a_row_for_each_optimizer(monkeypatch, capsys):
-    monkeypatch.setattr(demo, "STEPS", 3)
-    monkeypatch.setattr(demo, "SEEDS", 2)
-    demo.run()
+def test_the_demo_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    report = demo.run(tmp_path, dataset="RotatedDigits", steps=3, seeds=2)
     printed = capsys.readouterr().out
+    assert f"report: {report.resolve()}" in printed
+    page = report.read_text()
+    assert page.count("<img") == 2
+    assert "http://" not in page.replace("http://www.w3.org", "")
     for name in demo.OPTIMIZERS:
-        assert name in printed
-        assert str(optimizer_spec(name).passes) in printed
-    assert "unseen" in printed
+        runs = [tmp_path / f"{name}-75-{seed}" for seed in range(2)]
+        assert all(RunDirectory(run).state == "done" for run in runs)
+        best = [select(RunDirectory(run).records()) for run in runs]
+        accuracies = [100 * record["domains"]["75"]["test"]["accuracy"] for record in best]
+        error = statistics.stdev(accuracies) / 2**0.5
+        cell = f"{statistics.mean(accuracies):.1f} ± {error:.1f}"
+        assert cell in printed
+        assert cell in page
 
 
-def test_training_learns(monkeypatch):
-    monkeypatch.setattr(demo, "STEPS", 60)
-    torch.manual_seed(0)
-    result = demo.train("fad", 0, demo.rotated_digits())
-    assert result.seen > 60  # of ten classes
+def test_the_rows_of_the_table() -> None:
+    spec = dataset_spec("RotatedDigits")
+    results = [
+        demo.Result(demo.Job(name, target, seed, Path()), 10.0 * seed + i, 2.0 + i)
+        for i, name in enumerate(demo.OPTIMIZERS)
+        for target in spec.domains[:2]
+        for seed in (0, 1)
+    ]
+    cells = demo.rows(spec.domains[:2], results)
+    assert list(cells) == ["adam", "sgd", "sam", "gam", "fad"]
+    assert cells["sam"] == ["7.0 ± 5.0", "7.0 ± 5.0", "7.0 ± 5.0", "2", "4.0", "1.33"]
+    assert [row[3] for row in cells.values()] == [
+        str(optimizer_spec(name).passes) for name in demo.OPTIMIZERS
+    ]

@@ -1,17 +1,22 @@
 """The command line: parses, calls, prints; no logic.
 
-Exit codes: 0 success, 1 a missing extra or a bug, 2 a user's mistake, 130 interrupted.
+Exit codes: 0 success; 1 a run that failed, data with problems, a missing extra, or a bug; 2 a
+user's mistake; 130 interrupted by Ctrl-C, 143 by SIGTERM.
 """
 
 import json
+import logging
+import os
 import sys
+import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from steppe import __version__
-from steppe.errors import UserError
+from steppe.errors import Interrupted, RunError, UserError
 
-_EXTRAS = {"ray": "ray"}  # import name -> extra; everything else comes with `bench`
+# Import name -> extra; everything else comes with `bench`.
+_EXTRAS = {"mlflow": "loggers", "ray": "ray", "tensorboard": "loggers", "wandb": "loggers"}
 
 
 def _missing(error: ModuleNotFoundError) -> str:
@@ -32,6 +37,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,  # a bug is reported with a traceback that can be pasted
 )
+data_app = typer.Typer(help="Datasets: what is known, fetching, checking, packing.")
+app.add_typer(data_app, name="data", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure: every figure in the README comes from here.")
 app.add_typer(bench_app, name="bench", no_args_is_help=True)
 
@@ -55,14 +62,257 @@ def _options(
 
 
 @app.command()
-def demo() -> None:
-    """Compare the optimizers on built-in data, in under a minute on a laptop CPU."""
+def demo(
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Keep the runs here; a temporary folder else."),
+    ] = None,
+) -> None:
+    """Compare the optimizers on built-in data, each domain held out in turn: minutes on a CPU."""
     from steppe.demo import run
 
-    run()
+    run(out or Path(tempfile.mkdtemp(prefix="steppe-demo-")))
 
 
 _JSON = typer.Option("--json", help="Print the result as JSON, for programs.")
+Which = Literal["last", "best"]
+_ROOT = typer.Option("--root", metavar="DIR", help="The data folder: $STEPPE_DATA or ./data.")
+_RUN = typer.Argument(metavar="RUN", help="The folder of a run.")
+_WHICH = typer.Option("--which", help="The weights after the last step, or those validated best.")
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The run's folder.")],
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="A name ('steppe data list'), or a folder DOMAIN/CLASS/IMAGE."),
+    ] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="A domain to hold out; may be repeated.")
+    ] = None,
+    source: Annotated[
+        list[str] | None, typer.Option(help="A domain to train on; all others unless given.")
+    ] = None,
+    algorithm: Annotated[str | None, typer.Option(help="How domains become a loss.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="How the loss is minimized.")] = None,
+    averaging: Annotated[str | None, typer.Option(help="How weights are averaged.")] = None,
+    backbone: Annotated[
+        str | None, typer.Option(help="resnet18, resnet50, or any name in timm.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="imagenet, none, or a safetensors or checkpoint file.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="domainbed, or the paper's appendix.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, tf32, fp16 or bf16.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Updates; the dataset's unless given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, batches and augmentation.")] = None,
+    trial_seed: Annotated[int | None, typer.Option(help="Of the split, as in DomainBed.")] = None,
+    draw: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Draw hyper-parameters as DomainBed's hparams_seed N."),
+    ] = None,
+    space: Annotated[
+        str, typer.Option(help="What --draw draws from: domainbed, fad or fair.")
+    ] = "domainbed",
+    config: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A config.json to start from.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any config key: optimizer.rho=0.1."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
+    root: Annotated[Path | None, _ROOT] = None,
+    logger: Annotated[
+        list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; may be repeated.")
+    ] = None,
+    plugin: Annotated[
+        list[str] | None, typer.Option(help="A module that registers datasets of your own.")
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits again on a GPU, at some cost.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where the run in DIR was interrupted.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the selected record as JSON, for programs.")
+    ] = False,
+) -> None:
+    """Train one model: some domains held out, the others trained on.
+
+    Several GPUs or processes: torchrun --nproc-per-node N -m steppe train ...
+    """
+    from steppe import training
+    from steppe.training.progress import display, summary
+
+    given = {
+        "dataset": dataset,
+        "targets": target,
+        "sources": source,
+        "algorithm": algorithm,
+        "optimizer": optimizer,
+        "averaging": averaging,
+        "backbone": backbone,
+        "weights": weights,
+        "split": split,
+        "precision": precision,
+        "steps": steps,
+        "seed": seed,
+        "trial_seed": trial_seed,
+        "device": device,
+        "root": str(root) if root else None,
+        "loggers": logger,
+        "plugins": plugin,
+        "deterministic": deterministic or None,
+    }
+    options = {key: value for key, value in given.items() if value is not None}
+    run = training.RunDirectory(out)
+    resumed = run.config() if resume and run.exists() else None
+    chosen = training.configure(
+        options, overrides or [], file=config, resumed=resumed, draw=draw, space=space
+    )
+    console = _talk()
+    records = training.train(chosen, out, resume=resume, display=display(console))
+    if os.environ.get("RANK", "0") != "0":  # one of several processes, and not the one that talks
+        return
+    best = training.select(records)
+    if as_json:
+        print(json.dumps(best))
+    else:
+        print(f"best by validation: {summary(best)}")
+        console.print(f"{out}: done", highlight=False)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, _RUN],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            help="A folder DOMAIN/CLASS/IMAGE or CLASS/IMAGE, or a dataset's name; the run's own "
+            "target domains unless given.",
+        ),
+    ] = None,
+    which: Annotated[Which, _WHICH] = "last",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Evaluate a run's model on every image of some domains."""
+    from rich.console import Console
+
+    from steppe.training import evaluate_run
+    from steppe.training.progress import score_table
+
+    scores = evaluate_run(run, data, which=which, device=device)
+    if as_json:
+        print(json.dumps({domain: value.to_json() for domain, value in scores.items()}, indent=2))
+    else:
+        Console().print(score_table(scores))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, _RUN],
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors file to write.")],
+    which: Annotated[Which, _WHICH] = "last",
+) -> None:
+    """Write a run's network as one safetensors file that timm or torchvision can load."""
+    from steppe.training import export_run
+
+    facts = export_run(run, out, which)
+    print(f"{out}: {facts['backbone']}, {len(json.loads(facts['classes']))} classes")
+
+
+_NAME = typer.Argument(metavar="NAME", help="A dataset's name, or a folder DOMAIN/CLASS/IMAGE.")
+_JOBS = typer.Option("--jobs", min=1, help="Processes that decode; one per core unless given.")
+
+
+@data_app.command("list")
+def data_list(
+    root: Annotated[Path | None, _ROOT] = None, as_json: Annotated[bool, _JSON] = False
+) -> None:
+    """List the datasets that are known, and where each was found."""
+    from steppe.domains import data_folder, listing
+
+    rows = listing.find_all(root or data_folder())
+    if as_json:
+        print(json.dumps([row.to_json() for row in rows], indent=2))
+        return
+    from rich.console import Console
+
+    Console().print(listing.table(rows))
+
+
+@data_app.command("get")
+def data_get(name: Annotated[str, _NAME], root: Annotated[Path | None, _ROOT] = None) -> None:
+    """Download a dataset and lay it out, resuming where an earlier attempt stopped."""
+    from steppe.domains import data_folder, mirrors
+
+    folder = mirrors.get(name, root or data_folder())
+    print(f"{folder}: check it with 'steppe data check {name}'")
+
+
+@data_app.command("check")
+def data_check(
+    name: Annotated[str, _NAME],
+    root: Annotated[Path | None, _ROOT] = None,
+    jobs: Annotated[int | None, _JOBS] = None,
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Check a dataset's layout, counts and every image; exit with 1 if anything is wrong."""
+    from rich.console import Console
+
+    from steppe.domains import check, data_folder, dataset_spec
+
+    home = root or data_folder()
+    report = check.check(dataset_spec(name), home, jobs=jobs, console=Console(stderr=True))
+    if as_json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        Console().print(*check.tables(report), sep="\n")
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@data_app.command("pack")
+def data_pack(
+    name: Annotated[str, _NAME],
+    size: Annotated[int, typer.Option(min=1, help="Longest shorter side, in pixels.")] = 256,
+    force: Annotated[bool, typer.Option("--force", help="Replace a pack that is there.")] = False,
+    root: Annotated[Path | None, _ROOT] = None,
+    jobs: Annotated[int | None, _JOBS] = None,
+) -> None:
+    """Decode every image once, into memory-mapped files that runs then use."""
+    from rich.console import Console
+
+    from steppe.domains import data_folder, load, packing
+
+    home = root or data_folder()
+    dataset = load(name, home, packed=False)
+    console = Console(stderr=True)
+    path = packing.make(dataset, home, size, force=force, jobs=jobs, console=console)
+    print(f"{path}: runs on {dataset.spec.name} use it from now on")
+
+
+def _talk() -> Any:
+    """What steppe logs goes to the terminal, above a progress bar if there is one."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            console.print(self.format(record), highlight=False, markup=False, soft_wrap=True)
+
+    handler = Handler(logging.INFO)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("steppe")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return console
 
 
 def _writable(path: Path | None) -> Path | None:
@@ -96,12 +346,30 @@ def bench_optim(
     _show(result, optim.tables(result), as_json, save)
 
 
+@bench_app.command("step")
+def bench_step(
+    device: Annotated[str, _DEVICE] = "cpu",
+    backbone: Annotated[str, typer.Option(help="Any that 'steppe train' knows.")] = "resnet18",
+    batch: Annotated[int, typer.Option(min=3, help="Images in a step, of three domains.")] = 24,
+    optimizer: Annotated[str, typer.Option(help="Any that 'steppe train' knows.")] = "adam",
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps in a measurement.")] = 4,
+    as_json: Annotated[bool, _JSON] = False,
+    save: Annotated[Path | None, _SAVE] = None,
+) -> None:
+    """Time a step of the training loop, and what it adds to forward, backward and optimizer."""
+    from steppe.bench import record, step
+
+    result = step.measure(record.device(device), backbone, batch, optimizer, rounds, steps)
+    _show(result, step.tables(result), as_json, save)
+
+
 @bench_app.command("fidelity")
 def bench_fidelity(
     device: Annotated[str, _DEVICE] = "cpu",
     backbone: Annotated[
-        str, typer.Option(help="'small', or a name in torchvision or timm.")
-    ] = "small",
+        str, typer.Option(help="small-cnn, or any that 'steppe train' knows.")
+    ] = "small-cnn",
     weights: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Pretrained, as safetensors.")
     ] = None,
@@ -153,9 +421,12 @@ def main() -> None:
         sys.exit(_missing(error))
     except KeyboardInterrupt:
         sys.exit(130)
+    except Interrupted as error:
+        sys.exit(error.code)
+    except RunError as error:
+        _fail(str(error), code=1)
 
 
 def _fail(message: str, code: int) -> None:
-    one_line = " ".join(message.split())
-    print(f"steppe: {one_line}", file=sys.stderr)
+    print(f"steppe: {message}", file=sys.stderr)
     sys.exit(code)

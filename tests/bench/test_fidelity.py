@@ -52,27 +52,13 @@ def test_mistakes_are_named(tmp_path):
     with pytest.raises(UserError, match="--images FOLDER"):
         fidelity.prepare(cpu, "resnet18")
     with pytest.raises(UserError, match="--backbone"):
-        fidelity.prepare(cpu, "small", images=tmp_path)
+        fidelity.prepare(cpu, "small-cnn", images=tmp_path)
     with pytest.raises(UserError, match="--weights"):
-        fidelity.prepare(cpu, "small", weights=tmp_path / "w.safetensors")
+        fidelity.prepare(cpu, "small-cnn", weights=tmp_path / "w.safetensors")
     with pytest.raises(UserError, match="is not a folder"):
         fidelity.prepare(cpu, "resnet18", images=tmp_path / "none")
-    with pytest.raises(UserError, match="no domain folders"):
+    with pytest.raises(UserError, match="has 0 domains"):
         fidelity.prepare(cpu, "resnet18", images=tmp_path)
-    (tmp_path / "photo").mkdir()
-    with pytest.raises(UserError, match="expected .*<class>"):
-        fidelity.prepare(cpu, "resnet18", images=tmp_path)
-    for folder in ("photo/cat", "photo/dog", "sketch/cat", "sketch/cow"):
-        (tmp_path / folder).mkdir(parents=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / folder / "1.png")
-    with pytest.raises(UserError, match="sketch has other classes than photo: cow, dog"):
-        fidelity.prepare(cpu, "resnet18", images=tmp_path)
-    (tmp_path / "sketch" / "cow").rename(tmp_path / "sketch" / "dog")
-    with pytest.raises(UserError, match="no backbone 'nope'"):
-        fidelity.prepare(cpu, "nope", images=tmp_path)
-    (tmp_path / "w.safetensors").write_text("garbage")
-    with pytest.raises(UserError, match="is not a safetensors file"):
-        fidelity.prepare(cpu, "resnet18", weights=tmp_path / "w.safetensors", images=tmp_path)
 
 
 def test_a_folder_of_images(tmp_path):
@@ -84,4 +70,4 @@ def test_a_folder_of_images(tmp_path):
     )
     assert task.about["data"] == f"{tmp_path.name} (photo, sketch)"
     assert task.batches[0][0].shape == (3, 3, 224, 224)
-    assert task.model.fc.out_features == 2
+    assert task.model.classifier.out_features == 2

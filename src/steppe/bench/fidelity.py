@@ -10,27 +10,29 @@ import copy
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torchvision
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.transforms import v2
 
-from steppe.demo import network, rotated_digits
+from steppe.algorithms import Network
+from steppe.domains import Dataset, load
+from steppe.domains.batches import View, read
 from steppe.errors import UserError
 from steppe.optim import FAD, Bfloat16Warning, search_space
+from steppe.training.backbones import build_network
 
 from .record import environment
 
+SMALL = "small-cnn"
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 LOSS_SCALE = 2.0**14
 """The first loss scale tried with fp16; halved until all gradients are finite."""
@@ -137,7 +139,7 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 
 def prepare(
     device: torch.device,
-    backbone: str = "small",
+    backbone: str = SMALL,
     weights: Path | None = None,
     images: Path | None = None,
     steps: int = 300,
@@ -149,29 +151,39 @@ def prepare(
     Batch norm runs on its stored statistics, as fine-tuning for domain generalization does.
     """
     torch.manual_seed(0)
-    if (backbone == "small") != (images is None):
+    if (backbone == SMALL) != (images is None):
         raise UserError(
-            "backbone 'small' is for the built-in digits, every other one for colour images: give "
-            "both --backbone and --images FOLDER, or neither"
+            f"backbone {SMALL!r} is for the built-in digits, every other one for colour images: "
+            "give both --backbone and --images FOLDER, or neither"
         )
     if weights is not None and images is None:
         raise UserError("--weights is for a pretrained backbone: give --backbone and --images too")
-    draw, classes, data = _digits(device) if images is None else _folder(images, device)
-    model = _model(backbone, weights, classes).to(device)
+    if images is not None and not images.is_dir():
+        raise UserError(f"{images} is not a folder; expected {images}/<domain>/<class>/<image>")
+    dataset = load(images or "RotatedDigits", packed=False)
+    spec = dataset.spec
+    model = build_network(
+        backbone,
+        n_classes=len(dataset.classes),
+        image_size=spec.image_size,
+        channels=spec.channels,
+        weights=str(weights or "none"),
+        freeze_bn=weights is not None,  # pretrained statistics stay
+    ).to(device)
     # Fine-tuning wants small steps; a network that starts from nothing wants larger ones.
     lr = 0.01 if weights is None else 1e-3
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    draw = _draws(dataset, model, batch, device)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for _ in progress.track(range(steps), description=f"training {backbone}"):
-            model.train()
-            if weights is not None:  # pretrained statistics stay
-                _freeze_statistics(model)
-            x, y = draw(batch)
+            x, y = next(draw)
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
+    names = ", ".join(domain.name for domain in dataset.domains)
+    data = "digits" if images is None else f"{images.name} ({names})"
     about = {"backbone": backbone, "data": data, "steps": steps}
-    task = Task(model.eval(), [draw(batch) for _ in range(batches)], about)
+    task = Task(model.eval(), [next(draw) for _ in range(batches)], about)
     with torch.no_grad():
         x, y = task.batches[0]
         loss = F.cross_entropy(model(x), y)
@@ -180,97 +192,20 @@ def prepare(
     return task
 
 
-def _freeze_statistics(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
-
-
-def _model(name: str, weights: Path | None, classes: int) -> nn.Module:
-    if name == "small":
-        return network()
-    if name in torchvision.models.list_models(torchvision.models):
-        model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes)
-    else:
-        import timm
-
-        if name not in timm.list_models():
-            raise UserError(f"no backbone {name!r} in torchvision or timm")
-        model = timm.create_model(name, num_classes=classes)
-    if weights is not None:
-        _load(model, weights)
-    return model
-
-
-def _load(model: nn.Module, path: Path) -> None:
-    """Loads what fits; the classifier of another task does not."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        saved = load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} is not a safetensors file: {error}") from None
-    own = model.state_dict()
-    fits = {k: v for k, v in saved.items() if k in own and v.shape == own[k].shape}
-    names = [name for name, _ in model.named_parameters()]
-    found = sum(name in fits for name in names)
-    if found < 0.9 * len(names):
-        raise UserError(f"{path} fits only {found} of {len(names)} parameters of the model")
-    model.load_state_dict({**own, **fits})
-
-
-Draw = Callable[[int], tuple[Tensor, Tensor]]
-
-
-def _digits(device: torch.device) -> tuple[Draw, int, str]:
-    parts = rotated_digits().values()
-    x, y = (torch.cat(list(p)).to(device) for p in zip(*parts, strict=True))
-
-    def draw(batch: int) -> tuple[Tensor, Tensor]:
-        chosen = torch.randint(len(y), (batch,))
-        return x[chosen], y[chosen]
-
-    return draw, 10, "digits"
-
-
-def _folder(root: Path, device: torch.device) -> tuple[Draw, int, str]:
-    layout = f"expected {root}/<domain>/<class>/<image>"
-    if not root.is_dir():
-        raise UserError(f"{root} is not a folder; {layout}")
-    resize = v2.Compose(
-        [
-            v2.ToImage(),
-            v2.RGB(),
-            v2.Resize((224, 224), antialias=True),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-        ]
-    )
-    domains = sorted(d for d in root.iterdir() if d.is_dir())
-    if not domains:
-        raise UserError(f"{root} has no domain folders; {layout}")
-    try:
-        sets = [torchvision.datasets.ImageFolder(str(domain), resize) for domain in domains]
-    except FileNotFoundError as error:
-        raise UserError(f"{error}; {layout}") from None
-    for domain, images in zip(domains, sets, strict=True):
-        if images.classes != sets[0].classes:
-            raise UserError(
-                f"{domain.name} has other classes than {domains[0].name}: "
-                f"{', '.join(sorted({*images.classes} ^ {*sets[0].classes}))}"
-            )
-    whole: torch.utils.data.ConcatDataset[Any] = torch.utils.data.ConcatDataset(sets)
-
-    def draw(batch: int) -> tuple[Tensor, Tensor]:
-        chosen = torch.randint(len(whole), (batch,)).tolist()
-        with ThreadPoolExecutor() as pool:
-            pairs = list(pool.map(whole.__getitem__, chosen))
-        x = torch.stack([x for x, _ in pairs]).to(device)
-        return x, torch.tensor([y for _, y in pairs], device=device)
-
-    data = f"{root.name} ({', '.join(d.name for d in domains)})"
-    return draw, len(sets[0].classes), data
+def _draws(
+    dataset: Dataset, model: Network, batch: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Normalized batches, drawn from all domains' images alike."""
+    rng = np.random.default_rng(0)
+    sizes = [len(domain) for domain in dataset.domains]
+    view = View(dataset.spec.image_size, augment=False)
+    while True:
+        counts = rng.multinomial(batch, np.array(sizes) / sum(sizes))
+        chosen = [rng.integers(n, size=k) for n, k in zip(sizes, counts, strict=True)]
+        domains = zip(dataset.domains, chosen, strict=True)
+        parts = [read(domain, which, view) for domain, which in domains if len(which)]
+        x, y = (torch.cat(part).to(device) for part in zip(*parts, strict=True))
+        yield model.normalize(x).contiguous(), y
 
 
 def measure(task: Task, rhos: Sequence[float]) -> dict[str, Any]:

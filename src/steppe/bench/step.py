@@ -1,0 +1,147 @@
+"""`steppe bench step`: what a step of a run costs beyond forward, backward and the optimizer.
+
+The loop is that of `steppe train`, from packed images: reading, augmenting, moving, normalizing and
+counting are what it adds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from steppe.domains import load, packing
+from steppe.domains.batches import training_batches
+from steppe.training import RunConfig, RunDirectory, make_config
+from steppe.training.processes import Processes
+from steppe.training.progress import Silent
+from steppe.training.trainer import Trainer
+
+from .record import environment
+
+DOMAINS = 3
+PIXELS = 227
+"""The side of the images, as in PACS."""
+
+
+@contextmanager
+def packed_images(per_class: int = 24) -> Iterator[Path]:
+    """A folder of photograph-sized images in three domains and one to hold out, packed.
+
+    Enlarged doodles: what is in an image does not matter to the time, its size does.
+    """
+    with tempfile.TemporaryDirectory(prefix="steppe-bench-") as home:
+        root = Path(home) / "images"
+        doodles = load("Doodles")
+        for domain in doodles.domains:
+            for label, name in enumerate(doodles.classes[:7]):
+                folder = root / domain.name / name
+                folder.mkdir(parents=True)
+                for i in np.flatnonzero(domain.labels == label)[:per_class]:
+                    image = Image.fromarray(domain.images[int(i)])
+                    image.resize((PIXELS, PIXELS)).save(folder / f"{i}.jpg", quality=90)
+        packing.make(load(root, packed=False), root.parent)
+        yield root
+
+
+def run_config(
+    images: Path, backbone: str, batch: int, optimizer: str, device: torch.device
+) -> RunConfig:
+    """A run on the packed images: no weights are needed to time it, frozen batch norm is usual."""
+    return make_config(
+        {
+            "dataset": str(images),
+            "targets": ["sketch"],
+            "backbone": backbone,
+            "weights": "none",
+            "freeze_bn": True,
+            "optimizer": {"name": optimizer, "lr": 1e-4},
+            "batch_size": batch // DOMAINS,
+            "device": str(device),
+        }
+    )
+
+
+def measure(
+    device: torch.device, backbone: str, batch: int, optimizer: str, rounds: int, steps: int
+) -> dict[str, Any]:
+    """Everything `steppe bench step` reports, as plain values."""
+    with packed_images() as images, tempfile.TemporaryDirectory() as out:
+        config = run_config(images, backbone, batch, optimizer, device)
+        run = RunDirectory(Path(out))
+        trainer = Trainer(config, run, Processes(device), Silent())
+        batches = training_batches(trainer.sampling, 0, config.steps, trainer.workers)
+        for warm_up in itertools.islice(batches, 2):
+            trainer.step(warm_up)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            each = progress.track(range(rounds), description=f"{backbone}, {optimizer}")
+            measured = [_round(trainer, batches, steps, device) for _ in each]
+        pixels = trainer.dataset.origin
+    overhead = [1 - r["update"] / r["step"] for r in measured]
+    return {
+        "environment": environment(device),
+        "backbone": backbone,
+        "optimizer": optimizer,
+        "batch": f"{DOMAINS} x {batch // DOMAINS}",
+        "data": f"{PIXELS} x {PIXELS} images, {'packed' if 'pack in' in pixels else 'files'}",
+        "rounds": rounds,
+        "steps a round": steps,
+        "ms per step": _spread([1e3 * r["step"] for r in measured]),
+        "ms in forward, backward, optimizer": _spread([1e3 * r["update"] for r in measured]),
+        "ms waiting for data": _spread([1e3 * r["data"] for r in measured]),
+        "overhead": _spread(overhead),
+    }
+
+
+def _round(
+    trainer: Trainer, batches: Iterator[Any], steps: int, device: torch.device
+) -> dict[str, float]:
+    """Seconds a step, on average over some steps: whole, in the update, waiting for data."""
+    trainer.update_seconds = waited = 0.0
+    began = time.perf_counter()
+    for _ in range(steps):
+        asked = time.perf_counter()
+        batch = next(batches)
+        waited += time.perf_counter() - asked
+        trainer.step(batch)
+        trainer._check_divergence()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    whole = time.perf_counter() - began
+    return {
+        "step": whole / steps,
+        "update": trainer.update_seconds / steps,
+        "data": waited / steps,
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {
+        "median": round(statistics.median(values), 4),
+        "min": round(min(values), 4),
+        "max": round(max(values), 4),
+    }
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """The result for the terminal."""
+    title = f"{result['backbone']}, {result['optimizer']}, batch {result['batch']}"
+    table = Table("", "median", "min", "max", title=f"{title}, {result['data']}")
+    names = ("ms per step", "ms in forward, backward, optimizer", "ms waiting for data")
+    for name in names:
+        table.add_row(name, *(f"{result[name][key]:.1f}" for key in ("median", "min", "max")))
+    shares = (f"{100 * result['overhead'][key]:.1f} %" for key in ("median", "min", "max"))
+    table.add_row("overhead: everything else", *shares)
+    return [table]

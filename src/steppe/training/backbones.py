@@ -1,0 +1,273 @@
+"""Backbones by name: torchvision's ResNets, two small networks for small images, all of timm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from steppe.algorithms import Network
+from steppe.errors import UserError, unknown
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+TORCHVISION = ("resnet18", "resnet50")
+"""Taken from torchvision, with the ImageNet weights of the published DomainBed tables (V1)."""
+SMALL = ("small-cnn", "mnist-cnn")
+
+_WRAPPERS = ("state_dict", "model")  # keys under which training scripts keep the state dict
+_PREFIXES = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every key
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A featurizer and what must be known to use it."""
+
+    module: nn.Module
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    heads: tuple[str, ...]
+    """What its library calls the classifier, or the two whose mean a distilled network takes."""
+
+
+def build_network(
+    name: str,
+    *,
+    n_classes: int,
+    image_size: int,
+    channels: int = 3,
+    weights: str = "none",
+    dropout: float = 0.0,
+    freeze_bn: bool = True,
+) -> Network:
+    """Build the network of a run.
+
+    Args:
+        name: ``resnet18`` or ``resnet50`` (torchvision's), ``small-cnn``, ``mnist-cnn``, or any
+            name in timm.
+        n_classes: the number of classes.
+        image_size: height and width of the images.
+        channels: of the images.
+        weights: ``none``, ``imagenet`` (downloaded by torchvision or timm), or the path of a
+            safetensors or torch checkpoint file with the backbone's weights.
+        dropout: before the classifier.
+        freeze_bn: keep batch-norm statistics as they are.
+
+    Examples:
+        >>> network = build_network("small-cnn", n_classes=10, image_size=8, channels=1)
+        >>> network(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).shape
+        torch.Size([2, 10])
+    """
+    backbone = _build(name, image_size, channels, pretrained=weights == "imagenet")
+    if weights not in ("none", "imagenet"):
+        _load_weights(backbone, Path(weights), name)
+    return Network(
+        backbone.module,
+        _count_features(backbone.module, name, channels, image_size),
+        n_classes,
+        backbone.mean,
+        backbone.std,
+        dropout=dropout,
+        freeze_bn=freeze_bn,
+    )
+
+
+def _build(name: str, image_size: int, channels: int, pretrained: bool) -> Backbone:
+    if name in SMALL:
+        if pretrained:
+            raise UserError(f"backbone {name!r} has no ImageNet weights: set weights=none")
+        small = _small_cnn(channels, image_size) if name == "small-cnn" else _mnist_cnn(channels)
+        return Backbone(small, (0.0,) * channels, (1.0,) * channels, heads=("classifier",))
+    if name in TORCHVISION:
+        if channels != 3:
+            raise UserError(f"backbone {name!r} needs images of 3 channels, not {channels}")
+        return _torchvision(name, pretrained)
+    return _timm(name, channels, pretrained)
+
+
+def _torchvision(name: str, pretrained: bool) -> Backbone:
+    from torchvision.models import get_model, get_model_weights
+
+    model = get_model(name, weights=None)
+    if pretrained:
+        weights = get_model_weights(name)["IMAGENET1K_V1"]
+        try:
+            state = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+        except (OSError, RuntimeError) as error:  # no connection, or not the file it should be
+            raise UserError(_no_imagenet(name, error)) from None
+        model.load_state_dict(state)
+    model.fc = nn.Identity()
+    return Backbone(model, IMAGENET_MEAN, IMAGENET_STD, heads=("fc",))
+
+
+def _timm(name: str, channels: int, pretrained: bool) -> Backbone:
+    import timm
+
+    if not timm.is_model(name):
+        known = (*TORCHVISION, *SMALL)
+        close = timm.list_models(f"{name[:6]}*")[:200]
+        message = unknown("backbone", name, [*known, *close]).partition(" Known:")[0]
+        raise UserError(f"{message} Known: {', '.join(known)}, and every name in timm")
+    try:
+        model = timm.create_model(name, pretrained=pretrained, num_classes=0, in_chans=channels)
+    except (OSError, RuntimeError) as error:
+        if pretrained:
+            raise UserError(_no_imagenet(name, error)) from None
+        raise UserError(f"backbone {name!r} cannot be built: {_reason(error)}") from None
+    cfg = cast(Any, model).pretrained_cfg  # timm's models have it beyond nn.Module
+    mean, std = (tuple(cfg[k]) if channels == 3 else (0.5,) * channels for k in ("mean", "std"))
+    return Backbone(model, mean, std, _timm_heads(cfg))
+
+
+def _timm_heads(cfg: Mapping[str, Any]) -> tuple[str, ...]:
+    names = cfg.get("classifier") or ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _count_features(module: nn.Module, name: str, channels: int, image_size: int) -> int:
+    """How many features one black image has: what timm's models say of it is not always true."""
+    module.eval()  # so that no statistics change
+    try:
+        with torch.no_grad():
+            features = module(torch.zeros(1, channels, image_size, image_size))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise UserError(
+            f"backbone {name!r} does not take images with image_size={image_size}: {_reason(error)}"
+        ) from None
+    if features.dim() != 2 or not features.shape[1]:
+        raise UserError(f"backbone {name!r} cannot be used: it has no features but its logits")
+    return int(features.shape[1])
+
+
+def library_state(name: str, network: Network, image_size: int) -> dict[str, Tensor]:
+    """The weights of a network under the names that the backbone's own library has for them.
+
+    Its model of that name for as many classes takes them with ``load_state_dict`` and gives the
+    same logits; that is tried out here. The small networks have no library.
+    """
+    n_classes, channels = network.classifier.out_features, network.mean.numel()
+    model: nn.Module | None = None
+    heads: tuple[str, ...] = ("classifier",)
+    if name in TORCHVISION:
+        from torchvision.models import get_model
+
+        model, heads = get_model(name, weights=None, num_classes=n_classes), ("fc",)
+    elif name not in SMALL:
+        import timm
+
+        model = timm.create_model(name, num_classes=n_classes, in_chans=channels)
+        heads = _timm_heads(cast(Any, model).pretrained_cfg)
+    state: dict[str, Tensor] = network.featurizer.state_dict()
+    for head in heads:
+        state |= {f"{head}.{k}": v for k, v in network.classifier.state_dict().items()}
+    if model is None:
+        return state
+    shapes = {key: value.shape for key, value in model.state_dict().items()}
+    if {k: v.numel() for k, v in shapes.items()} == {k: v.numel() for k, v in state.items()}:
+        # Some classifiers are convolutions of one pixel.
+        state = {key: value.reshape(shapes[key]) for key, value in state.items()}
+        model.load_state_dict(state)
+        ramp = torch.linspace(-1, 1, channels * image_size**2)
+        ramp = ramp.view(1, channels, image_size, image_size)
+        with torch.no_grad():
+            if torch.allclose(model.eval()(ramp), network.eval()(ramp), rtol=1e-3, atol=1e-4):
+                return state
+    raise UserError(
+        f"the network cannot be written for timm: the classifier of {name!r} is more than a linear "
+        "layer. Use it with steppe.training.load_model."
+    )
+
+
+def _no_imagenet(name: str, error: Exception) -> str:
+    return (
+        f"the ImageNet weights of {name!r} could not be downloaded ({_reason(error)}): give a "
+        "local file with --weights FILE, or start from nothing with --weights none"
+    )
+
+
+def _reason(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Reads a state dict from a safetensors or torch checkpoint file, unpickling no objects."""
+    if not path.is_file():
+        raise UserError(f"weights {path}: no such file")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
+        raise UserError(f"weights {path} cannot be read: {_reason(error)}") from None
+    except Exception as error:  # pickle.UnpicklingError and what a broken pickle may raise
+        raise UserError(
+            f"weights {path} hold more than tensors, or are damaged, and are not unpickled: save "
+            f"the state dict alone, or as safetensors ({type(error).__name__})"
+        ) from None
+    for key in _WRAPPERS:
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+    if not isinstance(state, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
+    ):
+        raise UserError(f"weights {path} hold no state dict: expected names with tensors")
+    return cast(dict[str, Tensor], dict(state))
+
+
+def _load_weights(backbone: Backbone, path: Path, name: str) -> None:
+    state = read_weights(path)
+    for prefix in _PREFIXES:
+        if all(key.startswith(prefix) for key in state):
+            state = {key.removeprefix(prefix): value for key, value in state.items()}
+    own = backbone.module.state_dict()
+    # Counters of batches seen: used by none of our settings, and missing from converted weights.
+    counters = {key for key in own if key.endswith("num_batches_tracked")}
+    missing = sorted(own.keys() - state.keys() - counters)
+    dropped = tuple(f"{head}." for head in backbone.heads)
+    foreign = sorted(k for k in state.keys() - own.keys() if not k.startswith(dropped))
+    shapes = [k for k in own.keys() & state.keys() if own[k].shape != state[k].shape]
+    for problem, keys in (("lack", missing), ("also hold", foreign), ("differ in", shapes)):
+        if keys:
+            raise UserError(
+                f"weights {path} are not those of {name!r}: they {problem} {len(keys)} of its "
+                f"tensors, such as {sorted(keys)[0]!r}"
+            )
+    backbone.module.load_state_dict({k: state[k] for k in own.keys() & state.keys()}, strict=False)
+
+
+def _small_cnn(channels: int, image_size: int) -> nn.Module:
+    """Convolutions with batch norm that halve the image until it is about 4 x 4.
+
+    The first keeps the size of a very small image, which has no detail to lose.
+    """
+    layers: list[nn.Module] = []
+    width = 16
+    halvings = [2] * max(1, round(math.log2(image_size / 4)))
+    for stride in [1, *halvings] if image_size < 16 else halvings:
+        layers += [
+            nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+        ]
+        channels, width = width, 32
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten())
+
+
+def _mnist_cnn(channels: int) -> nn.Module:
+    """DomainBed's network for 28 x 28 digits: four convolutions with group norm, then the mean."""
+    layers: list[nn.Module] = []
+    for width, stride in ((64, 1), (128, 2), (128, 1), (128, 1)):
+        layers += [
+            nn.Conv2d(channels, width, 3, stride=stride, padding=1),
+            nn.ReLU(),
+            nn.GroupNorm(8, width),
+        ]
+        channels = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())

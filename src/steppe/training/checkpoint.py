@@ -1,0 +1,234 @@
+"""Checkpoints: written whole or not at all, checked when they are read.
+
+A checkpoint is a folder ``checkpoint/step-000300`` with the weights (``model.safetensors``), the
+rest of the state's tensors (``state.safetensors``) and ``state.json``, which has their checksums
+and its own. It is written under another name, flushed to the disk and renamed; the one before it is
+kept, so that a damaged one can be passed over. ``checkpoint/best`` has the weights of the best
+record.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from steppe.errors import RunError
+
+from . import tree
+
+FORMAT = 1
+KEPT = 2
+"""Checkpoints kept: the last one and the one to fall back on."""
+MODEL = "model.safetensors"
+_STATE = "state.safetensors"
+_INDEX = "state.json"
+_TEMPORARY = ".writing-"
+_REPLACED = ".replaced-"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+log = logging.getLogger("steppe")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was read from a checkpoint folder."""
+
+    path: Path
+    step: int
+    model: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+class Damaged(Exception):
+    """A checkpoint whose files are missing or differ from their checksums."""
+
+
+def folder_name(step: int) -> str:
+    """What the checkpoint after a step is called.
+
+    Examples:
+        >>> folder_name(300)
+        'step-000300'
+    """
+    return f"step-{step:06d}"
+
+
+def save(root: Path, step: int, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+    """Writes the checkpoint after `step`, then removes those that are no longer kept.
+
+    Later ones are not: the run went back behind them because they are damaged.
+    """
+    tensors: tree.Tensors = {}
+    index = {"step": step, "state": tree.to_json(dict(state), tensors)}
+    path = root / folder_name(step)
+    _write(path, _files(dict(model), tensors, index))
+    found = _folders(root)
+    last = found.index(path)
+    for old in (*found[:last], *found[last + KEPT :]):
+        _remove(old)
+    return path
+
+
+def save_best(root: Path, step: int, model: Mapping[str, Tensor], value: float) -> None:
+    """Writes the weights of the best record so far."""
+    _write(root / "best", _files(dict(model), {}, {"step": step, "value": value}))
+
+
+def load_last(root: Path) -> Checkpoint | None:
+    """The newest checkpoint that is whole; None if there is none at all.
+
+    A damaged one is passed over with a warning. If every one is damaged, that is an error: starting
+    anew would throw the run away, and that is for a person to decide.
+    """
+    found = _folders(root)
+    for path in found:
+        try:
+            return load(path)
+        except Damaged as error:
+            log.warning("%s; looking for the one before it", error)
+    if found:
+        raise RunError(
+            f"every checkpoint in {root} is damaged: nothing to resume from. Remove {root} to "
+            "start the run anew."
+        )
+    return None
+
+
+def load(path: Path) -> Checkpoint:
+    """Reads a checkpoint folder and checks every checksum."""
+    try:
+        index = json.loads((path / _INDEX).read_bytes())
+        claimed = index.pop("checksum")
+        if claimed != _digest(_dump(index)):
+            raise Damaged(f"checkpoint {path} is damaged: {_INDEX} differs from its checksum")
+        if index["format"] > FORMAT:
+            raise RunError(
+                f"checkpoint {path} was written by a newer steppe (format {index['format']}; this "
+                f"one reads up to {FORMAT}): pip install -U steppe"
+            )
+        parts = {}
+        for name, checksum in index["files"].items():
+            data = (path / name).read_bytes()
+            if _digest(data) != checksum:
+                raise Damaged(f"checkpoint {path} is damaged: {name} differs from its checksum")
+            parts[name] = load_tensors(data)
+    except PermissionError:
+        raise  # nothing is damaged, but for a person to mend
+    except OSError as error:  # missing, or on a broken disk
+        reason = f"{Path(error.filename or path).name}: {error.strerror}"
+        raise Damaged(f"checkpoint {path} is damaged: {reason}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # not the JSON we wrote
+        raise Damaged(f"checkpoint {path} is damaged: {_INDEX} is broken ({error})") from None
+    state = tree.from_json(index.get("state"), parts[_STATE])
+    return Checkpoint(path, index["step"], parts[MODEL], state or {})
+
+
+def clean(root: Path) -> None:
+    """Removes what a killed writer left unfinished."""
+    for path in root.glob(f"{_REPLACED}*"):
+        whole = root / path.name.removeprefix(_REPLACED)
+        if not whole.exists():
+            path.rename(whole)
+    for prefix in (_TEMPORARY, _REPLACED):
+        for path in root.glob(f"{prefix}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _files(
+    model: dict[str, Tensor], tensors: dict[str, Tensor], index: dict[str, Any]
+) -> dict[str, bytes]:
+    # A copy of its own for every name: safetensors refuses tensors that share memory.
+    plain = {key: value.detach().cpu().contiguous().clone() for key, value in model.items()}
+    parts = {MODEL: save_tensors(plain), _STATE: save_tensors(tensors)}
+    index = {
+        "format": FORMAT,
+        **index,
+        "files": {name: _digest(data) for name, data in parts.items()},
+    }
+    return {**parts, _INDEX: _dump({**index, "checksum": _digest(_dump(index))})}
+
+
+def _dump(index: Mapping[str, Any]) -> bytes:
+    return json.dumps(index, sort_keys=True).encode()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write(path: Path, files: Mapping[str, bytes]) -> None:
+    """A folder with these files, in place of the one that may be there, durably."""
+    temporary, replaced = (
+        path.parent / f"{prefix}{path.name}" for prefix in (_TEMPORARY, _REPLACED)
+    )
+    for left_over in (temporary, replaced):
+        shutil.rmtree(left_over, ignore_errors=True)
+    with full_disk_explained(path):
+        try:
+            temporary.mkdir(parents=True)
+            for name, data in files.items():
+                with (temporary / name).open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            sync_folder(temporary)
+            # Two folders cannot be swapped at once. Killed between the two renames, the run has
+            # none of that name, and `clean` puts the old one back.
+            if path.exists():
+                path.rename(replaced)
+            temporary.rename(path)
+            sync_folder(path.parent)
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _folders(root: Path) -> list[Path]:
+    """The step checkpoints, newest first."""
+    found = (path for path in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name))
+    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def _remove(path: Path) -> None:
+    # Renamed first: a kill in the middle leaves rubbish that `clean` knows, not half a checkpoint.
+    doomed = path.parent / f"{_TEMPORARY}removed-{path.name}"
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames in a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def full_disk_explained(path: Path) -> Iterator[None]:
+    """Turns a failed write into an error that names the file and what is safe."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "make room" if error.errno in _FULL else "mend that"
+        raise RunError(
+            f"{path} could not be written: {error.strerror or error}. What was written before is "
+            f"whole: {remedy}, then continue with --resume."
+        ) from error

@@ -1,0 +1,347 @@
+"""One run, described: validated, complete, and the same after a trip through JSON."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from steppe.algorithms import algorithm_spec
+from steppe.domains import DatasetSpec, dataset_spec
+from steppe.errors import UserError, unknown
+from steppe.optim import optimizer_spec
+
+from .draws import draw_hparams
+
+VERSION = 1
+"""Of the format of `config.json`; raised when an older steppe would misread it."""
+
+FROM_NOTHING = 20.0
+"""Learning rates for a network that starts from nothing, over those of the space `fair`, which are
+for fine-tuning. For Adam this gives 1e-3, DomainBed's default for small images."""
+
+DEFAULT_OPTIMIZER = "adam"
+"""DomainBed's."""
+
+MAY_CHANGE = frozenset({"device", "workers", "root", "loggers"})
+"""Keys that say how a run is carried out; a resumed run may give others than it started with."""
+
+
+KEYWORDS = ("imagenet", "none")
+"""What `weights` may be, other than a file."""
+
+
+class Named(BaseModel):
+    """A name on one of the axes, and the options that go with it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything but the name."""
+        return dict(self.model_extra or {})
+
+
+class RunConfig(BaseModel):
+    """Everything that determines a run, and a little about how it is carried out.
+
+    `make_config` fills in what a dataset and an optimizer have defaults for; a `RunConfig` is
+    always complete.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: int = VERSION
+    dataset: str = Field(description="a name, or the path of a folder DOMAIN/CLASS/IMAGE")
+    targets: tuple[str, ...] = Field(min_length=1, description="domains held out for testing")
+    sources: tuple[str, ...] = Field((), description="domains to train on; empty: all others")
+    split: Literal["domainbed", "appendix"] = "domainbed"
+    trial_seed: int = Field(0, ge=0, description="seeds the split, as in DomainBed")
+    seed: int = Field(
+        0, ge=0, lt=2**64, description="seeds initial weights, batches, augmentation, dropout"
+    )
+
+    algorithm: Named = Named(name="ERM")
+    optimizer: Named
+    averaging: Literal["none"] = "none"
+
+    backbone: str
+    weights: str = Field(description="imagenet, none, or a file")
+    freeze_bn: bool = Field(description="keep batch-norm statistics as they are")
+    dropout: float = Field(0.0, ge=0, lt=1, description="before the classifier")
+    image_size: int = Field(gt=0)
+    augment: bool = Field(description="crop, flip and jitter training images")
+    augment_validation: bool = Field(
+        False, description="validate on augmented images, as DomainBed does"
+    )
+
+    steps: int = Field(gt=0, description="updates; the last record is at steps - 1")
+    checkpoint_every: int = Field(gt=0, description="steps between evaluations and checkpoints")
+    batch_size: int = Field(gt=0, description="images of each source domain in a step")
+    accumulate: int = Field(1, gt=0, description="parts that a batch is cut into, to save memory")
+    precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp32"
+    deterministic: bool = Field(False, description="same bits on a GPU, at some cost")
+
+    packed: bool = Field(True, description="use the dataset's pack where there is a valid one")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
+    workers: int | None = Field(None, ge=0, description="processes that read images; none: auto")
+    root: str | None = Field(None, description="the data folder; none: $STEPPE_DATA or ./data")
+    loggers: tuple[str, ...] = Field((), description="tensorboard, wandb, mlflow")
+    plugins: tuple[str, ...] = Field((), description="modules that register datasets")
+
+    @field_validator("targets", "sources", "loggers", "plugins", mode="before")
+    @classmethod
+    def _several(cls, value: Any) -> Any:
+        return tuple(v for v in value.split(",") if v) if isinstance(value, str) else value
+
+    @field_validator("targets", "sources", mode="before")
+    @classmethod
+    def _as_names(cls, value: Any) -> Any:
+        # Domains may be called 0, 15, ...: numbers, once read from a command line.
+        if isinstance(value, int | float):
+            return (str(value),)
+        return tuple(map(str, value)) if isinstance(value, list | tuple) else value
+
+    @field_validator("algorithm", "optimizer", mode="before")
+    @classmethod
+    def _as_named(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of accumulate={self.accumulate}"
+            )
+        for key in ("targets", "sources"):
+            names: tuple[str, ...] = getattr(self, key)
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"{key} has {name!r} twice")
+        return self
+
+    def spec(self) -> DatasetSpec:
+        """The dataset's record."""
+        return dataset_spec(self.dataset)
+
+    def to_json(self) -> str:
+        """The text of `config.json`."""
+        return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+
+
+def make_config(values: Mapping[str, Any]) -> RunConfig:
+    """Make a complete config from what was given.
+
+    What is missing comes from the dataset (steps, batch size, backbone, ...) and the optimizer
+    (its hyper-parameters); unknown keys are errors that suggest the nearest known one.
+
+    Examples:
+        >>> config = make_config({"dataset": "PACS", "targets": "sketch", "optimizer": "fad"})
+        >>> config.steps, config.backbone, config.optimizer.options["rho"]
+        (5001, 'resnet50', 0.05)
+        >>> make_config({"dataset": "PACS", "targets": "sketch", "stepz": 3})
+        Traceback (most recent call last):
+        ...
+        steppe.errors.UserError: unknown config key 'stepz', did you mean 'steps'? ...
+    """
+    given = dict(values)
+    _refuse_newer(given.get("version", VERSION))
+    for key in given:
+        if key not in RunConfig.model_fields:
+            raise UserError(unknown("config key", key, RunConfig.model_fields))
+    _import_plugins(given)
+    for key in ("dataset", "targets"):
+        if given.get(key) in (None, "", (), []):  # 0 is a domain's name
+            raise UserError(f"config has no {key!r}")
+    spec = dataset_spec(str(given["dataset"]))
+    given["dataset"] = spec.name
+    given.setdefault("weights", "imagenet" if spec.pretrained else "none")
+    if isinstance(given["weights"], str | os.PathLike) and given["weights"] not in KEYWORDS:
+        given["weights"] = str(Path(given["weights"]).resolve())
+    from_nothing = given["weights"] == "none"
+    defaults = {
+        "freeze_bn": not from_nothing,
+        **{k: getattr(spec, k) for k in ("steps", "checkpoint_every", "batch_size")},
+        **{k: getattr(spec, k) for k in ("backbone", "image_size", "augment")},
+    }
+    given["algorithm"] = _complete_algorithm(given.get("algorithm", "ERM"))
+    optimizer = given.get("optimizer", DEFAULT_OPTIMIZER)
+    given["optimizer"] = _complete_optimizer(optimizer, from_nothing)
+    try:
+        config = RunConfig(**{**defaults, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        value = "" if not where else f" {where}={first['input']!r}:"
+        raise UserError(f"config:{value} {message}") from None
+    if config.augment and spec.channels != 3:
+        raise UserError(f"augment=true needs images of 3 channels; {spec.name} has {spec.channels}")
+    return config
+
+
+def _refuse_newer(version: Any) -> None:
+    if not isinstance(version, int) or version < 1:
+        raise UserError(f"config has version={version!r}: expected a number from 1 to {VERSION}")
+    if version > VERSION:
+        raise UserError(
+            f"this config was written by a newer steppe (format {version}; this one reads up to "
+            f"{VERSION}): pip install -U steppe"
+        )
+
+
+def _import_plugins(values: Mapping[str, Any]) -> None:
+    plugins = values.get("plugins")
+    if isinstance(plugins, str):
+        plugins = plugins.split(",")
+    for module in plugins if isinstance(plugins, list | tuple) else ():
+        if not module or not isinstance(module, str):
+            continue  # for the config's own checks
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise UserError(f"plugin {module!r} is no module's name: expected such as my.datasets")
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):  # one that the plugin imports
+                raise
+            raise UserError(
+                f"plugin {module!r} cannot be imported: is it installed, or in a folder on "
+                "PYTHONPATH?"
+            ) from None
+
+
+def _split_name(value: Any, kind: str) -> tuple[str, dict[str, Any]]:
+    if isinstance(value, Named):
+        return value.name, value.options
+    if isinstance(value, str):
+        return value, {}
+    if not isinstance(value, Mapping):
+        raise UserError(f"config: {kind}={value!r}: expected a name, or a name with options")
+    options = {key: _plain(f"{kind}.{key}", option) for key, option in value.items()}
+    if "name" not in options:
+        raise UserError(f"config has options for the {kind} but not its name: {kind}.name")
+    return str(options.pop("name")), options
+
+
+def _plain(where: str, value: Any) -> Any:
+    """An option as it comes back from a file, so that a config is the same before and after."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        raise UserError(
+            f"config: {where}={value!r}: expected a finite number, a text, or a list of them"
+        ) from None
+
+
+def _complete_algorithm(value: Any) -> dict[str, Any]:
+    name, options = _split_name(value, "algorithm")
+    spec = algorithm_spec(name)
+    for key in options:
+        if key not in spec.defaults:
+            raise UserError(unknown(f"option for algorithm {spec.name!r}:", key, spec.defaults))
+    return {"name": spec.name, **spec.defaults, **options}
+
+
+def _complete_optimizer(value: Any, from_nothing: bool) -> dict[str, Any]:
+    name, options = _split_name(value, "optimizer")
+    spec = optimizer_spec(name.lower())
+    known = spec.options
+    for key in options:
+        if key not in known:
+            raise UserError(unknown(f"option for optimizer {spec.name!r}:", key, known))
+    defaults: dict[str, Any] = dict(spec.defaults)
+    if from_nothing:
+        defaults["lr"] = spec.fair_lr.default * FROM_NOTHING
+    chosen = {**defaults, **options}
+    try:  # what is wrong with a value, only the optimizer knows
+        spec.build([torch.nn.Parameter(torch.zeros(1))], **chosen)
+    except (TypeError, ValueError) as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise UserError(f"config: optimizer {spec.name!r} refuses {given}: {error}") from None
+    return {"name": spec.name, **chosen}
+
+
+def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Put ``key=value`` texts into a config; a dot reaches into the optimizer or the algorithm.
+
+    Examples:
+        >>> apply_overrides({"optimizer": "fad"}, ["optimizer.rho=0.1", "steps=50"])
+        {'optimizer': {'name': 'fad', 'rho': 0.1}, 'steps': 50}
+    """
+    result = dict(values)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise UserError(f"--set {override}: expected KEY=VALUE, such as optimizer.rho=0.1")
+        outer, dot, inner = key.strip().partition(".")
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = text
+        if not dot:
+            result[outer] = value
+            continue
+        if outer not in ("optimizer", "algorithm"):
+            raise UserError(f"--set {override}: only optimizer.* and algorithm.* have a dot")
+        old = result.get(outer, {})
+        result[outer] = {**({"name": old} if isinstance(old, str) else old), inner: value}
+    return result
+
+
+def configure(
+    options: Mapping[str, Any],
+    overrides: Iterable[str] = (),
+    *,
+    file: Path | None = None,
+    resumed: RunConfig | None = None,
+    draw: int | None = None,
+    space: str = "domainbed",
+) -> RunConfig:
+    """Make a config as the command line gives it, the later overriding the earlier.
+
+    Args:
+        options: config keys that were given.
+        overrides: ``key=value`` texts.
+        file: a config to start from.
+        resumed: the config of the run that is taken up again.
+        draw: DomainBed's `hparams_seed`; none: no hyper-parameters are drawn.
+        space: what to draw from.
+    """
+    values: dict[str, Any] = {}
+    if resumed is not None:
+        values = resumed.model_dump()
+    elif file is not None:
+        values = read_config(file).model_dump()
+    values |= options
+    texts = list(overrides)
+    config = make_config(apply_overrides(values, texts))
+    if draw is None:
+        return config
+    optimizer = config.optimizer
+    drawn = draw_hparams(config.spec(), optimizer.name, space, draw, config.trial_seed)
+    drawn["optimizer"] = {**optimizer.options, **drawn["optimizer"]}
+    # The texts once more, because they come last; but not one that is the whole optimizer.
+    later = [text for text in texts if text.partition("=")[0].strip() != "optimizer"]
+    return make_config(apply_overrides({**values, **drawn}, later))
+
+
+def read_config(path: Path) -> RunConfig:
+    """Read a run's `config.json`."""
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:  # not JSON, or no text at all
+        raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no config: expected an object with keys")
+    try:
+        return make_config(values)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None

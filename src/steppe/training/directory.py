@@ -1,0 +1,204 @@
+"""A run's folder: config.json, records.jsonl, log.txt, state."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steppe.errors import RunError, UserError
+
+from .checkpoint import full_disk_explained, sync_folder
+from .config import RunConfig, read_config
+
+STATES = ("planned", "running", "done", "failed")
+VOLATILE = ("seconds_per_step", "evaluation_seconds", "memory_gb")
+"""Fields of a record that measure the machine: two equal runs may differ in them."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The files of one run."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """The run's description."""
+        return self.path / "config.json"
+
+    @property
+    def records_file(self) -> Path:
+        """One line of JSON for every evaluation."""
+        return self.path / "records.jsonl"
+
+    @property
+    def data_file(self) -> Path:
+        """What the run learns from: classes, domains, numbers of images."""
+        return self.path / "data.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoint"
+
+    def exists(self) -> bool:
+        """Whether a run has been started here."""
+        return self.config_file.exists()
+
+    def create(self, config: RunConfig) -> None:
+        """Starts a run: its config is the first thing written."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        _replace(self.config_file, config.to_json())
+
+    def config(self) -> RunConfig:
+        """The run's config."""
+        if not self.exists():
+            raise UserError(f"{self.path} is not a run: it has no config.json")
+        return read_config(self.config_file)
+
+    def data(self) -> dict[str, Any]:
+        """What the run learns from."""
+        if not self.data_file.exists():
+            raise UserError(f"{self.path} was not begun yet: it has no data.json")
+        try:
+            facts: dict[str, Any] = json.loads(self.data_file.read_text())
+        except ValueError as error:
+            raise UserError(f"{self.data_file} is damaged, not JSON: {error}") from None
+        return facts
+
+    def write_data(self, facts: Mapping[str, Any]) -> None:
+        """Notes what the run learns from."""
+        _replace(self.data_file, json.dumps(facts, indent=2) + "\n")
+
+    @property
+    def state(self) -> str:
+        """One of `STATES`; a run that was interrupted is planned again."""
+        path = self.path / "state"
+        return path.read_text().strip() if path.exists() else "planned"
+
+    def set_state(self, state: str) -> None:
+        """Writes the state."""
+        path = self.path / "state"
+        try:
+            _replace(path, state + "\n")
+        except RunError:
+            if not path.exists():
+                raise
+            # On a full disk there is no room for another file, but there is for this one.
+            with full_disk_explained(path), path.open("r+b", buffering=0) as file:
+                file.truncate(file.write(f"{state}\n".encode()))
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Adds a record, flushed to the disk; a write that fails leaves no half line."""
+        rest = (json.dumps(record, allow_nan=False) + "\n").encode()
+        path = self.records_file
+        # Unbuffered, so that a failed write fails here and not in a later flush.
+        with full_disk_explained(path), path.open("ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                while rest:  # a disk that fills up takes what it can, and fails the next time
+                    rest = rest[file.write(rest) :]
+                os.fsync(file.fileno())
+            except OSError:
+                os.truncate(path, before)
+                raise
+
+    def records(self) -> list[dict[str, Any]]:
+        """All complete records; a last line cut off by a crash is left out."""
+        if not self.records_file.exists():
+            return []
+        records = []
+        for number, line in enumerate(self.records_file.read_bytes().split(b"\n")[:-1], start=1):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise RunError(
+                    f"{self.records_file}, line {number} is damaged, not JSON: {error}"
+                ) from None
+        return records
+
+    def records_size(self) -> int:
+        """The length of the records in bytes, which a checkpoint remembers."""
+        return self.records_file.stat().st_size if self.records_file.exists() else 0
+
+    def cut_records(self, size: int) -> None:
+        """Drops what was recorded after a checkpoint: the resumed run records it again."""
+        missing = size - self.records_size()
+        if missing > 0:
+            raise RunError(
+                f"{self.records_file} lacks {missing} bytes that were there when the last "
+                f"checkpoint was written: put it back, or remove {self.path} to start anew"
+            )
+        if missing:
+            os.truncate(self.records_file, size)
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Has everything that steppe logs also go to ``log.txt``."""
+        handler = _LogFile(self.path / "log.txt")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger = logging.getLogger("steppe")
+        level = logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+            logger.removeHandler(handler)
+            handler.close()
+
+
+class _LogFile(logging.Handler):
+    """Lines at the end of a file; nothing depends on them, and a full disk loses only them.
+
+    Unbuffered, so that nothing is left to be written, and to fail, when it is closed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        with full_disk_explained(path):
+            self._file = path.open("ab", buffering=0)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            self._file.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def select(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The record that train-domain validation picks: the first with the highest mean accuracy.
+
+    The last one, where a run has no validation images.
+    """
+
+    def value(record: Mapping[str, Any]) -> float:
+        scores = [d["val"]["accuracy"] for d in record["domains"].values() if "val" in d]
+        return float(sum(scores) / len(scores) if scores else record["step"])
+
+    return max(records, key=value)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a small file in one piece: readers see the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.writing")
+    with full_disk_explained(path):
+        try:
+            with temporary.open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)

@@ -1,0 +1,92 @@
+"""Accuracy, cross-entropy and calibration error of a model on a part of a domain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from steppe.domains.batches import Batch
+
+BINS = 15
+"""Bins of the calibration error, equal in width."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How well a model does on some images.
+
+    Attributes:
+        accuracy: the share of images whose class is the most likely one.
+        cross_entropy: the mean, in nats.
+        calibration_error: the expected calibration error, over 15 bins of equal width: the mean
+            over images of the difference between confidence and accuracy in the image's bin.
+        images: how many there were.
+    """
+
+    accuracy: float
+    cross_entropy: float
+    calibration_error: float
+    images: int
+
+    def to_json(self) -> dict[str, float | int]:
+        """Plain values."""
+        return asdict(self)
+
+
+class Tally:
+    """Sums over batches, on the device; sums of several processes add up."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Rows: images, images that are right, confidence; the last column has no bin: its first
+        # entry is the cross-entropy.
+        self.sums = torch.zeros(3, BINS + 1, dtype=torch.float64, device=device)
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Counts one batch."""
+        logits = logits.float()
+        confidence = logits.softmax(1).amax(1)
+        right = logits.argmax(1).eq(labels)  # not softmax's: it rounds close ones to equal
+        # A bin is (low, high], so that a confidence of 1 is in the last.
+        bins = (confidence * BINS).ceil().long().sub_(1).clamp_(0, BINS - 1)
+        # One product with a one-hot matrix: a scatter is not repeatable on a GPU.
+        rows = torch.stack([torch.ones_like(confidence), right.float(), confidence]).double()
+        self.sums[:, :BINS] += rows @ F.one_hot(bins, BINS).double()
+        self.sums[0, BINS] += F.cross_entropy(logits, labels, reduction="none").double().sum()
+
+    def scores(self) -> Scores:
+        """The scores of everything counted."""
+        images, right, confidence = self.sums[:, :BINS].cpu()
+        n = float(images.sum())
+        return Scores(
+            accuracy=float(right.sum()) / n,
+            cross_entropy=float(self.sums[0, BINS]) / n,
+            calibration_error=float((confidence - right).abs().sum()) / n,
+            images=round(n),
+        )
+
+
+@torch.no_grad()
+def evaluate(
+    predict: Callable[[Tensor], Tensor],
+    batches: Iterable[Batch],
+    device: torch.device,
+    reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
+) -> Scores:
+    """The scores of a model over batches.
+
+    Args:
+        predict: maps images to logits.
+        batches: images, uint8, and labels.
+        device: where to compute.
+        reduce: adds the sums of several processes.
+    """
+    tally = Tally(device)
+    for images, labels in batches:
+        logits = predict(images.to(device, non_blocking=True))
+        tally.add(logits, labels.to(device, non_blocking=True))
+    tally.sums = reduce(tally.sums)
+    return tally.scores()

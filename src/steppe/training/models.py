@@ -1,0 +1,269 @@
+"""What a finished run is good for: its model, its scores on other data, its weights in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from PIL import Image
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from steppe.algorithms import Algorithm
+from steppe.domains import Domain, Images, dataset_names, load
+from steppe.domains.augment import resize
+from steppe.domains.batches import View, evaluation_batches
+from steppe.domains.dataset import Pixels
+from steppe.domains.folder import read_domain, read_folder, subfolders
+from steppe.errors import UserError
+
+from . import checkpoint, setup
+from .backbones import library_state
+from .config import VERSION, RunConfig
+from .directory import RunDirectory
+from .evaluation import Scores, evaluate
+from .processes import find_device
+
+Which = Literal["last", "best"]
+
+
+class TrainedModel(nn.Module):
+    """A run's model, in evaluation mode.
+
+    Takes pixels as uint8, N x channels x height x width, or what `preprocess` returns, and gives
+    logits.
+
+    Attributes:
+        classes: the class names, in the order of the logits.
+        image_size: height and width it was trained at.
+        algorithm: the algorithm that trained it, with the network inside.
+    """
+
+    def __init__(self, algorithm: Algorithm, classes: tuple[str, ...], image_size: int) -> None:
+        super().__init__()
+        self.algorithm = algorithm
+        self.classes = classes
+        self.image_size = image_size
+        self.eval()
+
+    @property
+    def channels(self) -> int:
+        """Of the images it takes."""
+        return self.algorithm.network.mean.numel()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The logits."""
+        return self.algorithm.predict(self.algorithm.network.normalize(images))
+
+    def preprocess(self, *images: Image.Image) -> Tensor:
+        """Images as one batch, resized as in evaluation; in grey if the model was trained so."""
+        modes = {1: "L", 3: "RGB"}
+        if self.channels not in modes:
+            raise UserError(f"the model takes {self.channels} channels, which no image file has")
+        converted = (image.convert(modes[self.channels]) for image in images)
+        arrays = [np.atleast_3d(np.asarray(image)) for image in converted]
+        pixels = np.stack([resize(array, self.image_size) for array in arrays])
+        return torch.from_numpy(pixels).permute(0, 3, 1, 2).to(self.algorithm.network.mean.device)
+
+
+def load_model(
+    run: str | os.PathLike[str], which: Which = "last", device: str = "cpu"
+) -> TrainedModel:
+    """Load the model that a run trained.
+
+    Args:
+        run: the run's folder.
+        which: the weights after the last step, or those of the best record by validation accuracy.
+        device: where to put it.
+
+    Examples:
+        >>> import tempfile
+        >>> from steppe.training import make_config, train
+        >>> folder = tempfile.mkdtemp()
+        >>> config = make_config({"dataset": "RotatedDigits", "targets": "75", "steps": 2})
+        >>> records = train(config, folder)
+        >>> model = load_model(folder)
+        >>> model(torch.zeros(1, 1, 8, 8, dtype=torch.uint8)).shape
+        torch.Size([1, 10])
+    """
+    directory = RunDirectory(Path(run))
+    config, data = _config(directory), directory.data()
+    weights = _weights(directory, which)
+    # The weights of the file replace those it was begun with.
+    start = config.model_copy(update={"weights": "none"})
+    algorithm = setup.build(start, len(data["classes"]), data["channels"], len(data["sources"]))
+    algorithm.load_state_dict(weights)
+    model = TrainedModel(algorithm, tuple(data["classes"]), config.image_size)
+    return model.to(find_device(device))
+
+
+def _config(directory: RunDirectory) -> RunConfig:
+    """A run's config as it is written, complete: its dataset need not be there any more."""
+    if directory.exists():
+        with suppress(ValidationError):
+            config = RunConfig.model_validate_json(directory.config_file.read_bytes())
+            if config.version <= VERSION:
+                return config
+    return directory.config()  # says what is wrong
+
+
+def _weights(directory: RunDirectory, which: Which) -> Mapping[str, Tensor]:
+    if which not in get_args(Which):
+        raise UserError(f"which={which!r}: expected {' or '.join(get_args(Which))}")
+    if which == "best":
+        path = directory.checkpoints / "best"
+        if not path.exists():
+            raise UserError(f"{directory.path} has no best checkpoint: use the last one")
+        try:
+            return checkpoint.load(path).model
+        except checkpoint.Damaged as error:
+            raise UserError(f"{error}; the last one can be used instead") from None
+    found = checkpoint.load_last(directory.checkpoints)
+    if found is None:
+        raise UserError(f"{directory.path} has no checkpoint yet: continue it with --resume")
+    return found.model
+
+
+def evaluate_run(
+    run: str | os.PathLike[str],
+    data: str | os.PathLike[str] | None = None,
+    *,
+    which: Which = "last",
+    device: str = "auto",
+    root: str | None = None,
+) -> dict[str, Scores]:
+    """Evaluate a run's model on every image of some domains.
+
+    Args:
+        run: the run's folder.
+        data: a folder DOMAIN/CLASS/IMAGE or CLASS/IMAGE, or a dataset's name; the run's own target
+            domains unless given.
+        which: the last or the best weights.
+        device: where to compute.
+        root: the data folder, for datasets by name.
+
+    Returns:
+        The scores by domain.
+    """
+    directory = RunDirectory(Path(run))
+    where = find_device(device)
+    model = load_model(run, which).to(where)
+    config = _config(directory)
+    if data is None or config.plugins:
+        config = directory.config()  # imports the plugins, which know the datasets' names
+    if data is None:
+        dataset = load(config.dataset, root or config.root, packed=config.packed)
+        found, domains = dataset.classes, dataset.domains
+        domains = tuple(domain for domain in domains if domain.name in config.targets)
+    else:
+        found, domains = _find(data, model.classes, root or config.root)
+    view = View(model.image_size, augment=False)
+    results = {}
+    for domain in _renumbered(domains, found, model.classes):
+        seen = _in_channels(domain, model.channels)
+        batches = evaluation_batches(seen, np.arange(len(seen)), view, batch_size=64)
+        results[domain.name] = evaluate(model, batches, where)
+    return results
+
+
+def _find(
+    data: str | os.PathLike[str], classes: Sequence[str], root: str | None
+) -> tuple[tuple[str, ...], tuple[Domain, ...]]:
+    """The classes and domains of a dataset, or of a folder with or without domains."""
+    name = os.fspath(data)
+    if name.lower() in (known.lower() for known in dataset_names()):
+        dataset = load(name, root)
+        return dataset.classes, dataset.domains
+    path = Path(name)
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder, and no dataset of that name")
+    below = subfolders(path)
+    # A domain's folder has folders of classes below it, even where it is called as a class is.
+    if any(set(subfolders(path / folder)) & set(classes) for folder in below):
+        return read_folder(path, below)
+    return tuple(below), (read_domain(path, path.resolve().name, below),)
+
+
+def _renumbered(
+    domains: Sequence[Domain], found: Sequence[str], classes: Sequence[str]
+) -> list[Domain]:
+    """The domains with their labels numbered as the model's classes."""
+    strange = [name for name in found if name not in classes]
+    if strange:
+        raise UserError(
+            f"the data has classes that the model does not know: {', '.join(strange[:5])}. It "
+            f"knows {', '.join(classes[:10])}" + (", ..." if len(classes) > 10 else "")
+        )
+    to_model = np.array([classes.index(name) for name in found])
+    return [replace(domain, labels=to_model[domain.labels]) for domain in domains]
+
+
+@dataclass(frozen=True)
+class _Grey:
+    """Images in colour, seen by a model for grey ones."""
+
+    images: Images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int, /) -> Pixels:
+        return np.asarray(Image.fromarray(self.images[index]).convert("L"))[..., None]
+
+    def name(self, index: int, /) -> str:
+        return self.images.name(index)
+
+
+def _in_channels(domain: Domain, channels: int) -> Domain:
+    """The domain's images with as many channels as a model takes."""
+    found = domain.images[0].shape[2]
+    if (found, channels) == (3, 1):
+        return replace(domain, images=_Grey(domain.images))
+    if found != channels:
+        raise UserError(
+            f"the images of {domain.name!r} have {found} channels, and the model takes {channels}"
+        )
+    return domain
+
+
+def export_run(
+    run: str | os.PathLike[str], out: str | os.PathLike[str], which: Which = "last"
+) -> dict[str, str]:
+    """Write a run's network as one safetensors file, with the backbone library's own key names.
+
+    ``timm.create_model(name, num_classes=...)`` or torchvision's constructor loads it with
+    ``load_state_dict``. What is needed to use it is in the file's metadata, which is returned.
+    """
+    model = load_model(run, which)
+    config, network = _config(RunDirectory(Path(run))), model.algorithm.network
+    weights = library_state(config.backbone, network, config.image_size)
+    metadata = {
+        "backbone": config.backbone,
+        "classes": json.dumps(model.classes),
+        "image_size": str(config.image_size),
+        "mean": json.dumps(network.mean.flatten().tolist()),
+        "std": json.dumps(network.std.flatten().tolist()),
+        "config": json.dumps(_public(config.model_dump(mode="json"))),
+    }
+    plain = {name: value.contiguous().clone() for name, value in weights.items()}
+    try:
+        save_file(plain, out, metadata=metadata)
+    except SafetensorError as error:
+        raise UserError(f"{os.fspath(out)} could not be written: {error}") from None
+    return metadata
+
+
+def _public(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without where things lie on this machine."""
+    hidden = ("root", "device", "workers", "loggers", "plugins")
+    kept = {key: value for key, value in config.items() if key not in hidden}
+    return {**kept, **{key: Path(kept[key]).name for key in ("dataset", "weights")}}

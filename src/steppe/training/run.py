@@ -1,0 +1,126 @@
+"""One run in its folder: begun, taken up again, locked against others, its state kept true."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from steppe.errors import Interrupted, RunError, UserError
+from steppe.optim import optimizer_spec
+
+from . import precision
+from .config import MAY_CHANGE, RunConfig
+from .directory import RunDirectory
+from .processes import Processes, join
+from .progress import Display, Silent
+from .trainer import Trainer
+
+log = logging.getLogger("steppe")
+
+
+def train(
+    config: RunConfig,
+    out: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    display: Display | None = None,
+) -> list[dict[str, Any]]:
+    """Carry out a run in a folder and return its records.
+
+    Args:
+        config: the run.
+        out: its folder.
+        resume: go on with what the folder has, if it has anything; a finished run is left as it is.
+        display: where progress goes; nowhere unless given.
+
+    Raises:
+        UserError: something given is wrong, and nothing was started; or an image cannot be read.
+        RunError: the run could not go on: the loss diverged, the disk is full.
+        Interrupted: SIGTERM or Ctrl-C; the state was saved.
+
+    Examples:
+        >>> import tempfile
+        >>> from steppe.training import make_config, train
+        >>> config = make_config({"dataset": "RotatedDigits", "targets": "75", "steps": 3})
+        >>> records = train(config, tempfile.mkdtemp())
+        >>> [record["step"] for record in records]
+        [0, 2]
+    """
+    run = RunDirectory(Path(out))
+    with ExitStack() as stack:
+        processes = stack.enter_context(join(config.device))
+        needs_graph = optimizer_spec(config.optimizer.name).needs_graph
+        precision.check(config.precision, processes.device, needs_graph)
+        stack.enter_context(precision.settings(config.precision, config.deterministic))
+        if processes.first:
+            stack.enter_context(_lock(run))
+            _open(run, config, resume)
+            stack.enter_context(run.logging())
+        processes.gather(None)  # the others wait until the folder is there
+        if resume and run.state == "done":
+            log.info("%s is done already", run.path)
+            return run.records()
+        with _state_of(run, processes):
+            trainer = Trainer(config, run, processes, display or Silent())
+            trainer.run()
+        return run.records()
+
+
+def _open(run: RunDirectory, config: RunConfig, resume: bool) -> None:
+    """Writes the config of a new run, or checks that an old one is the same run."""
+    begun = run.data_file.exists()
+    if not run.exists() or (run.state == "failed" and not begun):  # nothing there to be lost
+        run.create(config)
+        return
+    if not resume:
+        raise UserError(f"{run.path} holds a run already: add --resume, or choose another --out")
+    old, new = run.config().model_dump(), config.model_dump()
+    for key in old:
+        if key not in MAY_CHANGE and old[key] != new[key]:
+            raise UserError(
+                f"{run.path} was started with {key}={old[key]!r}, not {new[key]!r}: a resumed run "
+                "cannot change it; choose another --out"
+            )
+
+
+@contextmanager
+def _lock(run: RunDirectory) -> Iterator[None]:
+    """Keeps two processes from writing one run; the system lets go of it when a process dies."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    with (run.path / ".lock").open("w") as file:
+        try:
+            # Not `flock`: processes that read images would inherit it and outlive a killed trainer.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # the system chooses which
+            raise UserError(f"{run.path} is being trained by another process") from None
+        yield
+
+
+@contextmanager
+def _state_of(run: RunDirectory, processes: Processes) -> Iterator[None]:
+    """Keeps the file `state` true."""
+    if not processes.first:
+        yield
+        return
+    run.set_state("running")
+    try:
+        yield
+    except Interrupted as error:
+        log.warning("interrupted by %s: saved, continue with --resume", error)
+        run.set_state("planned")
+        raise
+    except Exception as error:
+        # For log.txt alone: whoever asked for the run gets the error itself.
+        log.debug("failed: %s", error, exc_info=not isinstance(error, UserError | RunError))
+        with suppress(RunError):  # of a full disk: the error that led here says so, and more
+            run.set_state("failed")
+        raise
+    except BaseException:  # a second Ctrl-C, or an exit: asked for, though nothing was saved
+        run.set_state("planned")
+        raise
+    run.set_state("done")

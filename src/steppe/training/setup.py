@@ -1,0 +1,73 @@
+"""What a run is made of, from its config: data, algorithm, and how they are placed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from steppe.algorithms import Algorithm, build_algorithm
+from steppe.domains import Dataset, Split, data_folder, load, split_dataset
+
+from .backbones import build_network
+from .config import RunConfig
+from .processes import Processes
+
+
+def open_data(config: RunConfig) -> tuple[Dataset, tuple[Split, ...]]:
+    """The dataset of a run, and the splits of the domains it uses."""
+    dataset = load(config.dataset, config.root, packed=config.packed)
+    root = None
+    if dataset.spec.folder is not None:
+        root = Path(config.root or data_folder()) / dataset.spec.folder
+    splits = split_dataset(
+        dataset, config.targets, config.trial_seed, config.split, config.sources, root
+    )
+    return dataset, splits
+
+
+def build(config: RunConfig, n_classes: int, channels: int, n_sources: int) -> Algorithm:
+    """The algorithm of a run around its network, freshly initialized."""
+    network = build_network(
+        config.backbone,
+        n_classes=n_classes,
+        image_size=config.image_size,
+        channels=channels,
+        weights=config.weights,
+        dropout=config.dropout,
+        freeze_bn=config.freeze_bn,
+    )
+    return build_algorithm(config.algorithm.name, network, n_sources, **config.algorithm.options)
+
+
+def reader_count(config: RunConfig, dataset: Dataset, processes: Processes) -> int:
+    """How many processes read images for this one."""
+    if config.workers is not None:
+        return config.workers
+    # On a CPU, readers would take the cores that compute; arrays need none.
+    if processes.device.type == "cpu" or dataset.spec.folder is None:
+        return 0
+    return max(1, min(8, (os.cpu_count() or 1) // processes.world))
+
+
+def memory_format(config: RunConfig, device: torch.device) -> torch.memory_format:
+    """Channels-last where it is faster: large images on a CPU, half precision on a GPU."""
+    large = config.image_size >= 64
+    half = config.precision in ("fp16", "bf16")
+    return (
+        torch.channels_last if large and (device.type == "cpu" or half) else torch.contiguous_format
+    )
+
+
+def parallel(algorithm: Algorithm, processes: Processes, several: bool) -> nn.Module:
+    """The algorithm, wrapped so that its gradients are averaged over the processes.
+
+    `several` objectives leave each others' parameters without gradients.
+    """
+    if processes.world == 1:
+        return algorithm
+    ids = [processes.device.index] if processes.device.type == "cuda" else None
+    return DistributedDataParallel(algorithm, device_ids=ids, find_unused_parameters=several)

@@ -1,0 +1,401 @@
+"""The loop: one batch of every source domain a step, an evaluation at every checkpoint.
+
+The state is everything that the next step depends on, so that a run that was killed goes on as if
+nothing had happened.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steppe import __version__
+from steppe.algorithms import Losses, Objective
+from steppe.domains import Split, seed_hash
+from steppe.domains.batches import Batch, Sampling, View, evaluation_batches, training_batches
+from steppe.errors import Interrupted, RunError, UserError
+from steppe.optim import build_optimizer
+
+from . import checkpoint, precision, randomness, setup
+from .config import RunConfig
+from .directory import RunDirectory
+from .evaluation import Scores, evaluate
+from .interrupts import Interrupts
+from .loggers import Logger, flatten, open_loggers
+from .processes import Processes
+from .progress import Display, Silent, summary
+from .update import cut, optimize
+
+log = logging.getLogger("steppe")
+
+EVALUATION_BATCH = 64
+DIVERGENCE_STEPS = 50
+"""On a GPU, reading the loss makes the host wait: it is looked at this often."""
+AGREEMENT_STEPS = 10
+"""With several processes, how often they ask each other whether one was told to stop."""
+
+
+class Trainer:
+    """The state of a run, and what is done to it.
+
+    Args:
+        config: the run.
+        run: its folder.
+        processes: this process among the others.
+        display: where progress goes.
+    """
+
+    def __init__(
+        self, config: RunConfig, run: RunDirectory, processes: Processes, display: Display
+    ) -> None:
+        self.config, self.dir, self.processes, self.display = config, run, processes, display
+        self.device = processes.device
+        self.dataset, self.splits = setup.open_data(config)
+        sources = tuple(split for split in self.splits if split.source)
+        self.sampling = Sampling(
+            sources,
+            config.batch_size,
+            View(config.image_size, config.augment),
+            config.seed,
+            processes.rank,
+            processes.world,
+        )
+        if config.batch_size // processes.world % config.accumulate:
+            raise UserError(
+                f"batch_size={config.batch_size} over {processes.world} processes cannot be cut "
+                f"into accumulate={config.accumulate} equal parts"
+            )
+        self.workers = setup.reader_count(config, self.dataset, processes)
+        self.memory_format = setup.memory_format(config, self.device)
+
+        randomness.seed_all(config.seed)
+        n_classes, channels = len(self.dataset.classes), self.dataset.spec.channels
+        self.algorithm = setup.build(config, n_classes, channels, len(sources)).to(self.device)
+        self.algorithm.to(memory_format=self.memory_format)
+        if processes.rank:  # from here on, other draws than process 0 (dropout)
+            randomness.seed_all(seed_hash(config.seed, processes.rank))
+        self.objectives = tuple(self.algorithm.objectives())
+        self.parallel = setup.parallel(self.algorithm, processes, len(self.objectives) > 1)
+        self.optimizers = {
+            objective.name: build_optimizer(
+                config.optimizer.name,
+                objective.parameters,
+                model=self.parallel,
+                **{**config.optimizer.options, **objective.options},
+            )
+            for objective in self.objectives
+        }
+        self.scaler = precision.scaler(config.precision, self.device)
+
+        self.done = 0
+        """Updates made so far."""
+        self.recorded = True
+        """Whether the record that is due after the last update has been made."""
+        self.best: tuple[float, int] | None = None
+        self.sums: dict[str, Tensor] = {}
+        """Of the loss and its parts since the last record."""
+        self.counted = 0
+        self.update_seconds = 0.0
+        """Spent in forward, backward and the optimizer; on a GPU, in launching them."""
+        self._loggers: list[Logger] = []
+        self._clock = 0.0
+
+    def run(self) -> None:
+        """Restores what a checkpoint has, and trains to the end."""
+        config = self.config
+        if self.processes.first:
+            self._check_data()
+        self._restore()
+        if self.processes.first:
+            log.info(
+                "steppe %s, %s, data: %s, split %s, validation %s",
+                __version__,
+                self.device,
+                self.dataset.origin,
+                config.split,
+                "augmented" if config.augment_validation else "not augmented",
+            )
+        if not self.processes.first:
+            self.display = Silent()
+        else:
+            values = config.model_dump(mode="json")
+            self._loggers = open_loggers(config.loggers, self.dir.path, values, self.done > 0)
+            for record in self.dir.records():  # what a killed process may not have sent
+                self._tell_loggers(record)
+        targets = "+".join(config.targets)
+        title = f"{config.dataset}, {targets} held out, {config.optimizer.name}"
+        self.display.start(title, self.done, config.steps)
+        state = "failed"
+        try:
+            with Interrupts() as interrupts:
+                self._train(interrupts)
+            state = "done"
+        finally:
+            self.display.stop()
+            for logger in self._loggers:
+                logger.close(state)
+
+    def _check_data(self) -> None:
+        """Notes what the run learns from; a resumed run must find the same."""
+        sources = [split for split in self.splits if split.source]
+        facts = {
+            "dataset": self.dataset.spec.name,
+            "classes": list(self.dataset.classes),
+            "channels": self.dataset.spec.channels,
+            "sources": [split.domain.name for split in sources],
+            "images": {
+                split.domain.name: {name: len(part) for name, part in split.parts.items()}
+                for split in self.splits
+            },
+            "fingerprint": self.dataset.fingerprint(),
+            "shrunk_to": self.dataset.shrunk_to,
+        }
+        if not self.dir.data_file.exists():
+            self.dir.write_data(facts)
+        elif self.dir.data() != facts:
+            raise UserError(
+                f"the images of {self.config.dataset} ({self.dataset.origin}) are not those that "
+                f"{self.dir.path} was started with: put them back, or choose another --out"
+            )
+
+    def _train(self, interrupts: Interrupts) -> None:
+        self._clock = time.perf_counter()
+        if not self.recorded:
+            self._record(interrupts)
+        pin = self.device.type == "cuda"
+        steps = training_batches(self.sampling, self.done, self.config.steps, self.workers, pin)
+        for batches in steps:
+            self.step(batches)
+            self.recorded = not self._due()
+            self.display.step(self.done)
+            self._check_divergence()
+            self._stop_if_asked(interrupts)
+            if not self.recorded:
+                self._record(interrupts)
+
+    def _due(self) -> bool:
+        """Whether the last update is one that a record is made after, as DomainBed counts."""
+        config = self.config
+        return (self.done - 1) % config.checkpoint_every == 0 or self.done == config.steps
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        """One update, from one batch of every source domain."""
+        parts = cut([self._to_device(batch) for batch in batches], self.config.accumulate)
+        prepared = [self.algorithm.prepare(part) for part in parts]
+        firsts: list[Losses] = []
+        for objective in self.objectives:
+            if objective.active(self.done):
+                autocast = precision.autocast(self.config.precision, self.device)
+                optimizer = self.optimizers[objective.name]
+                began = time.perf_counter()
+                firsts = optimize(
+                    optimizer, self.parallel, objective.name, prepared, autocast, self.scaler
+                )
+                self.update_seconds += time.perf_counter() - began
+                self._count(objective, firsts)
+        for part, first in zip(prepared, firsts, strict=True):
+            self.algorithm.commit(part, first)
+        self.done += 1
+
+    def _to_device(self, batch: Batch) -> Batch:
+        images = batch.images.to(self.device, non_blocking=True)
+        labels = batch.labels.to(self.device, non_blocking=True)
+        images = self.algorithm.network.normalize(images)
+        return Batch(images.contiguous(memory_format=self.memory_format), labels)
+
+    def _count(self, objective: Objective, firsts: Sequence[Losses]) -> None:
+        main = objective is self.objectives[0]
+        self.counted += main
+        for losses in firsts:
+            total = "total" if main else objective.name
+            for name, value in {total: losses.total, **losses.parts}.items():
+                value = value.detach().double() / len(firsts)
+                self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def _check_divergence(self) -> None:
+        step = self.done - 1
+        if self.device.type == "cuda" and step % DIVERGENCE_STEPS:
+            return
+        total = float(self.sums["total"])
+        if not math.isfinite(total):
+            self._diverged(f"the loss became {total} at step {step} or shortly before")
+
+    def _diverged(self, what: str) -> None:
+        raise RunError(
+            f"{what}: the run diverged. Records and checkpoints so far are kept in "
+            f"{self.dir.path}. Try a smaller optimizer.lr"
+            + (" or precision=fp32" if self.config.precision in ("fp16", "bf16") else "")
+            + ", in another --out."
+        )
+
+    def _stop_if_asked(self, interrupts: Interrupts) -> None:
+        number = interrupts.number
+        if self.processes.world > 1:
+            if self.done % AGREEMENT_STEPS:
+                return
+            if self.processes.any(number is not None):
+                numbers = [n for n in self.processes.gather(number) if n is not None]
+                number = numbers[0]
+        if number is not None:
+            self._save()
+            raise Interrupted(number)
+
+    def _record(self, interrupts: Interrupts) -> None:
+        """Evaluates, appends the record and saves the state."""
+        step, config = self.done - 1, self.config
+        counted = max(self.counted, 1)
+        started = time.perf_counter()
+        seconds = (started - self._clock) / counted
+        means = {name: float(value) / counted for name, value in self.sums.items()}
+        domains = self._evaluate(interrupts)
+        smallest = min(len(split.larger) for split in self.splits)
+        record: dict[str, Any] = {
+            "step": step,
+            "epoch": step * config.batch_size / smallest,
+            "loss": means,
+            "domains": domains,
+            "worst_accuracy": _worst(domains),
+            "seconds_per_step": seconds,
+            "evaluation_seconds": time.perf_counter() - started,
+            "memory_gb": _peak_memory(self.device),
+        }
+        flat = flatten(record)
+        wrong = [name for name, value in flat.items() if not math.isfinite(value)]
+        if wrong:
+            self._diverged(f"{wrong[0]} became {flat[wrong[0]]} at step {step}")
+        self.sums, self.counted = {}, 0
+        self.recorded = True
+        validation = [d["val"]["accuracy"] for d in domains.values() if "val" in d]
+        value = sum(validation) / len(validation) if validation else None
+        better = value is not None and (self.best is None or value > self.best[0])
+        if value is not None and better:
+            self.best = (value, step)
+        if self.processes.first:
+            self.dir.append(record)
+            if value is not None and better:
+                checkpoint.save_best(self.dir.checkpoints, step, self.algorithm.state_dict(), value)
+        self._save()
+        self.display.record(record)
+        log.debug("%s", summary(record))
+        self._tell_loggers(record)
+        self._clock = time.perf_counter()
+
+    def _tell_loggers(self, record: Mapping[str, Any]) -> None:
+        values = {name: value for name, value in flatten(record).items() if name != "step"}
+        for logger in self._loggers:
+            logger.record(record["step"], values)
+
+    def _evaluate(self, interrupts: Interrupts) -> dict[str, Any]:
+        """The scores of every part of every domain in use."""
+        self.algorithm.eval()
+        try:
+            return {
+                split.domain.name: {
+                    name: self._scores(split, name, interrupts).to_json()
+                    for name, chosen in split.parts.items()
+                    if len(chosen)
+                }
+                for split in self.splits
+            }
+        finally:
+            self.algorithm.train()
+
+    def _scores(self, split: Split, part: str, interrupts: Interrupts) -> Scores:
+        config, rank, world = self.config, self.processes.rank, self.processes.world
+        augmented = config.augment and config.augment_validation and part == "val"
+        batches = evaluation_batches(
+            split.domain,
+            split.parts[part][rank::world],
+            View(config.image_size, augmented),
+            EVALUATION_BATCH,
+            # More numbers than training seeds with: never the same draws.
+            seeds=(config.seed, split.position, self.done, rank),
+            workers=self.workers,
+            pin=self.device.type == "cuda",
+        )
+        return evaluate(
+            self._predict, self._interruptible(batches, interrupts), self.device, self.processes.sum
+        )
+
+    def _interruptible(self, batches: Iterator[Batch], interrupts: Interrupts) -> Iterator[Batch]:
+        for batch in batches:
+            if interrupts.number is not None and self.processes.world == 1:
+                # The update is made, its record is not: the resumed run begins with it.
+                self.algorithm.train()
+                self._save()
+                raise Interrupted(interrupts.number)
+            yield batch
+
+    def _predict(self, images: Tensor) -> Tensor:
+        images = self.algorithm.network.normalize(images)
+        with precision.autocast(self.config.precision, self.device):
+            images = images.contiguous(memory_format=self.memory_format)
+            return self.algorithm.predict(images)
+
+    def _save(self) -> None:
+        # One process's generators are not another's: all of them are kept.
+        generators = self.processes.gather(randomness.get_state(self.device))
+        if not self.processes.first:
+            return
+        state = {
+            "done": self.done,
+            "recorded": self.recorded,
+            "records_size": self.dir.records_size(),
+            "optimizers": {name: o.state_dict() for name, o in self.optimizers.items()},
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "best": self.best,
+            "sums": self.sums,
+            "counted": self.counted,
+            "generators": generators,
+        }
+        checkpoint.save(self.dir.checkpoints, self.done - 1, self.algorithm.state_dict(), state)
+
+    def _restore(self) -> None:
+        if self.processes.first:
+            checkpoint.clean(self.dir.checkpoints)
+        self.processes.gather(None)
+        found = checkpoint.load_last(self.dir.checkpoints)
+        if self.processes.first:
+            self.dir.cut_records(found.state["records_size"] if found else 0)
+        if found is None:
+            return
+        state = found.state
+        if len(state["generators"]) != self.processes.world:
+            raise UserError(
+                f"{self.dir.path} was trained by {len(state['generators'])} processes and can be "
+                f"resumed by as many, not by {self.processes.world}"
+            )
+        self.algorithm.load_state_dict(found.model)
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
+        if self.scaler:
+            self.scaler.load_state_dict(state["scaler"])
+        self.done, self.recorded = state["done"], state["recorded"]
+        self.best, self.counted = state["best"], state["counted"]
+        self.sums = {name: value.to(self.device) for name, value in state["sums"].items()}
+        randomness.set_state(state["generators"][self.processes.rank], self.device)
+        log.info("resumed after step %d from %s", found.step, found.path)
+
+
+def _worst(domains: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
+    """The lowest accuracy of any domain, of each kind of split."""
+    splits = dict.fromkeys(name for scores in domains.values() for name in scores)
+    return {
+        name: min(d[name]["accuracy"] for d in domains.values() if name in d) for name in splits
+    }
+
+
+def _peak_memory(device: torch.device) -> float:
+    """Gigabytes: of the GPU where there is one, of the process otherwise."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

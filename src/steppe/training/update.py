@@ -1,0 +1,101 @@
+"""One update: the loss evaluated as often as the optimizer asks, over the parts of a batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from steppe.algorithms import Losses
+from steppe.domains.batches import Batch
+from steppe.optim import FlatnessOptimizer
+
+
+def optimize(
+    optimizer: Optimizer,
+    module: nn.Module,
+    objective: str,
+    prepared: Sequence[Any],
+    autocast: AbstractContextManager[object],
+    scaler: GradScaler | None = None,
+) -> list[Losses]:
+    """Takes one step and returns the losses at the weights before it, one for each part.
+
+    Args:
+        optimizer: any from the registry.
+        module: the algorithm, or what wraps it for several processes.
+        objective: which of the algorithm's losses.
+        prepared: what the algorithm's `prepare` made of each part of the batch.
+        autocast: the context of forward passes; entered anew for each.
+        scaler: for fp16.
+    """
+    needs_graph = getattr(optimizer, "needs_graph", False)
+    firsts: list[Losses] = []
+    share = 1 / len(prepared)
+
+    def closure() -> Tensor:
+        again = len(firsts) == len(prepared)
+        losses_at_point = []
+        for i, part in enumerate(prepared):
+            # Gradients are summed over processes once, with the last part's.
+            with nullcontext() if i + 1 == len(prepared) else _no_sync(module):
+                with autocast:
+                    aux = firsts[i].aux if again else None
+                    losses: Losses = module(part, objective=objective, first=aux)
+                    loss = losses.total if share == 1 else losses.total * share
+                _backward(loss if scaler is None else scaler.scale(loss), needs_graph)
+            if not again:
+                firsts.append(_detached(losses))
+            losses_at_point.append(loss.detach())
+        return torch.stack(losses_at_point).sum()
+
+    if isinstance(optimizer, FlatnessOptimizer):
+        optimizer.step(closure, scaler=scaler)
+    else:
+        optimizer.zero_grad()
+        closure()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+    if scaler is not None:
+        scaler.update()
+    return firsts
+
+
+def cut(batches: Sequence[Batch], parts: int) -> list[list[Batch]]:
+    """Every domain's batch in so many equal parts.
+
+    Examples:
+        >>> batch = Batch(torch.zeros(6, 1, 2, 2), torch.arange(6))
+        >>> [part[0].labels.tolist() for part in cut([batch], 2)]
+        [[0, 1, 2], [3, 4, 5]]
+    """
+    pieces = [zip(b.images.chunk(parts), b.labels.chunk(parts), strict=True) for b in batches]
+    return [[Batch(*piece) for piece in part] for part in zip(*pieces, strict=True)]
+
+
+def _backward(loss: Tensor, create_graph: bool) -> None:
+    with warnings.catch_warnings():
+        # Of a leak, were the gradients kept: the optimizers that need the graph drop them.
+        warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
+        loss.backward(create_graph=create_graph)
+
+
+def _no_sync(module: nn.Module) -> AbstractContextManager[object]:
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+
+def _detached(losses: Losses) -> Losses:
+    return Losses(
+        losses.total.detach(),
+        {name: value.detach() for name, value in losses.parts.items()},
+        {name: value.detach() for name, value in losses.aux.items()},
+    )

@@ -1,0 +1,223 @@
+"""The description of a run: what it is completed with, what it refuses, and its trip to a file."""
+
+import json
+
+import pytest
+
+from steppe.domains import dataset_names, dataset_spec
+from steppe.errors import UserError
+from steppe.optim import optimizer_names, optimizer_spec
+from steppe.training import RunConfig, apply_overrides, configure, make_config, read_config
+from steppe.training.config import VERSION
+
+DIGITS = {"dataset": "RotatedDigits", "targets": "75"}
+
+WRONG = [
+    ({"stepz": 3}, "unknown config key 'stepz', did you mean 'steps'?"),
+    ({"dataset": "PACZ"}, "unknown dataset 'PACZ'.*PACS.*DOMAIN/CLASS/IMAGE"),
+    ({"dataset": None}, "config has no 'dataset'"),
+    ({"dataset": 5}, "unknown dataset '5'"),
+    ({"targets": ()}, "config has no 'targets'"),
+    ({"targets": ("75", "75")}, "'75' twice"),
+    ({"optimizer": "fda"}, "unknown optimizer 'fda', did you mean 'fad'?"),
+    ({"optimizer": {"name": "fad", "rhoo": 1}}, "optimizer 'fad': 'rhoo', did you mean 'rho'?"),
+    ({"optimizer": {"rho": 1}}, "not its name: optimizer.name"),
+    ({"optimizer": 5}, "optimizer=5"),
+    ({"optimizer": None}, "optimizer=None"),
+    ({"optimizer": {"name": "adam", "lr": -1}}, "optimizer.*-1"),
+    ({"optimizer": {"name": "sgd", "lr": "fast"}}, "optimizer 'sgd'"),
+    (
+        {"optimizer": {"name": "sgd", "lr": float("nan")}},
+        "optimizer.lr=nan: expected a finite number",
+    ),
+    ({"optimizer": {"name": "fad", "rho": -0.1}}, "optimizer 'fad'.*rho"),
+    ({"optimizer": {"name": "fad", "rho": float("inf")}}, "optimizer.rho=inf"),
+    ({"optimizer": {"name": "fad", "rho": "0,1"}}, "optimizer 'fad'"),
+    ({"optimizer": {"name": "sgd", "lr": lambda step: 1}}, "optimizer.lr"),
+    ({"algorithm": "IRN"}, "unknown algorithm 'IRN'"),
+    ({"algorithm": {"name": "ERM", "lambda": 1}}, "algorithm 'ERM': 'lambda'"),
+    ({"algorithm": 5}, "algorithm=5"),
+    ({"averaging": "swaad"}, "averaging='swaad'"),
+    ({"split": "random"}, "split='random'.*'domainbed' or 'appendix'"),
+    ({"precision": "fp8"}, "precision='fp8'"),
+    ({"steps": 0}, "steps=0.*greater than 0"),
+    ({"steps": "many"}, "steps='many'"),
+    ({"steps": None}, "steps=None"),
+    ({"checkpoint_every": 0}, "checkpoint_every=0"),
+    ({"batch_size": 2.5}, "batch_size=2.5"),
+    ({"batch_size": 32, "accumulate": 5}, "batch_size=32 is not a multiple of accumulate=5"),
+    ({"dropout": 1}, "dropout=1"),
+    ({"dropout": float("nan")}, "dropout=nan"),
+    ({"seed": -1}, "seed=-1"),
+    ({"seed": 2**64}, f"seed={2**64}"),
+    ({"workers": -1}, "workers=-1"),
+    ({"weights": None}, "weights=None"),
+    ({"weights": 5}, "weights=5"),
+    ({"augment": True}, "augment=true needs images of 3 channels; RotatedDigits has 1"),
+    ({"plugins": "no_such_module_of_mine"}, "plugin 'no_such_module_of_mine'"),
+    ({"plugins": "no_such_package.datasets"}, "plugin 'no_such_package.datasets'"),
+    ({"plugins": "./mine.py"}, "plugin './mine.py' is no module's name"),
+    ({"plugins": [3]}, "plugins.0=3"),
+    ({"plugins": 3}, "plugins=3"),
+    ({"version": VERSION + 1}, f"newer steppe \\(format {VERSION + 1}.*pip install -U steppe"),
+    ({"version": "2"}, "version='2'"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG, ids=[str(v) for v, _ in WRONG])
+def test_a_wrong_value_is_refused_with_its_name(values, message):
+    with pytest.raises(UserError, match=message) as caught:
+        make_config({**DIGITS, **values})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("optimizer", optimizer_names())
+@pytest.mark.parametrize("dataset", dataset_names())
+def test_what_is_missing_comes_from_the_dataset_and_the_optimizer(dataset, optimizer):
+    spec, method = dataset_spec(dataset), optimizer_spec(optimizer)
+    config = make_config(
+        {"dataset": dataset.lower(), "targets": spec.targets[0], "optimizer": optimizer.upper()}
+    )
+    assert (config.dataset, config.targets) == (spec.name, spec.targets[0])
+    for key in ("steps", "checkpoint_every", "batch_size", "backbone", "image_size", "augment"):
+        assert getattr(config, key) == getattr(spec, key)
+    assert config.weights == ("imagenet" if spec.pretrained else "none")
+    assert config.freeze_bn is spec.pretrained
+    expected = dict(method.defaults)
+    if not spec.pretrained:
+        expected["lr"] = 20 * method.fair_lr.default
+    assert (config.optimizer.name, config.optimizer.options) == (optimizer, expected)
+    assert RunConfig(**json.loads(config.to_json())) == config
+
+
+def test_the_learning_rate_depends_on_where_the_weights_come_from(tmp_path):
+    def rate(**values):
+        values = {"dataset": "PACS", "targets": "sketch", **values}
+        return make_config(values).optimizer.options["lr"]
+
+    assert rate() == rate(weights=str(tmp_path / "mine.safetensors")) == 5e-5
+    assert rate(weights="none") == pytest.approx(1e-3)  # DomainBed's for small images
+    assert rate(weights="none", optimizer="sgd") == pytest.approx(2e-2)
+    assert rate(weights="none", optimizer={"name": "sgd", "lr": 0.5}) == 0.5
+
+
+def test_given_values_come_before_defaults():
+    config = make_config(
+        {**DIGITS, "optimizer": {"name": "fad", "rho": 0.2}, "steps": 7, "freeze_bn": True}
+    )
+    assert (config.steps, config.freeze_bn) == (7, True)
+    assert config.optimizer.options == {
+        **make_config({**DIGITS, "optimizer": "fad"}).optimizer.options,
+        "rho": 0.2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("steps=50", "steps", 50),
+        (" steps = 50", "steps", 50),
+        ("augment=false", "augment", False),
+        ("workers=null", "workers", None),
+        ("dropout=1e-1", "dropout", 0.1),
+        ("targets=0", "targets", ("0",)),  # a domain's name, not the number nothing
+        ("targets=0,15", "targets", ("0", "15")),
+        ("targets=[0, 15]", "targets", ("0", "15")),
+        ('targets=["0"]', "targets", ("0",)),
+        ("loggers=tensorboard", "loggers", ("tensorboard",)),
+        ("optimizer=sgd", "optimizer.name", "sgd"),
+        ("optimizer.momentum=0.5", "optimizer.momentum", 0.5),
+        ("optimizer.betas=[0.5, 0.9]", "optimizer.betas", [0.5, 0.9]),
+        ("root=/a=b", "root", "/a=b"),
+    ],
+)
+def test_overrides(override, key, value):
+    optimizer = "adam" if "betas" in override else "sam"
+    config = configure({**DIGITS, "optimizer": optimizer}, [override]).model_dump()
+    outer, _, inner = key.partition(".")
+    assert (config[outer][inner] if inner else config[outer]) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps", "--set steps: expected KEY=VALUE"),
+        ("dataset.name=PACS", "only optimizer.* and algorithm.* have a dot"),
+        ("stepz=3", "did you mean 'steps'"),
+        ("optimizer.rhoo=3", "did you mean 'rho'"),
+        ("optimizer.lr=fast", "optimizer 'fad'"),
+    ],
+)
+def test_a_wrong_override_is_refused(override, message):
+    with pytest.raises(UserError, match=message):
+        configure({**DIGITS, "optimizer": "fad"}, [override])
+
+
+def test_the_later_override_the_earlier(tmp_path):
+    file = tmp_path / "config.json"
+    values = {**DIGITS, "optimizer": {"name": "fad", "rho": 0.5, "alpha": 0.9}, "steps": 9}
+    file.write_text(make_config(values).to_json())
+    config = configure({"steps": 8}, ["steps=7", "optimizer.rho=0.1"], file=file)
+    assert config.steps == 7
+    assert config.optimizer.options["rho"] == 0.1
+    assert config.optimizer.options["alpha"] == 0.9
+    # Another optimizer brings its own options.
+    assert "alpha" not in configure({"optimizer": "sam"}, file=file).optimizer.options
+    # What is drawn comes after options and before overrides; names may be in any case.
+    drawn = configure({"optimizer": "FAD", "steps": 8}, ["dropout=0.3"], file=file, draw=1)
+    assert (drawn.steps, drawn.dropout, drawn.optimizer.name) == (8, 0.3, "fad")
+    assert drawn.batch_size == 39
+    # The draw depends on what overrides say, and leaves what it does not draw.
+    options = {"dataset": "VLCS", "targets": "SUN09"}
+    texts = ["trial_seed=2", 'optimizer={"name": "sam", "adaptive": true}']
+    drawn = configure({**options, "optimizer": "sgd"}, texts, draw=5)
+    plain = configure({**options, "trial_seed": 2, "optimizer": "sam"}, draw=5)
+    assert drawn.optimizer.options == {**plain.optimizer.options, "adaptive": True}
+    assert (drawn.trial_seed, drawn.batch_size) == (2, plain.batch_size)
+
+
+def test_a_config_is_the_same_after_a_trip_through_its_file(tmp_path):
+    given = {
+        **DIGITS,
+        "targets": ("0", "75"),
+        "sources": ["15", "30"],
+        "optimizer": {"name": "adam", "betas": (0.8, 0.9), "eps": 1e-9},
+        "weights": str(tmp_path / "w.safetensors"),
+        "loggers": "tensorboard,wandb",
+        "workers": 2,
+        "seed": 2**63 - 1,
+    }
+    config = make_config(given)
+    file = tmp_path / "config.json"
+    file.write_text(config.to_json())
+    assert read_config(file) == config
+    # Field by field, as a resumed run compares them.
+    assert read_config(file).model_dump() == config.model_dump()
+    assert make_config(config.model_dump()) == config
+    assert apply_overrides(config.model_dump(), []) == config.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not JSON"),
+        (b'{"dataset": "Rotat', "is not JSON"),
+        (b"\xff\xfe\x00", "is not JSON"),
+        (b"[1, 2]", "expected an object"),
+        (b'{"targets": "75"}', "config has no 'dataset'"),
+        (json.dumps({**DIGITS, "version": 99, "new_key": 1}).encode(), "newer steppe"),
+        (json.dumps({**DIGITS, "stepz": 1}).encode(), "did you mean 'steps'"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named(tmp_path, content, message):
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        read_config(file)
+    assert str(file) in str(caught.value)
+
+
+def test_a_config_does_not_change():
+    config = make_config(DIGITS)
+    with pytest.raises(ValueError, match="frozen"):
+        config.steps = 3

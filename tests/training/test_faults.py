@@ -1,0 +1,690 @@
+"""Faults in the middle of a run: each is told clearly, and nothing that was written is lost.
+
+After every one of them `--resume` must end as if nothing had happened: the same records, and the
+same bits in the weights and in the state of the optimizer.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from steppe import cli
+from steppe.errors import Interrupted, UserError
+from steppe.training import RunDirectory, checkpoint, load_model, make_config, train, trainer
+from steppe.training.directory import VOLATILE
+from steppe.training.interrupts import Interrupts
+from steppe.training.progress import Silent
+from steppe.training.setup import open_data
+
+DIGITS = {
+    "dataset": "RotatedDigits",
+    "targets": "75",
+    "optimizer": "fad",
+    "steps": 21,
+    "checkpoint_every": 4,
+    "batch_size": 8,
+}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def words(values, out, *more):
+    """The command line that trains what a config has."""
+    plain = dict(values)
+    options = ["--dataset", plain.pop("dataset"), "--target", plain.pop("targets"), "--out", out]
+    sets = [word for key, value in plain.items() for word in ("--set", f"{key}={value}")]
+    return [str(word) for word in ("train", *options, *sets, *more)]
+
+
+@pytest.fixture
+def steppe(monkeypatch, capsys):
+    """The command line in this process: gives the exit code, standard output and error."""
+    log = logging.getLogger("steppe")
+    handlers, level = list(log.handlers), log.level
+
+    def call(*command):
+        monkeypatch.setattr(sys, "argv", ["steppe", *map(str, command)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        captured = capsys.readouterr()
+        return caught.value.code or 0, captured.out, captured.err
+
+    yield call
+    log.handlers[:] = handlers
+    log.setLevel(level)
+
+
+@pytest.fixture
+def start():
+    """The command line in a process of its own, which does not outlive the test."""
+    with contextlib.ExitStack() as stack:
+
+        def call(*command):
+            line, pipe = [sys.executable, "-m", "steppe", *map(str, command)], subprocess.PIPE
+            process = subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield call
+
+
+def read_until(process, text):
+    """The lines of standard error, up to one that has the text."""
+    lines = []
+    while not lines or text not in lines[-1]:
+        lines.append(process.stderr.readline())
+        assert lines[-1], f"ended early: {''.join(lines)}"
+    return lines
+
+
+class Hook(Silent):
+    """Does something when so many steps are done."""
+
+    def __init__(self, done, action):
+        self.done, self.action = done, action
+
+    def step(self, done):
+        if done == self.done:
+            self.action()
+
+
+def send(*numbers):
+    def action():
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    return action
+
+
+def lasting(records):
+    return [{k: v for k, v in record.items() if k not in VOLATILE} for record in records]
+
+
+def bits(folder):
+    """A checkpoint's index: the checksums of all tensors, and every plain value of the state."""
+    index = json.loads((folder / "state.json").read_text())
+    del index["checksum"]
+    state = dict(index.get("state", {"$dict": ()})["$dict"])
+    state.pop("records_size", None)  # lines have the times that things took
+    return {**index, "state": state}
+
+
+def assert_same_run(path, reference):
+    run, expected = RunDirectory(path), RunDirectory(reference)
+    assert run.state == "done"
+    assert lasting(run.records()) == lasting(expected.records())
+    names = sorted(os.listdir(expected.checkpoints))
+    assert sorted(os.listdir(run.checkpoints)) == names  # nothing half-written is left
+    for name in names:
+        assert bits(run.checkpoints / name) == bits(expected.checkpoints / name)
+    assert not list(run.path.glob(".*.writing"))
+
+
+def assert_failed_whole(path, reference, last, recorded):
+    """A failed run whose last checkpoint is whole and whose records are the first ones."""
+    run = RunDirectory(path)
+    assert run.state == "failed"
+    assert [record["step"] for record in run.records()] == recorded
+    expected = RunDirectory(reference).records()[: len(recorded)]
+    assert lasting(run.records()) == lasting(expected)
+    assert run.records_file.read_bytes()[-1:] == b"\n"
+    assert checkpoint.load_last(run.checkpoints).step == last
+    assert not list(run.checkpoints.glob(".*"))
+
+
+def assert_one_line(text):
+    lines = text.splitlines()
+    assert [line for line in lines if line.startswith("steppe: ")] == lines[-1:]
+    assert "Traceback" not in text
+    assert "failed:" not in text
+    return lines[-1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(make_config(DIGITS), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run that was interrupted after 11 of its steps: the checkpoints are of steps 8 and 10."""
+    path = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.raises(Interrupted):
+        train(make_config(DIGITS), path, display=Hook(11, send(signal.SIGTERM)))
+    assert RunDirectory(path).state == "planned"
+    return path
+
+
+@pytest.fixture
+def half(stopped, tmp_path):
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+# --- A full disk -------------------------------------------------------------------------------
+
+# Runs the command line on a disk that fills up at a given operation on a file, then again with
+# room; leaves what it saw, and both states of the folder, in another place.
+DISK = r"""
+import contextlib, io, json, os, resource, shutil, signal, sys
+from pathlib import Path
+
+how, disk, seen = sys.argv[1], *map(Path, sys.argv[2:4])
+faults, command = map(json.loads, sys.argv[4:])
+if how == "tmpfs":
+    import subprocess
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], check=True)
+filler = disk / "filler"
+
+
+def fill(leave):
+    if how == "tmpfs":
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        os.truncate(filler, max(0, filler.stat().st_size - leave))
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (leave, resource.RLIM_INFINITY))
+
+
+def make_room():
+    if how == "tmpfs":
+        filler.unlink()
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+
+def watch(event, args):
+    global waiting
+    if waiting and event == waiting["event"] and str(args[0]).endswith(waiting["path"]):
+        waiting["times"] -= 1
+        if not waiting["times"]:
+            leave, waiting = waiting["leave"], None
+            fill(leave)
+
+
+def steppe(*more):
+    from steppe.cli import main
+
+    sys.argv = ["steppe", *command, "--out", str(out), *more]
+    out_text, err_text = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out_text), contextlib.redirect_stderr(err_text):
+        try:
+            main()
+        except SystemExit as error:
+            return error.code, out_text.getvalue(), err_text.getvalue()
+
+
+waiting = None
+sys.addaudithook(watch)
+for name, fault in faults.items():
+    out = disk / f"run, {name}"
+    waiting = fault
+    first = steppe()
+    make_room()
+    shutil.copytree(out, seen / name / "failed")
+    second = steppe("--resume")
+    shutil.copytree(out, seen / name / "resumed")
+    (seen / name / "seen.json").write_text(json.dumps([first, second]))
+    shutil.rmtree(out)
+"""
+
+# The operation at which the disk is full, what then is left of it or may be written to a file, and
+# what the run must still have: its last checkpoint, and the steps of its records. A record's line
+# has some 2,000 bytes: on a tmpfs, the third goes partly into a page that is there already.
+FAULTS = {
+    "records.jsonl": (
+        {"event": "open", "path": "/records.jsonl", "times": 3, "leave": 0},
+        {"leave": 4500},
+        (4, [0, 4]),
+    ),
+    "step-000008": (
+        {"event": "os.mkdir", "path": ".writing-step-000008", "times": 1, "leave": 20480},
+        {},
+        (4, [0, 4, 8]),
+    ),
+    "best": (
+        {"event": "os.mkdir", "path": ".writing-best", "times": 3, "leave": 20480},
+        {},
+        (0, [0, 4]),
+    ),
+}
+
+
+def check_full_disk(command, how, tmp_path, reference, message):
+    disk, seen = tmp_path / "disk", tmp_path / "seen"
+    disk.mkdir()
+    seen.mkdir()
+    faults = {
+        name: {**fault, **(limited if how == "limit" else {})}
+        for name, (fault, limited, _) in FAULTS.items()
+    }
+    train_words = [word for word in words(DIGITS, "") if word not in ("--out", "")]
+    line = [*command, sys.executable, "-c", DISK, how, str(disk), str(seen)]
+    line += [json.dumps(faults), json.dumps(train_words)]
+    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for name, (_, _, whole) in FAULTS.items():
+        first, second = json.loads((seen / name / "seen.json").read_text())
+        code, out, err = first
+        assert code == 1, err
+        last = assert_one_line(err)
+        assert f"{name} could not be written: {message}" in last
+        assert "make room, then continue with --resume" in last
+        assert not out
+        assert_failed_whole(seen / name / "failed", reference, *whole)
+        assert second[0] == 0, second
+        assert_same_run(seen / name / "resumed", reference)
+
+
+def test_a_full_disk(tmp_path, undisturbed):
+    own_mounts = ["unshare", "--user", "--map-root-user", "--mount"]
+    probe = [*own_mounts, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+    try:
+        subprocess.run(probe, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", None) or str(error).encode()
+        pytest.skip(f"no file system of a test's own here: {reason.decode().strip()}")
+    check_full_disk(own_mounts, "tmpfs", tmp_path, undisturbed, "No space left on device")
+
+
+def test_a_limit_on_the_size_of_files(tmp_path, undisturbed):
+    check_full_disk([], "limit", tmp_path, undisturbed, "File too large")
+
+
+# --- Signals -----------------------------------------------------------------------------------
+
+
+def test_sigterm_saves_and_another_process_is_kept_out(tmp_path, undisturbed, steppe, start):
+    out = tmp_path / "run"
+    process = start(*words(DIGITS, out, "--json"))
+    lines = read_until(process, "step     4")
+    os.kill(process.pid, signal.SIGSTOP)  # as long as this test needs
+    try:
+        before = (out / "config.json").read_bytes()
+        for more in ((), ("--resume",), ("--seed", 5)):
+            code, _, err = steppe(*words(DIGITS, out, *more))
+            assert code == 2
+            assert f"{out} is being trained by another process" in assert_one_line(err)
+        assert (out / "config.json").read_bytes() == before
+        assert RunDirectory(out).state == "running"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert RunDirectory(out).state == "planned"
+    assert stdout == ""  # for JSON only
+    assert stderr.splitlines()[-1] == "interrupted by SIGTERM: saved, continue with --resume"
+    # Not a terminal: plain lines, with the time that is left.
+    assert lines[1] == "RotatedDigits, 75 held out, fad: 21 steps\n"
+    assert lines[-1].startswith("step     4  loss ")
+    assert lines[-1].endswith(" left\n")
+    assert "\x1b" not in "".join(lines) + stderr
+    code, stdout, stderr = steppe("train", "--resume", "--json", "--out", out)
+    assert code == 0
+    assert "resumed after step" in stderr
+    assert_same_run(out, undisturbed)
+    best = max(
+        RunDirectory(out).records(),
+        key=lambda r: np.mean([d["val"]["accuracy"] for d in r["domains"].values() if "val" in d]),
+    )
+    assert json.loads(stdout) == best
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"]
+)
+@pytest.mark.parametrize("evaluated", [0, 3], ids=["training", "evaluation"])
+def test_a_signal_at_any_moment_saves_the_state(
+    tmp_path, monkeypatch, undisturbed, number, code, evaluated
+):
+    handlers = signal.getsignal(number)
+    display = Silent() if evaluated else Hook(7, send(number))
+    evaluation_batches, calls = trainer.evaluation_batches, []
+
+    def watched(*args, **kwargs):
+        calls.append(args)
+        if evaluated and len(calls) == 12 + evaluated:  # of the second record, at step 4
+            send(number)()
+        return evaluation_batches(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "evaluation_batches", watched)
+    config = make_config(DIGITS)
+    with pytest.raises(Interrupted) as caught:
+        train(config, tmp_path, display=display)
+    assert caught.value.code == code
+    assert signal.getsignal(number) is handlers
+    run = RunDirectory(tmp_path)
+    assert run.state == "planned"
+    assert checkpoint.load_last(run.checkpoints).step == (4 if evaluated else 6)
+    assert [r["step"] for r in run.records()] == ([0] if evaluated else [0, 4])
+    monkeypatch.undo()
+    train(config, tmp_path, resume=True)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_a_second_signal_is_not_held_back(tmp_path, undisturbed):
+    config = make_config(DIGITS)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path, display=Hook(7, send(signal.SIGTERM, signal.SIGINT)))
+    run = RunDirectory(tmp_path)
+    assert run.state == "planned"
+    assert checkpoint.load_last(run.checkpoints).step == 4  # it had no time to save
+    train(config, tmp_path, resume=True)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_a_second_sigterm_ends_the_process():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
+        pid = os.fork()
+    if pid == 0:
+        try:
+            with Interrupts() as interrupts:
+                send(signal.SIGTERM)()
+                if interrupts.number == signal.SIGTERM:
+                    send(signal.SIGTERM)()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+
+
+def test_a_thread_may_train(tmp_path, undisturbed):
+    # Only the main thread may have handlers of signals.
+    thread = threading.Thread(target=train, args=(make_config(DIGITS), tmp_path))
+    thread.start()
+    thread.join()
+    assert_same_run(tmp_path, undisturbed)
+
+
+# --- Damage ------------------------------------------------------------------------------------
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", [flip, os.unlink, lambda path: os.truncate(path, 100)])
+def test_a_damaged_checkpoint_costs_steps_and_nothing_else(half, undisturbed, steppe, name, damage):
+    damage(half / "checkpoint" / "step-000010" / name)
+    code, _, err = steppe("train", "--resume", "--out", half)
+    assert code == 0
+    assert "step-000010 is damaged" in err
+    assert name in err
+    assert "resumed after step 8" in err
+    assert_same_run(half, undisturbed)
+
+
+def test_when_every_checkpoint_is_damaged_a_person_decides(half, undisturbed, steppe):
+    for step in (8, 10):
+        flip(half / "checkpoint" / f"step-{step:06d}" / "model.safetensors")
+    records = (half / "records.jsonl").read_bytes()
+    code, _, err = steppe("train", "--resume", "--out", half)
+    assert code == 1
+    assert f"every checkpoint in {half / 'checkpoint'} is damaged" in assert_one_line(err)
+    assert RunDirectory(half).state == "failed"
+    assert (half / "records.jsonl").read_bytes() == records
+    shutil.rmtree(half / "checkpoint")  # as the message says
+    assert steppe("train", "--resume", "--out", half)[0] == 0
+    assert_same_run(half, undisturbed)
+
+
+def test_a_damaged_best_is_told_and_the_last_can_be_used(half, steppe):
+    flip(half / "checkpoint" / "best" / "model.safetensors")
+    code, _, err = steppe("evaluate", half, "--which", "best")
+    assert code == 2
+    assert "best is damaged" in assert_one_line(err)
+    assert "the last one can be used instead" in err
+    assert steppe("evaluate", half, "--json")[0] == 0
+
+
+def test_a_checkpoint_of_a_newer_format(half, steppe, monkeypatch):
+    found = checkpoint.load_last(half / "checkpoint")
+    monkeypatch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT + 1)
+    checkpoint.save(half / "checkpoint", 11, found.model, found.state)
+    monkeypatch.undo()
+    code, _, err = steppe("train", "--resume", "--out", half)
+    assert code == 1
+    assert "step-000011 was written by a newer steppe (format 2" in assert_one_line(err)
+
+
+def test_a_config_of_a_newer_version(half, steppe):
+    values = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({**values, "version": 99, "novelty": 1}))
+    for command in (("train", "--resume", "--out", half), ("evaluate", half)):
+        code, _, err = steppe(*command)
+        assert code == 2
+        assert f"{half / 'config.json'}: this config was written by a newer steppe" in err
+        assert assert_one_line(err).endswith("pip install -U steppe")
+    assert RunDirectory(half).state == "planned"
+
+
+@pytest.mark.parametrize("left", [b'{"step": 9, "epo', b'{"step": 9}\n{"st', b"\x00" * 5000])
+def test_what_a_crash_left_at_the_end_of_the_records_is_cut(half, undisturbed, left):
+    run = RunDirectory(half)
+    with run.records_file.open("ab") as file:
+        file.write(left)
+    train(run.config(), half, resume=True)
+    assert_same_run(half, undisturbed)
+
+
+def test_records_that_are_gone_are_missed(half, undisturbed, steppe):
+    records = (half / "records.jsonl").read_bytes()
+    os.truncate(half / "records.jsonl", len(records) - 10)
+    code, _, err = steppe("train", "--resume", "--out", half)
+    assert code == 1
+    assert "records.jsonl lacks 10 bytes" in assert_one_line(err)
+    (half / "records.jsonl").write_bytes(records)
+    assert steppe("train", "--resume", "--out", half)[0] == 0
+    assert_same_run(half, undisturbed)
+
+
+@pytest.mark.parametrize("name", ["config.json", "data.json"])
+def test_a_damaged_file_of_a_run_is_named(half, steppe, name):
+    os.truncate(half / name, 30)
+    code, _, err = steppe("train", "--resume", "--out", half)
+    assert code == 2
+    assert f"{half / name} is" in assert_one_line(err)
+
+
+# --- What is asked for -------------------------------------------------------------------------
+
+
+def test_a_mistake_leaves_nothing_in_the_way(tmp_path, steppe, undisturbed):
+    out = tmp_path / "run"
+    code, _, err = steppe(*words({**DIGITS, "targets": "74"}, out))
+    assert code == 2
+    assert "has no domain '74'" in assert_one_line(err)
+    code, _, err = steppe(*words({**DIGITS, "stepz": "3"}, out))
+    assert code == 2
+    assert "unknown config key 'stepz', did you mean 'steps'?" in assert_one_line(err)
+    code, _, err = steppe(*words(DIGITS, out))
+    assert code == 0, err
+    assert_same_run(out, undisturbed)
+    for more, message in (
+        ((), "holds a run already: add --resume"),
+        (("--resume", "--seed", 3), "was started with seed=0, not 3"),
+    ):
+        code, _, err = steppe(*words(DIGITS, out, *more))
+        assert code == 2
+        assert message in assert_one_line(err)
+    code, _, err = steppe(*words(DIGITS, out, "--resume"))
+    assert code == 0
+    assert "done already" in err
+    assert_same_run(out, undisturbed)
+
+
+def test_a_folder_that_another_process_has_taken_is_left_as_it_is(tmp_path):
+    holder = (
+        "import fcntl; file = open('.lock', 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
+        "print('mine', flush=True); input()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", holder], cwd=tmp_path, stdin=pipe, stdout=pipe
+    ) as other:
+        other.stdout.readline()
+        with pytest.raises(UserError, match="is being trained by another process"):
+            train(make_config(DIGITS), tmp_path)
+        other.communicate(b"\n")
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+@pytest.mark.parametrize(
+    ("lr", "recorded", "message"),
+    [
+        (3.0, [0, 4], "cross_entropy became nan at step 8"),  # in the evaluation
+        (30.0, [0], "the loss became nan at step 3"),  # in a step
+    ],
+)
+def test_a_loss_that_diverges(tmp_path, steppe, lr, recorded, message):
+    out = tmp_path / "run"
+    values = {**DIGITS, "optimizer": "sgd", "optimizer.lr": lr, "freeze_bn": "true"}
+    code, _, err = steppe(*words(values, out))
+    assert code == 1
+    last = assert_one_line(err)
+    assert message in last
+    assert str(out) in last
+    assert "smaller optimizer.lr" in last
+    run = RunDirectory(out)
+    assert run.state == "failed"
+    assert [record["step"] for record in run.records()] == recorded
+    assert b"NaN" not in run.records_file.read_bytes()
+    assert b"Infinity" not in run.records_file.read_bytes()
+    for which in ("last", "best"):
+        logits = load_model(out, which)(torch.zeros(1, 1, 8, 8, dtype=torch.uint8))
+        assert logits.isfinite().all()
+    code, _, err = steppe("train", "--resume", "--out", out)  # ends the same way, not worse
+    assert code == 1
+    assert message in assert_one_line(err)
+    assert [record["step"] for record in run.records()] == recorded
+
+
+# --- Images ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Three domains, two classes, twelve small images of each."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for domain in ("a", "b", "c"):
+        for number, name in enumerate(("bright", "dark")):
+            folder = root / domain / name
+            folder.mkdir(parents=True)
+            for i in range(12):
+                pixels = rng.integers(256 >> number, size=(20, 18, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def photos(images):
+    return {
+        **DIGITS,
+        "dataset": str(images),
+        "targets": "c",
+        "image_size": 16,
+        "backbone": "small-cnn",
+        "weights": "none",
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed_photos(tmp_path_factory, photos):
+    path = tmp_path_factory.mktemp("undisturbed-photos") / "run"
+    train(make_config({**photos, "workers": 0}), path)
+    return path
+
+
+def an_image(photos, part):
+    """The path of an image that is trained on, or validated with."""
+    _, splits = open_data(make_config(photos))
+    domain = splits[1].domain
+    return Path(photos["dataset"]) / "b" / domain.images.name(splits[1].parts[part][0])
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_an_image_that_cannot_be_read(tmp_path, photos, undisturbed_photos, steppe, part):
+    out = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        train(make_config({**photos, "workers": 0}), out, display=Hook(7, send(signal.SIGTERM)))
+    check_unreadable(an_image(photos, part), out, undisturbed_photos, steppe, steppe, 0)
+
+
+def check_unreadable(image, out, reference, broken, mended, workers):
+    """Resumes with an image cut in half, then again with the whole one."""
+    whole, records = image.read_bytes(), (out / "records.jsonl").read_bytes()
+    resume = ("train", "--resume", "--out", out, "--set", f"workers={workers}")
+    try:
+        image.write_bytes(whole[: len(whole) // 2])
+        code, stdout, err = broken(*resume)
+    finally:
+        image.write_bytes(whole)
+    assert code == 2
+    assert f"image {image} cannot be read" in assert_one_line(err)
+    assert not stdout
+    assert RunDirectory(out).state == "failed"
+    assert (out / "records.jsonl").read_bytes() == records
+    code, _, err = mended(*resume)
+    assert code == 0, err
+    assert_same_run(out, reference)
+
+
+def test_readers_in_other_processes(tmp_path, photos, undisturbed_photos, steppe, start):
+    out = tmp_path / "run"
+    process = start(*words(photos, out, "--set", "workers=2"))
+    read_until(process, "step     4")
+    readers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.wait()
+    # The readers live on until they notice, and must not be taken for the run.
+    assert any(Path(f"/proc/{pid}").exists() for pid in readers)
+    code, _, err = steppe("train", "--resume", "--out", out, "--set", "workers=0", "--seed", 3)
+    assert code == 2
+    assert "was started with seed=0, not 3" in err
+
+    def another(*command):
+        other = start(*command)
+        stdout, err = other.communicate(timeout=60)
+        return other.returncode, stdout, err
+
+    check_unreadable(an_image(photos, "train"), out, undisturbed_photos, another, steppe, 2)
+
+
+def test_other_images_than_it_started_with_are_refused(
+    tmp_path, photos, undisturbed_photos, steppe
+):
+    out = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        train(make_config(photos), out, display=Hook(7, send(signal.SIGTERM)))
+    images = Path(photos["dataset"])
+    new = images / "a" / "dark" / "new.png"
+    shutil.copy(images / "a" / "dark" / "0.png", new)
+    try:
+        code, _, err = steppe("train", "--resume", "--out", out)
+    finally:
+        new.unlink()
+    assert code == 2
+    assert f"are not those that {out} was started with" in assert_one_line(err)
+    assert checkpoint.load_last(out / "checkpoint").step == 6
+    assert steppe("train", "--resume", "--out", out)[0] == 0
+    assert_same_run(out, undisturbed_photos)

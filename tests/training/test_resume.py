@@ -1,0 +1,134 @@
+"""A run that is killed and resumed ends as if nothing had happened."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from steppe.training import RunDirectory, make_config, train
+from steppe.training.directory import VOLATILE
+
+DIGITS = {
+    "dataset": "RotatedDigits",
+    "targets": ["75"],
+    "steps": 61,
+    "checkpoint_every": 4,
+    "batch_size": 8,
+    "dropout": 0.2,
+    "device": "cpu",
+}
+
+
+def records(folder: Path) -> list[dict[str, object]]:
+    return [
+        {key: value for key, value in record.items() if key not in VOLATILE}
+        for record in RunDirectory(folder).records()
+    ]
+
+
+def checkpoint_files(folder: Path) -> dict[str, bytes]:
+    """Every tensor file of every checkpoint that is kept; JSON aside, whose sizes hold timings."""
+    files = sorted((folder / "checkpoint").rglob("*.safetensors"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert records(a) == records(b)
+    steps = [record["step"] for record in records(a)]
+    assert steps == sorted(set(steps))
+    left, right = checkpoint_files(a), checkpoint_files(b)
+    assert left.keys() == right.keys()
+    assert all(left[name] == right[name] for name in left)
+    assert RunDirectory(a).state == RunDirectory(b).state == "done"
+    assert not list((b / "checkpoint").glob(".writing-*"))
+
+
+def kill_until_done(config: dict[str, object], folder: Path) -> dict[str, list[str]]:
+    command = [sys.executable, "-m", "tests.training.killing", json.dumps(config), str(folder), "0"]
+    done = subprocess.run(
+        command,
+        check=True,
+        stdout=subprocess.PIPE,
+        timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+    )
+    result: dict[str, list[str]] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "fad"])
+def test_killed_at_random_moments_and_while_writing(tmp_path: Path, optimizer: str) -> None:
+    result = kill_until_done({**DIGITS, "optimizer": optimizer}, tmp_path)
+    assert len(result["moments"]) >= 10
+    assert result["moments"].count("write") >= 5
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "fad"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_interrupted_on_a_gpu_under_deterministic(
+    tmp_path: Path, optimizer: str, precision: str
+) -> None:
+    config = make_config(
+        {
+            **DIGITS,
+            "optimizer": optimizer,
+            "precision": precision,
+            "device": "cuda",
+            "deterministic": True,
+        }
+    )
+    train(config, tmp_path / "whole")
+    train_in_pieces(config.model_dump(), tmp_path / "broken")
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
+
+
+def train_in_pieces(config: dict[str, object], out: Path) -> None:
+    """Kills a process of its own as soon as it has written another checkpoint, over and over."""
+    code = (
+        "import json, os, signal, sys\n"
+        "from steppe.training import make_config, trainer, train\n"
+        "config = make_config(json.loads(sys.argv[1]))\n"
+        "step = trainer.Trainer.step\n"
+        "def dying(self, batches):\n"
+        "    step(self, batches)\n"
+        "    if self.done == int(sys.argv[3]): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "trainer.Trainer.step = dying\n"
+        "train(config, sys.argv[2], resume=True)\n"
+    )
+    for stop in (3, 11, 12, 13, 25, 30, 41, 42, 55, 60, 10**9):
+        command = [sys.executable, "-c", code, json.dumps(config), str(out), str(stop)]
+        status = subprocess.run(command, timeout=300).returncode
+        assert status == (0 if stop == 10**9 else -9)
+
+
+def test_evaluation_does_not_disturb_training(tmp_path: Path) -> None:
+    """Other checkpoint intervals, and so other evaluations, leave the same weights."""
+    for every in (4, 60):
+        config = make_config({**DIGITS, "checkpoint_every": every, "optimizer": "fad"})
+        train(config, tmp_path / str(every))
+    last = [tmp_path / every / "checkpoint/step-000060/model.safetensors" for every in ("4", "60")]
+    assert last[0].read_bytes() == last[1].read_bytes()
+
+
+def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
+    config = make_config({**DIGITS, "steps": 3})
+    first = train(config, tmp_path)
+    before = checkpoint_files(tmp_path)
+    assert train(config, tmp_path, resume=True) == first
+    assert checkpoint_files(tmp_path) == before
+
+
+def test_the_state_survives_json_exactly(tmp_path: Path) -> None:
+    """Two runs of one process agree bit for bit, the second with other global generators before."""
+    config = make_config({**DIGITS, "steps": 9, "optimizer": "adam"})
+    train(config, tmp_path / "a")
+    torch.manual_seed(1234)
+    train(config, tmp_path / "b")
+    assert_same_run(tmp_path / "a", tmp_path / "b")
