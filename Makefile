@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[bench,dev]'
 	@touch $@
 
-demo: $(STAMP) ## run the demo (under a minute on a laptop CPU)
+demo: $(STAMP) ## run the demo (minutes on a laptop CPU)
 	$(BIN)/steppe demo
 
 test: $(STAMP) ## run the tests, except those marked slow or gpu

@@ -105,7 +105,7 @@ RAISING_COMMAND = """
 @pytest.mark.parametrize(
     ("statement", "code", "stderr"),
     [
-        ("raise UserError('no such\\n  dataset')", 2, "steppe: no such dataset\n"),
+        ("raise UserError('no such\\n  dataset')", 2, "steppe: no such\n  dataset\n"),
         ("open('missing.toml')", 2, "steppe: missing.toml: No such file or directory\n"),
         (
             "import sklearn_not_here",

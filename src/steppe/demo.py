@@ -18,9 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -194,11 +195,12 @@ def _headings(spec: DatasetSpec, targets: Sequence[str]) -> list[str]:
 
 def table(spec: DatasetSpec, targets: Sequence[str], results: Sequence[Result]) -> Table:
     """The results for the terminal."""
-    grid = Table(title=f"{spec.name}: accuracy on the domain held out")
+    grid = Table(title=f"{spec.name}: accuracy on the domain held out", box=SIMPLE_HEAD)
     for heading in _headings(spec, targets):
-        grid.add_column(heading, justify="left" if heading == "optimizer" else "right")
+        justify: Literal["left", "right"] = "left" if heading == "optimizer" else "right"
+        grid.add_column(heading, justify=justify, no_wrap=True)
     for name, cells in rows(targets, results).items():
-        grid.add_row(name, *cells)
+        grid.add_row(name, *(cell.replace(" ", "") for cell in cells))  # to fit 80 columns
     return grid
 
 

@@ -40,7 +40,8 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
         "unknown search space 'fiar', did you mean 'fair'? Known: fad, domainbed, fair"
     """
     names = list(known)
-    close = difflib.get_close_matches(name.lower().replace("_", "-"), names, n=1)
-    close = close or difflib.get_close_matches(name.lower(), names, n=1)
-    hint = f", did you mean {close[0]!r}?" if close else "."
+    by_lower = {known_name.lower(): known_name for known_name in names}
+    close = difflib.get_close_matches(name.lower().replace("_", "-"), by_lower, n=1)
+    close = close or difflib.get_close_matches(name.lower(), by_lower, n=1)
+    hint = f", did you mean {by_lower[close[0]]!r}?" if close else "."
     return f"unknown {kind} {name!r}{hint} Known: {', '.join(names)}"

@@ -20,10 +20,10 @@ for domain in doodles.read()[1]:
 checksum = digest.hexdigest()
 """
 CONTRASTS = {
-    "paint": 0.58043,
-    "cartoon": 0.52188,
-    "photo": 0.38831,
-    "sketch": 0.61791,
+    "paint": 0.51879,
+    "cartoon": 0.54022,
+    "photo": 0.3904,
+    "sketch": 0.58515,
 }
 """The mean of the first hundred drawings, each pixel with a sign of its own."""
 
@@ -73,14 +73,14 @@ def test_a_style_never_seen_is_harder_but_not_hopeless():
     }
     labels = {name: torch.tensor(domain.labels) for name, domain in domains.items()}
     layers: list[nn.Module] = []
-    for inputs, outputs in ((3, 16), (16, 32), (32, 64)):
+    for inputs, outputs in ((3, 16), (16, 32), (32, 32)):
         convolution = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
         layers += [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
-    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 8))
+    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 4 * 32, 8))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
     held_out = doodles.PER_STYLE // 5
-    sources = ["paint", "photo", "sketch"]
+    sources = ["paint", "cartoon", "sketch"]
     for _ in range(300):
         chosen = [rng.randint(held_out, doodles.PER_STYLE, 32) for _ in sources]
         x = torch.cat([images[name][i] for name, i in zip(sources, chosen, strict=True)])
@@ -95,6 +95,6 @@ def test_a_style_never_seen_is_harder_but_not_hopeless():
 
     net.eval()
     seen = np.mean([accuracy(name, held_out) for name in sources])
-    unseen = accuracy("cartoon", doodles.PER_STYLE)
+    unseen = accuracy("photo", doodles.PER_STYLE)
     assert seen > 0.85
-    assert 0.35 < unseen < seen - 0.1
+    assert 0.5 < unseen < seen - 0.1

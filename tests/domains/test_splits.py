@@ -160,7 +160,9 @@ def test_the_appendix_takes_the_official_lists_of_pacs(tmp_path: Path, place: st
             lines = "".join(f"{domain}/dog/{k}.jpg 1\n" for k in chosen)
             (tmp_path / place / f"{domain}_{part}_kfold.txt").write_text(f"{lines}\n")
     for split in split_dataset(pacs_of_files(), ["photo"], 0, "appendix", root=tmp_path):
-        assert [part.tolist() for part in split.parts.values()] == list(parts.values())
+        larger = parts["train"] if split.source else list(range(10))  # targets: all their images
+        assert split.larger.tolist() == larger
+        assert split.parts["val" if split.source else "oracle"].tolist() == parts["crossval"]
 
     (tmp_path / place / "photo_train_kfold.txt").write_text("photo/dog/77.jpg 1\n")
     with pytest.raises(UserError, match=r"photo_train_kfold.txt lists 'dog/77.jpg'"):

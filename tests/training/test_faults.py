@@ -175,8 +175,6 @@ def half(stopped, tmp_path):
     return Path(shutil.copytree(stopped, tmp_path / "run"))
 
 
-# --- A full disk -------------------------------------------------------------------------------
-
 # Runs the command line on a disk that fills up at a given operation on a file, then again with
 # room; leaves what it saw, and both states of the folder, in another place.
 DISK = r"""
@@ -306,9 +304,6 @@ def test_a_limit_on_the_size_of_files(tmp_path, undisturbed):
     check_full_disk([], "limit", tmp_path, undisturbed, "File too large")
 
 
-# --- Signals -----------------------------------------------------------------------------------
-
-
 def test_sigterm_saves_and_another_process_is_kept_out(tmp_path, undisturbed, steppe, start):
     out = tmp_path / "run"
     process = start(*words(DIGITS, out, "--json"))
@@ -412,9 +407,6 @@ def test_a_thread_may_train(tmp_path, undisturbed):
     assert_same_run(tmp_path, undisturbed)
 
 
-# --- Damage ------------------------------------------------------------------------------------
-
-
 def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -505,9 +497,6 @@ def test_a_damaged_file_of_a_run_is_named(half, steppe, name):
     assert f"{half / name} is" in assert_one_line(err)
 
 
-# --- What is asked for -------------------------------------------------------------------------
-
-
 def test_a_mistake_leaves_nothing_in_the_way(tmp_path, steppe, undisturbed):
     out = tmp_path / "run"
     code, _, err = steppe(*words({**DIGITS, "targets": "74"}, out))
@@ -578,9 +567,6 @@ def test_a_loss_that_diverges(tmp_path, steppe, lr, recorded, message):
     assert [record["step"] for record in run.records()] == recorded
 
 
-# --- Images ------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     """Three domains, two classes, twelve small images of each."""
@@ -627,16 +613,16 @@ def test_an_image_that_cannot_be_read(tmp_path, photos, undisturbed_photos, step
     out = tmp_path / "run"
     with pytest.raises(Interrupted):
         train(make_config({**photos, "workers": 0}), out, display=Hook(7, send(signal.SIGTERM)))
-    check_unreadable(an_image(photos, part), out, undisturbed_photos, steppe, steppe, 0)
+    check_unreadable(an_image(photos, part), out, undisturbed_photos, steppe, steppe)
 
 
-def check_unreadable(image, out, reference, broken, mended, workers):
+def check_unreadable(image, out, reference, steppe, broken, *more):
     """Resumes with an image cut in half, then again with the whole one."""
     whole, records = image.read_bytes(), (out / "records.jsonl").read_bytes()
-    resume = ("train", "--resume", "--out", out, "--set", f"workers={workers}")
+    resume = ("train", "--resume", "--out", out)
     try:
         image.write_bytes(whole[: len(whole) // 2])
-        code, stdout, err = broken(*resume)
+        code, stdout, err = broken(*resume, *more)
     finally:
         image.write_bytes(whole)
     assert code == 2
@@ -644,7 +630,7 @@ def check_unreadable(image, out, reference, broken, mended, workers):
     assert not stdout
     assert RunDirectory(out).state == "failed"
     assert (out / "records.jsonl").read_bytes() == records
-    code, _, err = mended(*resume)
+    code, _, err = steppe(*resume, "--set", "workers=0")
     assert code == 0, err
     assert_same_run(out, reference)
 
@@ -653,21 +639,20 @@ def test_readers_in_other_processes(tmp_path, photos, undisturbed_photos, steppe
     out = tmp_path / "run"
     process = start(*words(photos, out, "--set", "workers=2"))
     read_until(process, "step     4")
-    readers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.wait()
-    # The readers live on until they notice, and must not be taken for the run.
-    assert any(Path(f"/proc/{pid}").exists() for pid in readers)
+    # The readers live on for some seconds, until they notice; they are not taken for the run.
     code, _, err = steppe("train", "--resume", "--out", out, "--set", "workers=0", "--seed", 3)
     assert code == 2
     assert "was started with seed=0, not 3" in err
 
     def another(*command):
         other = start(*command)
-        stdout, err = other.communicate(timeout=60)
+        stdout, err = other.communicate(timeout=30)  # its own readers do not hold it up
         return other.returncode, stdout, err
 
-    check_unreadable(an_image(photos, "train"), out, undisturbed_photos, another, steppe, 2)
+    image = an_image(photos, "train")
+    check_unreadable(image, out, undisturbed_photos, steppe, another, "--set", "workers=2")
 
 
 def test_other_images_than_it_started_with_are_refused(

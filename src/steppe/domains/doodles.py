@@ -97,8 +97,8 @@ class _Drawings:
         self.rng = rng
         ticks = np.arange(SIZE) + 0.5 - SIZE / 2
         self.x, self.y = ticks[None, None, :], ticks[None, :, None]
-        self.radius = self.each(0.66, 0.82) * SIZE / 2
-        self.turn = self.each(-0.25, 0.25)
+        self.radius = self.each(0.6, 0.8) * SIZE / 2
+        self.turn = self.each(-0.35, 0.35)
         room = 0.9 * SIZE / 2 - self.radius
         self.x0, self.y0 = room * self.each(-1, 1), room * self.each(-1, 1)
 
@@ -213,9 +213,9 @@ def _sketch(draw: _Drawings) -> Floats:
     paper = paper + (0.02 * draw.clouds(12))[..., None]
     first, second = draw.distance(wobble=0.6), draw.distance(wobble=1.0)
     pencil = draw.each(0.15, 0.3)[..., None]
-    hatching = 0.5 + 0.2 * draw.stripes(2.7)
+    hatching = 0.35 + 0.2 * draw.stripes(2.7)
     image = _over(paper, pencil, hatching * _inside(first + 1))
-    image = _over(image, pencil, 0.95 * _inside(np.abs(first) - 0.45))
+    image = _over(image, pencil, 0.95 * _inside(np.abs(first) - 0.3))
     return _over(image, pencil, 0.6 * _inside(np.abs(second) - 0.2))
 
 

@@ -107,6 +107,8 @@ def split_dataset(
             held_out = domain.subsets["val"]
         elif official:
             larger, held_out = _pacs_lists(domain, root)
+            if not source:  # its third list, of images to test on, has them all
+                larger = np.arange(len(domain))
         else:
             share = _APPENDIX_HOLDOUT.get(dataset.spec.name, HOLDOUT)
             larger, held_out = split_indices(
