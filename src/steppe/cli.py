@@ -354,13 +354,19 @@ def bench_step(
     optimizer: Annotated[str, typer.Option(help="Any that 'steppe train' knows.")] = "adam",
     rounds: Annotated[int, typer.Option(min=1, help="Measurements.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps in a measurement.")] = 4,
+    precision: Annotated[str, typer.Option(help="fp32, tf32, fp16 or bf16.")] = "fp32",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="As in 'steppe train', to see what it costs.")
+    ] = False,
     as_json: Annotated[bool, _JSON] = False,
     save: Annotated[Path | None, _SAVE] = None,
 ) -> None:
     """Time a step of the training loop, and what it adds to forward, backward and optimizer."""
     from steppe.bench import record, step
 
-    result = step.measure(record.device(device), backbone, batch, optimizer, rounds, steps)
+    result = step.measure(
+        record.device(device), backbone, batch, optimizer, rounds, steps, precision, deterministic
+    )
     _show(result, step.tables(result), as_json, save)
 
 

@@ -162,7 +162,7 @@ def _progress(results: Iterable[Result], total: int, console: Console) -> Iterat
 
 
 def rows(targets: Sequence[str], results: Sequence[Result]) -> dict[str, list[str]]:
-    """The cells of the table by optimizer: targets, average, passes, time of a step, ratio."""
+    """The cells of the table by optimizer: targets, average, passes, time of a step."""
     times = {
         name: statistics.median(r.milliseconds for r in results if r.job.optimizer == name)
         for name in OPTIMIZERS
@@ -176,7 +176,6 @@ def rows(targets: Sequence[str], results: Sequence[Result]) -> dict[str, list[st
             *map(_cell, [*by_target, by_seed]),
             str(optimizer_spec(name).passes),
             f"{times[name]:.1f}",
-            f"{times[name] / times['sgd']:.2f}",
         ]
     return cells
 
@@ -190,12 +189,18 @@ def _cell(values: Sequence[float]) -> str:
 
 def _headings(spec: DatasetSpec, targets: Sequence[str]) -> list[str]:
     labels = [spec.label(target) for target in targets]
-    return ["optimizer", *labels, "Avg.", "passes", "ms/step", "/ SGD"]
+    return ["optimizer", *labels, "Avg.", "passes", "ms/step"]
 
 
 def table(spec: DatasetSpec, targets: Sequence[str], results: Sequence[Result]) -> Table:
     """The results for the terminal."""
-    grid = Table(title=f"{spec.name}: accuracy on the domain held out", box=SIMPLE_HEAD)
+    grid = Table(
+        title=f"{spec.name}: accuracy on the domain held out",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
     for heading in _headings(spec, targets):
         justify: Literal["left", "right"] = "left" if heading == "optimizer" else "right"
         grid.add_column(heading, justify=justify, no_wrap=True)
@@ -253,13 +258,15 @@ def _figures(
         y = statistics.mean(r.accuracy for r in own)
         axes.scatter(x, y, color="#00897b")
         axes.annotate(name, (x, y), xytext=(5, 4), textcoords="offset points", color="#888")
+    axes.margins(0.15)
     axes.set_xlabel("milliseconds per step")
     axes.set_ylabel("mean accuracy on held-out domains, %")
     _grey(axes)
     cost = encoded(figure)
 
     dataset = load(spec.name)
-    figure, grid = plt.subplots(len(targets), 8, figsize=(5, 0.62 * len(targets) + 0.3))
+    figure, grid = plt.subplots(len(targets), 8, figsize=(5, 0.85 * len(targets)))
+    figure.subplots_adjust(hspace=0.5)
     for line, domain in zip(grid, dataset.domains, strict=True):
         for i, axes in enumerate(line):
             pixels = domain.images[i]
@@ -290,7 +297,7 @@ body {{ font: 16px/1.5 system-ui, sans-serif; }}
 body {{ max-width: 52rem; margin: 2rem auto; padding: 0 1rem; }}
 div {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .35rem .8rem; text-align: right; white-space: nowrap; }}
+th, td {{ padding: .35rem .6rem; text-align: right; white-space: nowrap; }}
 th, td {{ border-bottom: 1px solid #8884; }}
 th:first-child, td:first-child {{ text-align: left; }}
 figure {{ margin: 2rem 0; }}

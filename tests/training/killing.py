@@ -1,7 +1,8 @@
 """Trains a run in children that are killed with SIGKILL, again and again, until it is done.
 
 A program of its own, started by `test_resume`: it imports torch once and forks a child for every
-attempt, before any thread of torch's exists. Prints what it did as JSON.
+attempt, before any thread of torch's exists and before a GPU is touched. Prints what it did, as
+JSON.
 """
 
 import json
@@ -15,7 +16,9 @@ from pathlib import Path
 
 import torch
 
-from steppe.training import make_config, train
+from steppe.domains.batches import Batch
+from steppe.training import RunConfig, make_config, train
+from steppe.training.trainer import Trainer
 
 KILLS = 12
 """Half of them at a random moment, half in the middle of writing a checkpoint."""
@@ -45,33 +48,63 @@ def kill(child: int) -> None:
     os.waitpid(child, 0)
 
 
-def main(config: dict[str, object], folder: Path, seed: int) -> None:
-    rng = random.Random(seed)
+def main(config: dict[str, object], folder: Path, kills: list[int]) -> None:
+    """Trains once undisturbed, and once killed: after these updates, or by chance if there are none."""
     resolved = make_config(config)
     began = time.monotonic()
-    _, status = os.waitpid(fork(lambda: train(resolved, folder / "whole")), 0)
-    assert not status
+    wait(fork(lambda: train(resolved, folder / "whole")))
     whole_seconds = time.monotonic() - began
-
     broken = folder / "broken"
+    if kills:
+        moments = [kill_after(resolved, broken, updates) for updates in kills]
+    else:
+        moments = kill_by_chance(resolved, broken, whole_seconds)
+    wait(fork(lambda: train(resolved, broken, resume=True)))
+    print(json.dumps({"moments": moments, "whole_seconds": whole_seconds}))
+
+
+def wait(child: int) -> None:
+    _, status = os.waitpid(child, 0)
+    assert not status, f"a child failed with status {status}"
+
+
+def kill_after(config: RunConfig, out: Path, updates: int) -> str:
+    """A child that kills itself when it has made so many updates."""
+    step = Trainer.step
+
+    def dying(self: Trainer, batches: list[Batch]) -> None:
+        step(self, batches)
+        if self.done == updates:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def work() -> None:
+        Trainer.step = dying  # type: ignore[method-assign]
+        train(config, out, resume=True)
+
+    _, status = os.waitpid(fork(work), 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    return "update"
+
+
+def kill_by_chance(config: RunConfig, out: Path, whole_seconds: float) -> list[str]:
+    """Children killed at random moments, and every other one while it writes a checkpoint."""
+    rng = random.Random(0)
     moments: list[str] = []
     while len(moments) < KILLS:
-        child = fork(lambda: train(resolved, broken, resume=True))
+        child = fork(lambda: train(config, out, resume=True))
         in_write = len(moments) % 2 == 1
         deadline = time.monotonic() + rng.uniform(0, whole_seconds / 6)
         while not finished(child):
             # Looked at often: a checkpoint of a small network is written within milliseconds.
-            writing = in_write and any((broken / "checkpoint").glob(".writing-*"))
+            writing = in_write and any((out / "checkpoint").glob(".writing-*"))
             if time.monotonic() > deadline and (writing or not in_write):
                 kill(child)
                 moments.append("write" if in_write else "random")
                 break
         else:
             break
-    _, status = os.waitpid(fork(lambda: train(resolved, broken, resume=True)), 0)
-    assert not status
-    print(json.dumps({"moments": moments, "whole_seconds": whole_seconds}))
+    return moments
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

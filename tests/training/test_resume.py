@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from steppe.bench.step import packed_images
 from steppe.training import RunDirectory, make_config, train
 from steppe.training.directory import VOLATILE
 
@@ -21,6 +23,8 @@ DIGITS = {
     "dropout": 0.2,
     "device": "cpu",
 }
+UPDATES = (3, 11, 12, 13, 25, 30, 41, 42, 55, 60)
+"""After which a run on a GPU is killed: its start takes too long to be hit by chance."""
 
 
 def records(folder: Path) -> list[dict[str, object]]:
@@ -47,10 +51,13 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert not list((b / "checkpoint").glob(".writing-*"))
 
 
-def kill_until_done(config: dict[str, object], folder: Path) -> dict[str, list[str]]:
-    command = [sys.executable, "-m", "tests.training.killing", json.dumps(config), str(folder), "0"]
+def kill_until_done(
+    config: dict[str, object], folder: Path, kills: Sequence[int] = ()
+) -> dict[str, list[str]]:
+    """Trains in ``folder/whole`` undisturbed and in ``folder/broken`` killed; see `killing`."""
+    arguments = [json.dumps(config), str(folder), json.dumps(kills)]
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "tests.training.killing", *arguments],
         check=True,
         stdout=subprocess.PIPE,
         timeout=500,
@@ -71,41 +78,35 @@ def test_killed_at_random_moments_and_while_writing(tmp_path: Path, optimizer: s
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "fad"])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_interrupted_on_a_gpu_under_deterministic(
-    tmp_path: Path, optimizer: str, precision: str
-) -> None:
-    config = make_config(
-        {
-            **DIGITS,
-            "optimizer": optimizer,
-            "precision": precision,
-            "device": "cuda",
-            "deterministic": True,
-        }
-    )
-    train(config, tmp_path / "whole")
-    train_in_pieces(config.model_dump(), tmp_path / "broken")
+def test_killed_on_a_gpu_under_deterministic(tmp_path: Path, optimizer: str) -> None:
+    gpu = {"optimizer": optimizer, "device": "cuda", "deterministic": True}
+    result = kill_until_done({**DIGITS, **gpu}, tmp_path, kills=UPDATES)
+    assert len(result["moments"]) == len(UPDATES)
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
 
 
-def train_in_pieces(config: dict[str, object], out: Path) -> None:
-    """Kills a process of its own as soon as it has written another checkpoint, over and over."""
-    code = (
-        "import json, os, signal, sys\n"
-        "from steppe.training import make_config, trainer, train\n"
-        "config = make_config(json.loads(sys.argv[1]))\n"
-        "step = trainer.Trainer.step\n"
-        "def dying(self, batches):\n"
-        "    step(self, batches)\n"
-        "    if self.done == int(sys.argv[3]): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "trainer.Trainer.step = dying\n"
-        "train(config, sys.argv[2], resume=True)\n"
-    )
-    for stop in (3, 11, 12, 13, 25, 30, 41, 42, 55, 60, 10**9):
-        command = [sys.executable, "-c", code, json.dumps(config), str(out), str(stop)]
-        status = subprocess.run(command, timeout=300).returncode
-        assert status == (0 if stop == 10**9 else -9)
+@pytest.mark.gpu
+def test_killed_on_a_gpu_with_a_real_backbone(tmp_path: Path) -> None:
+    """ResNet-18 in fp16, augmented images from a pack, read by other processes."""
+    with packed_images(per_class=6) as images:
+        config = {
+            "dataset": str(images),
+            "targets": ["sketch"],
+            "backbone": "resnet18",
+            "weights": "none",
+            "freeze_bn": True,
+            "optimizer": "fad",
+            "precision": "fp16",
+            "dropout": 0.1,
+            "steps": 61,
+            "checkpoint_every": 10,
+            "batch_size": 8,
+            "workers": 2,
+            "device": "cuda",
+            "deterministic": True,
+        }
+        kill_until_done(config, tmp_path, kills=UPDATES)
+    assert_same_run(tmp_path / "whole", tmp_path / "broken")
 
 
 def test_evaluation_does_not_disturb_training(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def by_hand(optimizer_name: str, steps: int) -> dict[str, torch.Tensor]:
             for i in train_part[rng.integers(len(train_part), size=8)]:
                 images.append(domain.images[int(i)])
                 labels.append(int(domain.labels[i]))
-        x = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
+        x = torch.from_numpy(np.stack(images)).view(-1, 1, 8, 8).float() / 255
         y = torch.tensor(labels)
 
         def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
@@ -158,7 +158,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     shared = ["train", "--dataset", "RotatedDigits", "--target", "75", "--optimizer", "fad"]
     shared += ["--steps", "12", "--set", "checkpoint_every=5", "--set", "batch_size=8"]
     shared += ["--set", "freeze_bn=true", "--device", "cpu"]
-    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     for name, launcher in (("one", []), ("two", torchrun)):
         command = [sys.executable, "-m", *launcher, "steppe", *shared, "--out", tmp_path / name]
         done = subprocess.run(

@@ -25,6 +25,7 @@ from rich.table import Table
 from steppe.domains import load, packing
 from steppe.domains.batches import training_batches
 from steppe.training import RunConfig, RunDirectory, make_config
+from steppe.training.precision import settings
 from steppe.training.processes import Processes
 from steppe.training.progress import Silent
 from steppe.training.trainer import Trainer
@@ -57,7 +58,13 @@ def packed_images(per_class: int = 24) -> Iterator[Path]:
 
 
 def run_config(
-    images: Path, backbone: str, batch: int, optimizer: str, device: torch.device
+    images: Path,
+    backbone: str,
+    batch: int,
+    optimizer: str,
+    device: torch.device,
+    precision: str,
+    deterministic: bool,
 ) -> RunConfig:
     """A run on the packed images: no weights are needed to time it, frozen batch norm is usual."""
     return make_config(
@@ -70,16 +77,29 @@ def run_config(
             "optimizer": {"name": optimizer, "lr": 1e-4},
             "batch_size": batch // DOMAINS,
             "device": str(device),
+            "precision": precision,
+            "deterministic": deterministic,
         }
     )
 
 
 def measure(
-    device: torch.device, backbone: str, batch: int, optimizer: str, rounds: int, steps: int
+    device: torch.device,
+    backbone: str,
+    batch: int,
+    optimizer: str,
+    rounds: int,
+    steps: int,
+    precision: str = "fp32",
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     """Everything `steppe bench step` reports, as plain values."""
-    with packed_images() as images, tempfile.TemporaryDirectory() as out:
-        config = run_config(images, backbone, batch, optimizer, device)
+    with (
+        packed_images() as images,
+        tempfile.TemporaryDirectory() as out,
+        settings(precision, deterministic),
+    ):
+        config = run_config(images, backbone, batch, optimizer, device, precision, deterministic)
         run = RunDirectory(Path(out))
         trainer = Trainer(config, run, Processes(device), Silent())
         batches = training_batches(trainer.sampling, 0, config.steps, trainer.workers)
@@ -95,6 +115,8 @@ def measure(
         "backbone": backbone,
         "optimizer": optimizer,
         "batch": f"{DOMAINS} x {batch // DOMAINS}",
+        "precision": precision,
+        "deterministic": deterministic,
         "data": f"{PIXELS} x {PIXELS} images, {'packed' if 'pack in' in pixels else 'files'}",
         "rounds": rounds,
         "steps a round": steps,

@@ -7,8 +7,10 @@ position of a sampler is therefore the number of the step.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -178,7 +180,7 @@ def _load(dataset: Dataset[Any], numbers: range, workers: int, pin: bool) -> Ite
         num_workers=workers,
         pin_memory=pin,
         collate_fn=_unchanged,
-        worker_init_fn=_ignore_signals,
+        worker_init_fn=_start_worker,
         # Forked where that is safe: Python 3.14 would otherwise start each one anew, for seconds.
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         # Its own, because a loader draws a seed for its workers from the global one otherwise.
@@ -186,30 +188,43 @@ def _load(dataset: Dataset[Any], numbers: range, workers: int, pin: bool) -> Ite
     )
     with _signals_held():
         items = iter(loader)
-    for item in items:
-        if isinstance(item, _Failure):
-            raise item.error
-        yield item
+    item = None
+    try:
+        for item in items:
+            if isinstance(item, _Failure):
+                raise item.error
+            yield item
+    finally:
+        # The error's traceback holds this frame: without them it does not hold the workers too.
+        del item, items
 
 
 def _unchanged(item: Any) -> Any:
     return item
 
 
-# A scheduler or a terminal signals the whole process group; workers live until the trainer has
-# finished. They are born with these signals held, so that no moment is left to die in.
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    """Holds signals back while workers are forked: they are born so, and never hear of them.
+
+    A scheduler or a terminal signals the whole process group, and workers are to live until the
+    trainer has finished.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _ignore_signals(_: int) -> None:
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def _start_worker(_: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        parent = os.getppid()
+
+        def obey() -> None:  # the trainer alone: it ends its workers by SIGTERM when it exits
+            while signal.sigwaitinfo((signal.SIGTERM,)).si_pid != parent:
+                pass
+            os._exit(0)
+
+        threading.Thread(target=obey, daemon=True).start()

@@ -243,13 +243,14 @@ def _load_weights(backbone: Backbone, path: Path, name: str) -> None:
 
 
 def _small_cnn(channels: int, image_size: int) -> nn.Module:
-    """Convolutions with batch norm that halve the image until it is about 4 x 4.
+    """Convolutions with batch norm that halve the image until it is 4 x 4 or smaller.
 
-    The first keeps the size of a very small image, which has no detail to lose.
+    The first keeps the size of a very small image, which has no detail to lose. No pooling: its
+    gradient is not repeatable on a GPU.
     """
     layers: list[nn.Module] = []
     width = 16
-    halvings = [2] * max(1, round(math.log2(image_size / 4)))
+    halvings = [2] * math.ceil(math.log2(max(image_size, 8) / 4))
     for stride in [1, *halvings] if image_size < 16 else halvings:
         layers += [
             nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False),
@@ -257,7 +258,7 @@ def _small_cnn(channels: int, image_size: int) -> nn.Module:
             nn.ReLU(),
         ]
         channels, width = width, 32
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten())
+    return nn.Sequential(*layers, nn.Flatten())
 
 
 def _mnist_cnn(channels: int) -> nn.Module:

@@ -16,6 +16,7 @@ from steppe.optim import optimizer_spec
 from . import precision
 from .config import MAY_CHANGE, RunConfig
 from .directory import RunDirectory
+from .interrupts import Interrupts
 from .processes import Processes, join
 from .progress import Display, Silent
 from .trainer import Trainer
@@ -65,9 +66,8 @@ def train(
         if resume and run.state == "done":
             log.info("%s is done already", run.path)
             return run.records()
-        with _state_of(run, processes):
-            trainer = Trainer(config, run, processes, display or Silent())
-            trainer.run()
+        with Interrupts() as interrupts, _state_of(run, processes):
+            Trainer(config, run, processes, display or Silent()).run(interrupts)
         return run.records()
 
 

@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -108,8 +109,8 @@ class Trainer:
         self._loggers: list[Logger] = []
         self._clock = 0.0
 
-    def run(self) -> None:
-        """Restores what a checkpoint has, and trains to the end."""
+    def run(self, interrupts: Interrupts) -> None:
+        """Restores what a checkpoint has, and trains to the end, or until it is told to stop."""
         config = self.config
         if self.processes.first:
             self._check_data()
@@ -135,8 +136,7 @@ class Trainer:
         self.display.start(title, self.done, config.steps)
         state = "failed"
         try:
-            with Interrupts() as interrupts:
-                self._train(interrupts)
+            self._train(interrupts)
             state = "done"
         finally:
             self.display.stop()
@@ -167,13 +167,16 @@ class Trainer:
             )
 
     def _train(self, interrupts: Interrupts) -> None:
+        if interrupts.number is not None and self.processes.world == 1:
+            raise Interrupted(interrupts.number)  # during the set-up: nothing is new
         self._clock = time.perf_counter()
         if not self.recorded:
             self._record(interrupts)
         pin = self.device.type == "cuda"
         steps = training_batches(self.sampling, self.done, self.config.steps, self.workers, pin)
         for batches in steps:
-            self.step(batches)
+            with _determinism_explained():
+                self.step(batches)
             self.recorded = not self._due()
             self.display.step(self.done)
             self._check_divergence()
@@ -383,6 +386,20 @@ class Trainer:
         self.sums = {name: value.to(self.device) for name, value in state["sums"].items()}
         randomness.set_state(state["generators"][self.processes.rank], self.device)
         log.info("resumed after step %d from %s", found.step, found.path)
+
+
+@contextmanager
+def _determinism_explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "does not have a deterministic implementation" not in text:
+            raise
+        raise RunError(
+            f"--deterministic: torch cannot repeat {text.split()[0]!r} bit for bit on a GPU. "
+            "Choose another backbone, or go without --deterministic in another --out."
+        ) from error
 
 
 def _worst(domains: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:

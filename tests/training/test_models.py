@@ -1,0 +1,361 @@
+"""A finished run's model: the trainer's own logits, on any data, and in other libraries' hands."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torchvision import models
+from torchvision import transforms as T
+
+from steppe.algorithms import ERM
+from steppe.domains import Arrays, Domain, catalog, load, register_dataset
+from steppe.errors import UserError
+from steppe.training import (
+    RunDirectory,
+    TrainedModel,
+    evaluate_run,
+    export_run,
+    load_model,
+    make_config,
+    setup,
+    train,
+)
+from steppe.training.backbones import build_network
+
+CLASSES = ("ant", "bee", "cat")
+COLOURS = ((200, 40, 40), (40, 200, 40), (40, 40, 200))
+
+
+def paint(path: Path, label: int, seed: int) -> None:
+    """A noisy square in the class's colour, of any shape."""
+    rng = np.random.default_rng([label, seed])
+    height, width = rng.integers(14, 30, size=2)
+    pixels = rng.normal(COLOURS[label], 60, size=(height, width, 3)).clip(0, 255)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.astype(np.uint8)).save(path)
+
+
+def paint_domain(root: Path, seed: int, classes: tuple[str, ...] = CLASSES, n: int = 6) -> Path:
+    for name in classes:
+        for i in range(n):
+            paint(root / name / f"{i}.png", CLASSES.index(name), 100 * seed + i)
+    return root
+
+
+def config(dataset: Path | str, **changes: Any) -> Any:
+    values = {
+        "dataset": str(dataset),
+        "targets": "pen",
+        "weights": "none",
+        "backbone": "small-cnn",
+        "image_size": 16,
+        "batch_size": 4,
+        "steps": 13,
+        "checkpoint_every": 3,
+        "device": "cpu",
+    }
+    return make_config({**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Someone's own images."""
+    root = tmp_path_factory.mktemp("somebody") / "own images"
+    for seed, domain in enumerate(("ink", "oil", "pen")):
+        paint_domain(root / domain, seed)
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "run"
+    train(config(own), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on images with one channel."""
+    path = tmp_path_factory.mktemp("runs") / "digits"
+    train(make_config({"dataset": "RotatedDigits", "targets": "75", "steps": 2}), path)
+    return path
+
+
+def pixels(size: int = 16, n: int = 8) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (n, 3, size, size), dtype=torch.uint8, generator=generator)
+
+
+def scores_by_hand(model: Any, domain: Path) -> tuple[float, float]:
+    """Accuracy and cross-entropy over a folder of classes, one image at a time."""
+    right, losses = [], []
+    for path in sorted(domain.rglob("*.png")):
+        with Image.open(path) as image, torch.no_grad():
+            p = model(model.preprocess(image)).double().softmax(1)[0]
+        label = model.classes.index(path.parent.name)
+        right.append(int(p.argmax()) == label)
+        losses.append(-float(p[label].log()))
+    return float(np.mean(right)), float(np.mean(losses))
+
+
+def assert_by_hand(found: Any, model: Any, domain: Path) -> None:
+    accuracy, cross_entropy = scores_by_hand(model, domain)
+    assert found.accuracy == pytest.approx(accuracy)
+    assert found.cross_entropy == pytest.approx(cross_entropy, rel=1e-4)
+    assert found.images == len(list(domain.rglob("*.png")))
+
+
+def trained(settings: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The very algorithm that a run has trained."""
+    built = []
+
+    def keep(*arguments: Any) -> Any:
+        built.append(build(*arguments))
+        return built[-1]
+
+    build = setup.build
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "build", keep)
+        train(settings, path)
+    (algorithm,) = built
+    return algorithm.eval()
+
+
+@pytest.mark.parametrize("which", ["last", "best"])
+def test_a_loaded_model_is_the_trained_one(run, own, tmp_path, monkeypatch, which):
+    steps = config(own).steps
+    if which == "best":
+        # The weights of the best record are the last ones of a run that ends there.
+        index = json.loads((run / "checkpoint" / "best" / "state.json").read_text())
+        assert index["step"] < steps - 1
+        steps = index["step"] + 1
+    algorithm = trained(config(own, steps=steps), tmp_path / "again", monkeypatch)
+    model = load_model(run, which)
+    assert not any(module.training for module in model.modules())
+    with torch.no_grad():
+        expected = algorithm.predict(pixels())
+        assert torch.equal(model(pixels()), expected)
+    assert not torch.equal(load_model(run, "last")(pixels()), load_model(run, "best")(pixels()))
+
+
+def test_three_lines_of_python(run, own):
+    model = load_model(run)
+    image = Image.open(own / "pen" / "bee" / "0.png")
+    name = model.classes[model(model.preprocess(image)).argmax()]
+    image.close()
+    assert model.classes == CLASSES
+    assert name == "bee", "thirteen steps are enough to tell green from red"
+
+
+def test_preprocess_is_what_evaluation_does(run, own):
+    model = load_model(run)
+    shown = Image.open(own / "ink" / "cat" / "1.png")
+    resized = T.PILToTensor()(T.Resize((16, 16))(shown))
+    others = [shown, shown.convert("RGBA"), shown.convert("RGB").resize((16, 16), 2)]
+    batch = model.preprocess(*others)
+    assert batch.shape == (3, 3, 16, 16)
+    assert batch.dtype == torch.uint8
+    for image in batch:
+        assert torch.equal(image, resized)
+    grey = model.preprocess(shown.convert("L"))
+    assert torch.equal(grey[0, 0], grey[0, 2])
+    shown.close()
+
+
+def test_preprocess_in_grey_for_a_model_of_grey_images(digits):
+    model = load_model(digits)
+    image = Image.fromarray(load("RotatedDigits").domains[0].images[3][..., 0])
+    batch = model.preprocess(image, image.convert("RGB"))
+    assert batch.shape == (2, 1, 8, 8)
+    assert torch.equal(batch[0], batch[1])
+
+
+@contextmanager
+def gone(folder: Path) -> Iterator[None]:
+    away = folder.with_name("away")
+    folder.rename(away)
+    try:
+        yield
+    finally:
+        away.rename(folder)
+
+
+def test_a_model_outlives_its_dataset(run, own, tmp_path):
+    before = load_model(run)(pixels())
+    elsewhere = paint_domain(tmp_path / "elsewhere", 7)
+    with gone(own):
+        assert torch.equal(load_model(run)(pixels()), before)
+        export_run(run, tmp_path / "model.safetensors")
+        assert evaluate_run(run, elsewhere)["elsewhere"].images == 18
+        with pytest.raises(UserError, match="own images"):
+            evaluate_run(run)
+
+
+def test_a_run_can_be_moved(run, tmp_path):
+    shutil.copytree(run, tmp_path / "moved")
+    assert torch.equal(load_model(tmp_path / "moved")(pixels()), load_model(run)(pixels()))
+
+
+def test_evaluation_of_the_runs_own_targets(run, own):
+    scores = evaluate_run(run)
+    assert list(scores) == ["pen"]
+    assert_by_hand(scores["pen"], load_model(run), own / "pen")
+    last = RunDirectory(run).records()[-1]["domains"]["pen"]
+    parts = [last[part] for part in ("test", "oracle")]
+    right = sum(part["accuracy"] * part["images"] for part in parts)
+    assert scores["pen"].accuracy == pytest.approx(right / scores["pen"].images)
+    best = evaluate_run(run, which="best")["pen"]
+    assert_by_hand(best, load_model(run, "best"), own / "pen")
+    assert best != scores["pen"]
+
+
+def test_evaluation_of_a_folder_of_classes(run, tmp_path):
+    folder = paint_domain(tmp_path / "chalk", 8)
+    scores = evaluate_run(run, folder)
+    assert list(scores) == ["chalk"]
+    assert_by_hand(scores["chalk"], load_model(run), folder)
+
+
+def test_evaluation_of_a_folder_of_domains(run, tmp_path):
+    """One of them is called as a class is, and one lacks the first class."""
+    paint_domain(tmp_path / "many" / "ant", 8)
+    paint_domain(tmp_path / "many" / "wax", 9, classes=("bee", "cat"))
+    scores = evaluate_run(run, tmp_path / "many")
+    assert list(scores) == ["ant", "wax"]
+    for name, found in scores.items():
+        assert_by_hand(found, load_model(run), tmp_path / "many" / name)
+
+
+def test_classes_keep_the_models_numbers_where_some_are_missing(run, tmp_path):
+    folder = paint_domain(tmp_path / "cats", 8, classes=("cat",))
+    model = load_model(run)
+    assert_by_hand(evaluate_run(run, folder)["cats"], model, folder)
+    assert evaluate_run(run, folder)["cats"].accuracy > 0.5, "a blue one is a cat"
+
+
+def test_classes_that_the_model_does_not_know_are_an_error(run, own, tmp_path):
+    folder = paint_domain(tmp_path / "zoo", 8)
+    shutil.copytree(folder / "ant", folder / "aardvark")
+    for data in (folder, folder.parent):
+        with pytest.raises(UserError, match="does not know: aardvark. It knows ant, bee, cat"):
+            evaluate_run(run, data)
+    # In the run's own data too, where it would shift the numbers of all the others.
+    shutil.copytree(folder / "ant", own / "pen" / "aardvark")
+    try:
+        with pytest.raises(UserError, match="does not know: aardvark"):
+            evaluate_run(run)
+    finally:
+        shutil.rmtree(own / "pen" / "aardvark")
+
+
+def test_evaluation_of_a_dataset_by_name(digits):
+    scores = evaluate_run(digits, "rotateddigits")
+    assert list(scores) == ["0", "15", "30", "45", "60", "75"]
+    assert scores["75"] == evaluate_run(digits)["75"]
+    assert scores["75"] != scores["0"]
+
+
+def test_coloured_files_for_a_model_of_grey_images(digits, tmp_path):
+    domain = load("RotatedDigits").domains[5]
+    for i in range(40):
+        path = tmp_path / "75" / str(domain.labels[i]) / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(domain.images[i][..., 0]).save(path)
+    found = evaluate_run(digits, tmp_path / "75")["75"]
+    assert_by_hand(found, load_model(digits), tmp_path / "75")
+
+
+def test_channels_that_no_file_has_are_an_error(run, monkeypatch):
+    monkeypatch.setattr(catalog, "_BY_NAME", dict(catalog._BY_NAME))
+
+    @register_dataset("Stereo", domains=["left"], n_classes=3, channels=2)
+    def stereo(_: Path) -> Any:
+        return CLASSES, [Domain("left", Arrays(np.zeros((3, 9, 9, 2), np.uint8)), np.arange(3))]
+
+    with pytest.raises(UserError, match="'left' have 2 channels, and the model takes 3"):
+        evaluate_run(run, "stereo")
+    network = build_network("mnist-cnn", n_classes=3, image_size=9, channels=2)
+    model = TrainedModel(ERM(network, 1), CLASSES, 9)
+    with pytest.raises(UserError, match="takes 2 channels"):
+        model.preprocess(Image.new("RGB", (9, 9)))
+
+
+@pytest.mark.parametrize(
+    ("backbone", "make"),
+    [("resnet18", models.resnet18), ("mobilenetv3_small_050", None), ("small-cnn", None)],
+)
+def test_an_export_is_the_librarys_model(own, tmp_path, backbone, make):
+    weights = tmp_path / "secret" / "begin.safetensors"
+    weights.parent.mkdir()
+    begin = build_network(backbone, n_classes=2, image_size=32)
+    save_file(begin.featurizer.state_dict(), weights)
+    changes = {"backbone": backbone, "image_size": 32, "weights": str(weights), "steps": 2}
+    train(config(own, **changes, root=str(tmp_path / "secret")), tmp_path / "run")
+    out = tmp_path / "out.safetensors"
+    facts = export_run(tmp_path / "run", out)
+
+    with safe_open(out, "pt") as file:
+        assert file.metadata() == facts
+    assert facts["backbone"] == backbone
+    assert json.loads(facts["classes"]) == list(CLASSES)
+    assert b"secret" not in out.read_bytes()
+    assert str(own.parent).encode() not in out.read_bytes()
+    assert json.loads(facts["config"])["dataset"] == "own images"
+
+    model = load_model(tmp_path / "run")
+    with Image.open(own / "pen" / "ant" / "0.png") as image:
+        size = int(facts["image_size"])
+        mean, std = json.loads(facts["mean"]), json.loads(facts["std"])
+        transform = T.Compose([T.Resize((size, size)), T.ToTensor(), T.Normalize(mean, std)])
+        x, expected = transform(image)[None], model(model.preprocess(image))
+    if backbone != "small-cnn":
+        theirs = make(num_classes=3) if make else timm.create_model(backbone, num_classes=3)
+        theirs.load_state_dict(load_file(out), strict=True)
+        torch.testing.assert_close(theirs.eval()(x), expected)
+    # And as the beginning of another run.
+    network = build_network(backbone, n_classes=9, image_size=32, weights=str(out)).eval()
+    assert torch.equal(network.features(x), model.algorithm.network.features(x))
+
+
+def test_an_export_that_cannot_be_written_names_the_file(run, tmp_path):
+    with pytest.raises(UserError, match="nowhere/model.safetensors could not be written"):
+        export_run(run, tmp_path / "nowhere" / "model.safetensors")
+
+
+def test_what_is_no_finished_run_says_so(run, own, tmp_path):
+    with pytest.raises(UserError, match="is not a run"):
+        load_model(tmp_path)
+    RunDirectory(tmp_path / "new").create(config(own))
+    with pytest.raises(UserError, match="was not begun yet"):
+        load_model(tmp_path / "new")
+    with pytest.raises(UserError, match="which='first': expected last or best"):
+        load_model(run, "first")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="nonesuch: no such folder, and no dataset"):
+        evaluate_run(run, "nonesuch")
+
+    broken = shutil.copytree(run, tmp_path / "broken")
+    text = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**text, "version": 99}))
+    with pytest.raises(UserError, match="newer steppe"):
+        load_model(broken)
+    (broken / "config.json").write_text(json.dumps(text))
+    weights = broken / "checkpoint" / "best" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    with pytest.raises(UserError, match="damaged.*the last one"):
+        load_model(broken, "best")
+    shutil.rmtree(broken / "checkpoint")
+    with pytest.raises(UserError, match="no checkpoint yet"):
+        load_model(broken)
+    with pytest.raises(UserError, match="no best checkpoint"):
+        load_model(broken, "best")
