@@ -49,7 +49,7 @@ def kill(child: int) -> None:
 
 
 def main(config: dict[str, object], folder: Path, kills: list[int]) -> None:
-    """Trains once undisturbed, and once killed: after these updates, or by chance if there are none."""
+    """Trains once undisturbed, and once killed: after these updates, or else by chance."""
     resolved = make_config(config)
     began = time.monotonic()
     wait(fork(lambda: train(resolved, folder / "whole")))

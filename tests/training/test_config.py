@@ -33,7 +33,7 @@ WRONG = [
     ({"optimizer": {"name": "fad", "rho": -0.1}}, "optimizer 'fad'.*rho"),
     ({"optimizer": {"name": "fad", "rho": float("inf")}}, "optimizer.rho=inf"),
     ({"optimizer": {"name": "fad", "rho": "0,1"}}, "optimizer 'fad'"),
-    ({"optimizer": {"name": "sgd", "lr": lambda step: 1}}, "optimizer.lr"),
+    ({"optimizer": {"name": "sgd", "lr": len}}, "optimizer.lr"),
     ({"algorithm": "IRN"}, "unknown algorithm 'IRN'"),
     ({"algorithm": {"name": "ERM", "lambda": 1}}, "algorithm 'ERM': 'lambda'"),
     ({"algorithm": 5}, "algorithm=5"),
