@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -157,7 +158,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     for key in given:
         if key not in RunConfig.model_fields:
             raise UserError(unknown("config key", key, RunConfig.model_fields))
-    _import_plugins(given)
+    import_plugins(given)
     for key in ("dataset", "targets"):
         if given.get(key) in (None, "", (), []):  # 0 is a domain's name
             raise UserError(f"config has no {key!r}")
@@ -198,7 +199,8 @@ def _refuse_newer(version: Any) -> None:
         )
 
 
-def _import_plugins(values: Mapping[str, Any]) -> None:
+def import_plugins(values: Mapping[str, Any]) -> None:
+    """Imports the modules that a config names, which register datasets."""
     plugins = values.get("plugins")
     if isinstance(plugins, str):
         plugins = plugins.split(",")
@@ -334,7 +336,7 @@ def configure(
 
 
 def read_config(path: Path) -> RunConfig:
-    """Read a run's `config.json`."""
+    """Read a `config.json`; the dataset of a complete one need not be there any more."""
     try:
         values = json.loads(path.read_text())
     except ValueError as error:  # not JSON, or no text at all
@@ -342,6 +344,9 @@ def read_config(path: Path) -> RunConfig:
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no config: expected an object with keys")
     try:
-        return make_config(values)
+        _refuse_newer(values.get("version", VERSION))
+        with suppress(ValidationError):
+            return RunConfig(**values)
+        return make_config(values)  # fills in what is missing, or says what is wrong
     except UserError as error:
         raise UserError(f"{path}: {error}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,7 +12,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -28,7 +26,7 @@ from steppe.errors import UserError
 
 from . import checkpoint, setup
 from .backbones import library_state
-from .config import VERSION, RunConfig
+from .config import import_plugins
 from .directory import RunDirectory
 from .evaluation import Scores, evaluate
 from .processes import find_device
@@ -96,7 +94,7 @@ def load_model(
         torch.Size([1, 10])
     """
     directory = RunDirectory(Path(run))
-    config, data = _config(directory), directory.data()
+    config, data = directory.config(), directory.data()
     weights = _weights(directory, which)
     # The weights of the file replace those it was begun with.
     start = config.model_copy(update={"weights": "none"})
@@ -104,16 +102,6 @@ def load_model(
     algorithm.load_state_dict(weights)
     model = TrainedModel(algorithm, tuple(data["classes"]), config.image_size)
     return model.to(find_device(device))
-
-
-def _config(directory: RunDirectory) -> RunConfig:
-    """A run's config as it is written, complete: its dataset need not be there any more."""
-    if directory.exists():
-        with suppress(ValidationError):
-            config = RunConfig.model_validate_json(directory.config_file.read_bytes())
-            if config.version <= VERSION:
-                return config
-    return directory.config()  # says what is wrong
 
 
 def _weights(directory: RunDirectory, which: Which) -> Mapping[str, Tensor]:
@@ -157,9 +145,8 @@ def evaluate_run(
     directory = RunDirectory(Path(run))
     where = find_device(device)
     model = load_model(run, which).to(where)
-    config = _config(directory)
-    if data is None or config.plugins:
-        config = directory.config()  # imports the plugins, which know the datasets' names
+    config = directory.config()
+    import_plugins(config.model_dump())  # they know datasets' names
     if data is None:
         dataset = load(config.dataset, root or config.root, packed=config.packed)
         found, domains = dataset.classes, dataset.domains
@@ -244,7 +231,7 @@ def export_run(
     ``load_state_dict``. What is needed to use it is in the file's metadata, which is returned.
     """
     model = load_model(run, which)
-    config, network = _config(RunDirectory(Path(run))), model.algorithm.network
+    config, network = RunDirectory(Path(run)).config(), model.algorithm.network
     weights = library_state(config.backbone, network, config.image_size)
     metadata = {
         "backbone": config.backbone,
