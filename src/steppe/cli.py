@@ -272,7 +272,7 @@ def data_check(
     if as_json:
         print(json.dumps(report.to_json(), indent=2))
     else:
-        Console().print(*check.tables(report), sep="\n")
+        Console().print(*check.tables(report), sep="\n", soft_wrap=True)
     if not report.ok:
         raise typer.Exit(1)
 

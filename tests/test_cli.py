@@ -1,0 +1,98 @@
+"""The commands for data and for finished runs, from end to end."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+from steppe.cli import app
+from steppe.errors import UserError
+
+SMALL = ["--backbone", "small-cnn", "--weights", "none", "--device", "cpu", "--steps", "3"]
+SMALL += ["--set", "image_size=16", "--set", "batch_size=4"]
+
+
+def steppe(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+
+
+@pytest.fixture
+def pets(tmp_path: Path) -> Path:
+    """A folder of small images: two domains, two classes."""
+    rng = np.random.default_rng(0)
+    for domain in ("ink", "oil"):
+        for name in ("cat", "dog"):
+            folder = tmp_path / "pets" / domain / name
+            folder.mkdir(parents=True)
+            for i in range(8):
+                pixels = rng.integers(256, size=(20, 24, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i}.png")
+    return tmp_path / "pets"
+
+
+def test_list_knows_what_is_built_in_and_what_was_found(tmp_path: Path) -> None:
+    (tmp_path / "PACS").mkdir()
+    rows = json.loads(steppe("data", "list", "--root", tmp_path, "--json").stdout)
+    found = {row["name"]: row["found"] for row in rows}
+    assert found["RotatedDigits"] == found["Doodles"] == "built in"
+    assert found["PACS"] == str(tmp_path / "PACS")
+    assert found["VLCS"] is None
+    printed = steppe("data", "list", "--root", tmp_path).stdout
+    assert all(name in printed for name in found)
+
+
+def test_check_exits_with_1_when_something_is_wrong(pets: Path) -> None:
+    assert steppe("data", "check", pets).exit_code == 0
+    broken = pets / "ink/cat/3.png"
+    broken.write_bytes(broken.read_bytes()[:50])
+    result = steppe("data", "check", pets, "--json")
+    assert result.exit_code == 1
+    assert "ink/cat/3.png" in result.stdout
+    assert json.loads(result.stdout[result.stdout.index("{") :])["ok"] is False
+    assert "3.png" in steppe("data", "check", pets).stdout
+
+
+def test_from_images_to_an_exported_model(
+    pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert steppe("data", "pack", "pets", "--size", 18).exit_code == 0
+    with pytest.raises(UserError, match="--force"):
+        steppe("data", "pack", "pets")
+    assert steppe("data", "pack", "pets", "--force").exit_code == 0
+
+    run = tmp_path / "run"
+    result = steppe("train", "--dataset", "pets", "--target", "oil", *SMALL, "--out", run)
+    assert result.exit_code == 0
+    assert "pack in" in result.stderr  # it says what it reads
+    assert "best by validation: step" in result.stdout
+    again = steppe("train", "--resume", "--out", run, "--json")
+    assert set(json.loads(again.stdout)["domains"]) == {"ink", "oil"}
+
+    scores = json.loads(steppe("evaluate", run, "--data", pets / "oil", "--json").stdout)
+    own = json.loads(steppe("evaluate", run, "--json").stdout)
+    assert scores["oil"]["images"] == own["oil"]["images"] == 16
+    assert scores["oil"] == pytest.approx(own["oil"])
+    assert "accuracy" in steppe("evaluate", run, "--which", "best").stdout
+
+    out = tmp_path / "out.safetensors"
+    assert "small-cnn, 2 classes" in steppe("export", run, out).stdout
+    assert load_file(out)["classifier.weight"].shape[0] == 2
+
+
+def test_overrides_reach_the_config(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ["--dataset", "RotatedDigits", "--target", "75", "--target", "0", "--steps", "1"]
+    arguments += ["--optimizer", "fad", "--set", "optimizer.rho=0.2", "--draw", "3"]
+    assert steppe("train", *arguments, "--device", "cpu", "--out", run).exit_code == 0
+    config = json.loads((run / "config.json").read_text())
+    assert config["targets"] == ["75", "0"]
+    assert config["optimizer"]["rho"] == 0.2  # what is said outright comes after what is drawn
+    assert config["batch_size"] != 32
+    with pytest.raises(UserError, match="did you mean 'steps'"):
+        steppe("train", *arguments, "--set", "step=3", "--out", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
