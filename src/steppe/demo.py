@@ -11,7 +11,6 @@ import html
 import io
 import logging
 import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from steppe import __version__
 from steppe.domains import DatasetSpec, dataset_spec
+from steppe.domains.pool import cores, start_worker
 from steppe.optim import optimizer_spec
 from steppe.training import make_config, select, train
 
@@ -124,14 +124,14 @@ def run(out: Path, dataset: str = DATASET, steps: int = STEPS, seeds: int = SEED
 
 def _work(jobs: Sequence[Job], dataset: str, steps: int) -> Iterator[Result]:
     """The runs' results, as they come in: one process a core, one thread a process."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(cores or 1, context, initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(cores(), context, initializer=_start) as pool:
         given = [(job, dataset, steps) for job in jobs]
         yield from pool.map(_train, *zip(*given, strict=True))
 
 
-def _one_thread() -> None:
+def _start() -> None:
+    start_worker()
     torch.set_num_threads(1)
     logging.getLogger("steppe").setLevel(logging.ERROR)
 

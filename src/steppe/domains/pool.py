@@ -47,7 +47,7 @@ def map_files(
         jobs: processes; as many as there are cores unless given, fewer for few files.
         console: where to show progress; nowhere unless given.
     """
-    jobs = min(jobs or _cores(), -(-len(paths) // _WORTHWHILE))
+    jobs = min(jobs or cores(), -(-len(paths) // _WORTHWHILE))
     results = map(work, paths) if jobs <= 1 else _pooled(work, paths, jobs)
     with progress(title, len(paths), console) as advance:
         for result in results:
@@ -55,7 +55,8 @@ def map_files(
             yield result
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -67,7 +68,7 @@ def _pooled(work: Callable[[str], T], paths: Sequence[str], jobs: int) -> Iterat
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     batches = (paths[start : start + _BATCH] for start in range(0, len(paths), _BATCH))
     try:
-        with ProcessPoolExecutor(jobs, context, initializer=_start_worker) as pool:
+        with ProcessPoolExecutor(jobs, context, initializer=start_worker) as pool:
             waiting: deque[Future[list[T]]] = deque()
             for batch in batches:
                 waiting.append(pool.submit(_work_through, work, batch))
@@ -86,7 +87,7 @@ def _work_through(work: Callable[[str], T], paths: Sequence[str]) -> list[T]:
     return [work(path) for path in paths]
 
 
-def _start_worker() -> None:
+def start_worker() -> None:
     """Leaves Ctrl-C to the parent, and does not outlive it: a killed one cannot say goodbye."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from steppe.algorithms import Algorithm, build_algorithm
 from steppe.domains import Dataset, Split, data_folder, load, split_dataset
+from steppe.domains.pool import cores
 
 from .backbones import build_network
 from .config import RunConfig
@@ -50,7 +50,7 @@ def reader_count(config: RunConfig, dataset: Dataset, processes: Processes) -> i
     # On a CPU, readers would take the cores that compute; arrays need none.
     if processes.device.type == "cpu" or dataset.spec.folder is None:
         return 0
-    return max(1, min(8, (os.cpu_count() or 1) // processes.world))
+    return max(1, min(8, cores() // processes.world))
 
 
 def memory_format(config: RunConfig, device: torch.device) -> torch.memory_format:
