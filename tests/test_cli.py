@@ -1,6 +1,8 @@
 """The commands for data and for finished runs, from end to end."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from steppe.cli import app
-from steppe.errors import UserError
+from steppe.domains import load
+from steppe.domains.batches import Batch
+from steppe.errors import Interrupted, UserError
+from steppe.training.trainer import Trainer
 
 SMALL = ["--backbone", "small-cnn", "--weights", "none", "--device", "cpu", "--steps", "3"]
 SMALL += ["--set", "image_size=16", "--set", "batch_size=4"]
@@ -38,7 +43,7 @@ def test_list_knows_what_is_built_in_and_what_was_found(tmp_path: Path) -> None:
     (tmp_path / "PACS").mkdir()
     rows = json.loads(steppe("data", "list", "--root", tmp_path, "--json").stdout)
     found = {row["name"]: row["found"] for row in rows}
-    assert found["RotatedDigits"] == found["Doodles"] == "built in"
+    assert found["RotatedDigits"] == found["Doodles"] == "in memory"
     assert found["PACS"] == str(tmp_path / "PACS")
     assert found["VLCS"] is None
     printed = steppe("data", "list", "--root", tmp_path).stdout
@@ -96,3 +101,67 @@ def test_overrides_reach_the_config(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="did you mean 'steps'"):
         steppe("train", *arguments, "--set", "step=3", "--out", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_pack_made_in_between_and_weights_that_are_gone(
+    pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run goes on from files after a lossless pack, and without the file it began with."""
+    first, weights, run = tmp_path / "first", tmp_path / "w.safetensors", tmp_path / "run"
+    base = ["--dataset", pets, "--target", "oil", *SMALL]
+    assert steppe("train", *base, "--out", first).exit_code == 0
+    assert steppe("export", first, weights).exit_code == 0
+    arguments = [a if a != "none" else weights for a in base]
+
+    step = Trainer.step
+
+    def interrupted(self: Trainer, batches: list[Batch]) -> None:
+        step(self, batches)
+        if self.done == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    with pytest.raises(Interrupted):
+        steppe("train", *arguments, "--out", run)
+    monkeypatch.undo()
+    weights.unlink()
+    assert steppe("data", "pack", pets, "--size", 20).exit_code == 0  # as large as the images
+    result = steppe("train", "--resume", "--out", run)
+    assert result.exit_code == 0
+    assert "pack in" in result.stderr
+
+    other = tmp_path / "other"
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    with pytest.raises(Interrupted):
+        steppe("train", *base, "--out", other)
+    monkeypatch.undo()
+    assert steppe("data", "pack", pets, "--size", 10, "--force").exit_code == 0
+    with pytest.raises(UserError, match="packed=false"):
+        steppe("train", "--resume", "--out", other)
+    assert steppe("train", "--resume", "--out", other, "--set", "packed=false").exit_code == 0
+
+
+def test_what_is_wrong_is_said_before_a_folder_is_made(tmp_path: Path) -> None:
+    arguments = ["--dataset", "RotatedDigits", "--target", "75", "--out", tmp_path / "run"]
+    for wrong, message in (
+        (["--logger", "tensorbored"], "did you mean 'tensorboard'"),
+        (["--space", "fad"], "--draw"),
+        (["--averaging", "swat"], "unknown averaging 'swat'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            steppe("train", *arguments, *wrong)
+    with pytest.raises(UserError, match="nothing to resume"):
+        steppe("train", "--resume", "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_images_that_would_be_misread_are_named(pets: Path) -> None:
+    deep = np.full((8, 8), 40000, dtype=np.uint16)
+    Image.fromarray(deep).save(pets / "ink/cat/deep.png")
+    result = steppe("data", "check", pets)
+    assert result.exit_code == 1
+    assert "deep.png cannot be read: its mode is 'I;16'" in result.stdout
+    (pets / "ink/cat/deep.png").unlink()
+    (pets / "ink/cat/loop").symlink_to(pets / "ink")
+    with pytest.raises(UserError, match="loop is a link to a folder above it"):
+        load(pets)

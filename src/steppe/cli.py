@@ -7,6 +7,7 @@ user's mistake; 130 interrupted by Ctrl-C, 143 by SIGTERM.
 import json
 import logging
 import os
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -77,6 +78,7 @@ def demo(
 _JSON = typer.Option("--json", help="Print the result as JSON, for programs.")
 Which = Literal["last", "best"]
 _ROOT = typer.Option("--root", metavar="DIR", help="The data folder: $STEPPE_DATA or ./data.")
+_PLUGINS = typer.Option("--plugin", help="A module that registers datasets of your own.")
 _RUN = typer.Argument(metavar="RUN", help="The folder of a run.")
 _WHICH = typer.Option("--which", help="The weights after the last step, or those validated best.")
 
@@ -94,9 +96,15 @@ def train(
     source: Annotated[
         list[str] | None, typer.Option(help="A domain to train on; all others unless given.")
     ] = None,
-    algorithm: Annotated[str | None, typer.Option(help="How domains become a loss.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="How the loss is minimized.")] = None,
-    averaging: Annotated[str | None, typer.Option(help="How weights are averaged.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="How domains become a loss: ERM.")] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="How the loss is minimized: adam, adamw, sgd, yogi, adabelief, adahessian, sam, "
+            "gam, gam-exact, gam-release or fad."
+        ),
+    ] = None,
+    averaging: Annotated[str | None, typer.Option(help="How weights are averaged: none.")] = None,
     backbone: Annotated[
         str | None, typer.Option(help="resnet18, resnet50, or any name in timm.")
     ] = None,
@@ -113,23 +121,23 @@ def train(
         typer.Option(metavar="N", help="Draw hyper-parameters as DomainBed's hparams_seed N."),
     ] = None,
     space: Annotated[
-        str, typer.Option(help="What --draw draws from: domainbed, fad or fair.")
-    ] = "domainbed",
+        str | None, typer.Option(help="What --draw draws from: domainbed (default), fad or fair.")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A config.json to start from.")
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any config key: optimizer.rho=0.1."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Any key of the config: optimizer.rho=0.1."
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
     root: Annotated[Path | None, _ROOT] = None,
     logger: Annotated[
         list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; may be repeated.")
     ] = None,
-    plugin: Annotated[
-        list[str] | None, typer.Option(help="A module that registers datasets of your own.")
-    ] = None,
+    plugin: Annotated[list[str] | None, _PLUGINS] = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits again on a GPU, at some cost.")
     ] = False,
@@ -169,6 +177,8 @@ def train(
     }
     options = {key: value for key, value in given.items() if value is not None}
     run = training.RunDirectory(out)
+    if resume and not run.exists() and not options and config is None:
+        raise UserError(f"{out} is not a run: nothing to resume")
     resumed = run.config() if resume and run.exists() else None
     chosen = training.configure(
         options, overrides or [], file=config, resumed=resumed, draw=draw, space=space
@@ -197,6 +207,7 @@ def evaluate(
         ),
     ] = None,
     which: Annotated[Which, _WHICH] = "last",
+    root: Annotated[Path | None, _ROOT] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
@@ -206,11 +217,12 @@ def evaluate(
     from steppe.training import evaluate_run
     from steppe.training.progress import score_table
 
-    scores = evaluate_run(run, data, which=which, device=device)
+    scores = evaluate_run(run, data, which=which, device=device, root=str(root) if root else None)
     if as_json:
         print(json.dumps({domain: value.to_json() for domain, value in scores.items()}, indent=2))
     else:
-        Console().print(score_table(scores))
+        title = f"{run.name}: {which} weights, all images"
+        Console().print(score_table(scores, title))
 
 
 @app.command()
@@ -232,11 +244,14 @@ _JOBS = typer.Option("--jobs", min=1, help="Processes that decode; one per core 
 
 @data_app.command("list")
 def data_list(
-    root: Annotated[Path | None, _ROOT] = None, as_json: Annotated[bool, _JSON] = False
+    root: Annotated[Path | None, _ROOT] = None,
+    plugin: Annotated[list[str] | None, _PLUGINS] = None,
+    as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """List the datasets that are known, and where each was found."""
-    from steppe.domains import data_folder, listing
+    from steppe.domains import data_folder, import_plugins, listing
 
+    import_plugins(plugin or ())
     rows = listing.find_all(root or data_folder())
     if as_json:
         print(json.dumps([row.to_json() for row in rows], indent=2))
@@ -244,15 +259,20 @@ def data_list(
     from rich.console import Console
 
     Console().print(listing.table(rows))
+    print("'--json' has where they were found; 'steppe data get NAME' fetches one.")
 
 
 @data_app.command("get")
-def data_get(name: Annotated[str, _NAME], root: Annotated[Path | None, _ROOT] = None) -> None:
+def data_get(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A dataset's name.")],
+    root: Annotated[Path | None, _ROOT] = None,
+) -> None:
     """Download a dataset and lay it out, resuming where an earlier attempt stopped."""
     from steppe.domains import data_folder, mirrors
 
     folder = mirrors.get(name, root or data_folder())
-    print(f"{folder}: check it with 'steppe data check {name}'")
+    where = f" --root {shlex.quote(str(root))}" if root else ""
+    print(f"{folder}: check it with 'steppe data check {name}{where}'")
 
 
 @data_app.command("check")
@@ -260,13 +280,15 @@ def data_check(
     name: Annotated[str, _NAME],
     root: Annotated[Path | None, _ROOT] = None,
     jobs: Annotated[int | None, _JOBS] = None,
+    plugin: Annotated[list[str] | None, _PLUGINS] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Check a dataset's layout, counts and every image; exit with 1 if anything is wrong."""
     from rich.console import Console
 
-    from steppe.domains import check, data_folder, dataset_spec
+    from steppe.domains import check, data_folder, dataset_spec, import_plugins
 
+    import_plugins(plugin or ())
     home = root or data_folder()
     report = check.check(dataset_spec(name), home, jobs=jobs, console=Console(stderr=True))
     if as_json:
@@ -280,16 +302,20 @@ def data_check(
 @data_app.command("pack")
 def data_pack(
     name: Annotated[str, _NAME],
-    size: Annotated[int, typer.Option(min=1, help="Longest shorter side, in pixels.")] = 256,
+    size: Annotated[
+        int, typer.Option(min=1, help="Shrink images whose shorter side is longer.")
+    ] = 256,
     force: Annotated[bool, typer.Option("--force", help="Replace a pack that is there.")] = False,
     root: Annotated[Path | None, _ROOT] = None,
     jobs: Annotated[int | None, _JOBS] = None,
+    plugin: Annotated[list[str] | None, _PLUGINS] = None,
 ) -> None:
     """Decode every image once, into memory-mapped files that runs then use."""
     from rich.console import Console
 
-    from steppe.domains import data_folder, load, packing
+    from steppe.domains import data_folder, import_plugins, load, packing
 
+    import_plugins(plugin or ())
     home = root or data_folder()
     dataset = load(name, home, packed=False)
     console = Console(stderr=True)
@@ -307,7 +333,8 @@ def _talk() -> Any:
         def emit(self, record: logging.LogRecord) -> None:
             console.print(self.format(record), highlight=False, markup=False, soft_wrap=True)
 
-    handler = Handler(logging.INFO)
+    # Of several processes, one talks; the others only when something is wrong.
+    handler = Handler(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger = logging.getLogger("steppe")
     logger.addHandler(handler)

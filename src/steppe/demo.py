@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,8 +47,10 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 }
 NOTE = (
     "Accuracy on the domain held out, in percent, at the step with the best validation accuracy on "
-    "the others: mean ± standard error over {seeds} seeds. One small task decides nothing about "
-    "the methods; it shows that they run, what they cost, and what a table looks like."
+    "the others: mean ± standard error over {seeds} seeds, so few that the error itself is rough. "
+    "Times are of one thread, with as many runs side by side as there are cores. One small task "
+    "decides nothing about the methods; it shows that they run, what they cost, and what a table "
+    "looks like."
 )
 
 
@@ -152,12 +155,15 @@ def _progress(results: Iterable[Result], total: int, console: Console) -> Iterat
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
+    began = time.monotonic()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("training", total=total)
         for number, result in enumerate(results, start=1):
             progress.advance(task)
             if not console.is_terminal and number % len(OPTIMIZERS) == 0:
-                console.print(f"{number} of {total} runs", highlight=False)
+                left = (time.monotonic() - began) / number * (total - number)
+                left_text = timedelta(seconds=round(left))
+                console.print(f"{number} of {total} runs, {left_text} left", highlight=False)
             yield result
 
 
@@ -184,7 +190,8 @@ def _cell(values: Sequence[float]) -> str:
     mean = statistics.mean(values)
     if len(values) == 1:
         return f"{mean:.1f}"
-    return f"{mean:.1f} ± {statistics.stdev(values) / len(values) ** 0.5:.1f}"
+    # DomainBed's error: the standard deviation of the population, over the root of n.
+    return f"{mean:.1f} ± {statistics.pstdev(values) / len(values) ** 0.5:.1f}"
 
 
 def _headings(spec: DatasetSpec, targets: Sequence[str]) -> list[str]:
@@ -301,7 +308,7 @@ th, td {{ padding: .35rem .6rem; text-align: right; white-space: nowrap; }}
 th, td {{ border-bottom: 1px solid #8884; }}
 th:first-child, td:first-child {{ text-align: left; }}
 figure {{ margin: 2rem 0; }}
-figcaption, .about {{ color: #888; }}
+figcaption, .about {{ color: color-mix(in srgb, currentColor 65%, transparent); }}
 img {{ max-width: 100%; }}
 </style>
 </head>

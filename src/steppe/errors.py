@@ -27,9 +27,12 @@ class Interrupted(BaseException):
     """
 
     def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
+        super().__init__(number)
         self.code = 128 + number
         """The exit status that a shell gives a process ended by the signal."""
+
+    def __str__(self) -> str:
+        return signal.Signals(self.args[0]).name
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:

@@ -94,7 +94,7 @@ def test_targets():
 def test_what_is_built_in_is_what_its_record_says(name: str, tmp_path: Path):
     dataset = load(name, tmp_path / "nowhere")
     spec = dataset.spec
-    assert dataset.origin == "built in"
+    assert dataset.origin == "in memory"
     assert tuple(domain.name for domain in dataset.domains) == spec.domains
     assert tuple(len(domain) for domain in dataset.domains) == spec.counts
     assert len(dataset.classes) == spec.n_classes
@@ -157,7 +157,7 @@ def test_the_data_folder_is_an_environment_variable(
 ):
     monkeypatch.setenv("STEPPE_DATA", str(tmp_path / "images"))
     assert catalog.data_folder() == tmp_path / "images"
-    with pytest.raises(UserError, match="dataset not found at") as error:
+    with pytest.raises(UserError, match="dataset 'PACS' not found at") as error:
         load("PACS")
     assert str(tmp_path / "images" / "PACS") in str(error.value)
 
@@ -178,5 +178,7 @@ def test_register_a_dataset_of_ones_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert dataset.spec is dataset_spec("MINE")
     assert (dataset.spec.steps, dataset.spec.labels) == (7, ("a", "b"))
     assert "Mine" in dataset_names()
-    with pytest.raises(TypeError, match="stepz"):
+    with pytest.raises(UserError, match="already"):
+        register_dataset("pacs", domains=["a", "b"], n_classes=1)
+    with pytest.raises(UserError, match="'stepz', did you mean 'steps'"):
         register_dataset("Wrong", domains=["a", "b"], n_classes=1, stepz=7)(mine)

@@ -524,7 +524,7 @@ def test_when_all_mirrors_are_dead_the_message_says_what_to_do(
         f"  {tmp_path}/PACS/photo/CLASS/IMAGE",
         f"  {tmp_path}/PACS/sketch/CLASS/IMAGE",
         "with 7 classes in every domain,",
-        "then: steppe data check PACS",
+        f"then: steppe data check PACS --root {tmp_path}",
     ]
     assert not (tmp_path / "PACS").exists()
     # What it says works: the archive put there by hand is taken.
@@ -582,7 +582,7 @@ def test_datasets_without_a_download_say_so(tmp_path: Path) -> None:
     assert message.startswith("NICO++ has no download that a program can start.")
     assert "https://nicochallenge.com/dataset" in message
     assert f"  {tmp_path / 'NICO++' / 'autumn'}/CLASS/IMAGE" in message
-    assert message.endswith("then: steppe data check NICO++")
+    assert message.endswith(f"then: steppe data check NICO++ --root {tmp_path}")
 
 
 def test_the_table_is_complete_and_well_formed() -> None:

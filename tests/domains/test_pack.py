@@ -247,7 +247,7 @@ def test_a_full_disk_leaves_no_half_pack(root: Path) -> None:
 
 
 def test_only_image_files_can_be_packed(tmp_path: Path, root: Path) -> None:
-    with pytest.raises(UserError, match="built in"):
+    with pytest.raises(UserError, match="in memory"):
         packing.make(load("RotatedDigits"), tmp_path)
     make(root)
     with pytest.raises(UserError, match="only those can be packed"):

@@ -21,7 +21,7 @@ WRONG = [
     ({"targets": ("75", "75")}, "'75' twice"),
     ({"optimizer": "fda"}, "unknown optimizer 'fda', did you mean 'fad'?"),
     ({"optimizer": {"name": "fad", "rhoo": 1}}, "optimizer 'fad': 'rhoo', did you mean 'rho'?"),
-    ({"optimizer": {"rho": 1}}, "not its name: optimizer.name"),
+    ({"optimizer": {"rho": 1}}, "optimizer 'adam': 'rho'"),
     ({"optimizer": 5}, "optimizer=5"),
     ({"optimizer": None}, "optimizer=None"),
     ({"optimizer": {"name": "adam", "lr": -1}}, "optimizer.*-1"),

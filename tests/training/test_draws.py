@@ -61,9 +61,11 @@ def test_every_dataset_draws_as_domainbed_does(dataset, rules):
                     trial_seed,
                 )
             assert drawn[name] == (int(expected) if name == "batch_size" else expected)
-        assert drawn["dropout"] == by_definition(
+        dropout = by_definition(
             "resnet_dropout", lambda r: r.choice([0.0, 0.1, 0.5]), hparams_seed, trial_seed
         )
+        # Its network for small images has no dropout, whatever is drawn.
+        assert drawn["dropout"] == (0.0 if dataset == "RotatedMNIST" else dropout)
 
 
 @pytest.mark.parametrize("optimizer", optimizer_names())

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -324,7 +325,7 @@ def test_sigterm_saves_and_another_process_is_kept_out(tmp_path, undisturbed, st
     assert process.returncode == 143
     assert RunDirectory(out).state == "planned"
     assert stdout == ""  # for JSON only
-    assert stderr.splitlines()[-1] == "interrupted by SIGTERM: saved, continue with --resume"
+    assert stderr.splitlines()[-1] == "interrupted by SIGTERM: continue with --resume"
     # Not a terminal: plain lines, with the time that is left.
     assert lines[1] == "RotatedDigits, 75 held out, fad: 21 steps\n"
     assert lines[-1].startswith("step     4  loss ")
@@ -391,7 +392,9 @@ def test_a_second_sigterm_ends_the_process():
     if pid == 0:
         try:
             with Interrupts() as interrupts:
-                send(signal.SIGTERM)()
+                for _ in range(2):  # the same one at once is not a second one
+                    send(signal.SIGTERM)()
+                time.sleep(1.1)
                 if interrupts.number == signal.SIGTERM:
                     send(signal.SIGTERM)()
         finally:
@@ -540,7 +543,7 @@ def test_a_folder_that_another_process_has_taken_is_left_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("lr", "recorded", "message"),
     [
-        (3.0, [0, 4], "cross_entropy became nan at step 8"),  # in the evaluation
+        (3.0, [0], "cross_entropy became nan at step 4"),  # in the evaluation
         (30.0, [0], "the loss became nan at step 3"),  # in a step
     ],
 )

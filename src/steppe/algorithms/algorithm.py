@@ -80,8 +80,13 @@ class Algorithm(nn.Module, ABC):
             first: the first pass's `aux`, detached, in all passes but the first.
         """
 
-    def commit(self, prepared: Any, first: Losses) -> None:
-        """Updates the algorithm's own state, once per step, from the first pass's values."""
+    def commit(self, prepared: Any, first: Mapping[str, Losses]) -> None:
+        """Updates the algorithm's own state, once per step.
+
+        Args:
+            prepared: what `prepare` returned.
+            first: the first pass's values, of every objective that the step optimized.
+        """
 
     def objectives(self) -> Sequence[Objective]:
         """What is minimized; the default is one loss over all parameters."""

@@ -1,7 +1,7 @@
 """`steppe bench step`: what a step of a run costs beyond forward, backward and the optimizer.
 
-The loop is that of `steppe train`, from packed images: reading, augmenting, moving, normalizing and
-counting are what it adds.
+The same batches and steps as in `steppe train`, from packed images: reading, augmenting, moving,
+normalizing and counting are what they add.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from rich.table import Table
 
 from steppe.domains import load, packing
 from steppe.domains.batches import training_batches
+from steppe.domains.pack import Packed
+from steppe.errors import UserError
 from steppe.training import RunConfig, RunDirectory, make_config
 from steppe.training.precision import settings
 from steppe.training.processes import Processes
@@ -94,6 +96,8 @@ def measure(
     deterministic: bool = False,
 ) -> dict[str, Any]:
     """Everything `steppe bench step` reports, as plain values."""
+    if batch % DOMAINS:
+        raise UserError(f"--batch {batch} is not a multiple of {DOMAINS} domains")
     with (
         packed_images() as images,
         tempfile.TemporaryDirectory() as out,
@@ -108,7 +112,7 @@ def measure(
         with Progress(console=Console(stderr=True), transient=True) as progress:
             each = progress.track(range(rounds), description=f"{backbone}, {optimizer}")
             measured = [_round(trainer, batches, steps, device) for _ in each]
-        pixels = trainer.dataset.origin
+        packed = all(isinstance(domain.images, Packed) for domain in trainer.dataset.domains)
     return {
         "environment": environment(device),
         "backbone": backbone,
@@ -116,7 +120,7 @@ def measure(
         "batch": f"{DOMAINS} x {batch // DOMAINS}",
         "precision": precision,
         "deterministic": deterministic,
-        "data": f"{PIXELS} x {PIXELS} images, {'packed' if 'pack in' in pixels else 'files'}",
+        "data": f"{PIXELS} x {PIXELS} images, {'packed' if packed else 'files'}",
         "rounds": rounds,
         "steps a round": steps,
         "ms per step": _spread([1e3 * r["step"] for r in measured]),
@@ -144,7 +148,7 @@ def _round(
         batch = next(batches)
         waited += time.perf_counter() - asked
         trainer.step(batch)
-        trainer._check_divergence()
+        trainer.check_divergence()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     whole = time.perf_counter() - began

@@ -8,6 +8,7 @@ from .catalog import (
     data_folder,
     dataset_names,
     dataset_spec,
+    import_plugins,
     load,
     register_dataset,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "data_folder",
     "dataset_names",
     "dataset_spec",
+    "import_plugins",
     "load",
     "register_dataset",
     "seed_hash",

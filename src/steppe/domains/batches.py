@@ -27,6 +27,9 @@ from . import augment
 from .dataset import Arrays, Domain, Indices
 from .splits import Split
 
+_TRAINING, _EVALUATION = 1, 2
+"""Begin the seeds, so that no draw of an evaluation is one of training."""
+
 
 class Batch(NamedTuple):
     """Images of one domain, uint8, N x channels x height x width, and their classes."""
@@ -94,7 +97,7 @@ class Sampling:
 
     def draw(self, split: Split, step: int) -> tuple[Indices, augment.Draws | None]:
         """This process's images of one domain at a step, with the randomness of each."""
-        rng = np.random.default_rng([self.seed, split.position, step])
+        rng = np.random.default_rng([_TRAINING, self.seed, split.position, step])
         train = split.parts["train"]
         chosen = train[rng.integers(len(train), size=self.batch_size)]  # with replacement
         draws = rng.random((self.batch_size, augment.DRAWS)) if self.view.augment else None
@@ -140,7 +143,7 @@ class _Chunks(Dataset[Any]):
         chosen = self.chosen[start : start + self.batch_size]
         draws = None
         if self.view.augment:
-            rng = np.random.default_rng([*self.seeds, number])
+            rng = np.random.default_rng([_EVALUATION, *self.seeds, number])
             draws = rng.random((len(chosen), augment.DRAWS))
         try:
             return read(self.domain, chosen, self.view, draws)

@@ -6,8 +6,11 @@ and the tests read it from here.
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -231,6 +234,7 @@ _SPECS = (
     ),
 )
 _BY_NAME = {spec.name: spec for spec in _SPECS}
+_OWN = frozenset(_BY_NAME)
 
 
 def dataset_names() -> tuple[str, ...]:
@@ -309,7 +313,13 @@ def register_dataset(
         >>> import numpy as np
         >>> from steppe.domains import Arrays, Domain, register_dataset
         >>> @register_dataset(
-        ...     "Noise", domains=["dark", "bright"], n_classes=2, image_size=8, augment=False
+        ...     "Noise",
+        ...     domains=["dark", "bright"],
+        ...     n_classes=2,
+        ...     image_size=8,
+        ...     augment=False,
+        ...     backbone="small-cnn",
+        ...     pretrained=False,
         ... )
         ... def noise(root):
         ...     rng = np.random.default_rng(0)
@@ -322,6 +332,12 @@ def register_dataset(
         >>> len(load("noise").domains)
         2
     """
+    if name.lower() in (known.lower() for known in _BY_NAME if known != name or name in _OWN):
+        raise UserError(f"there is a dataset {name!r} already: give yours another name")
+    fields = [field.name for field in dataclasses.fields(DatasetSpec)]
+    for fact in facts:
+        if fact not in fields:
+            raise UserError(unknown(f"fact about dataset {name!r}:", fact, fields))
 
     def decorate(read: Callable[[Path], Contents]) -> Callable[[Path], Contents]:
         _BY_NAME[name] = DatasetSpec(
@@ -336,6 +352,24 @@ def register_dataset(
         return read
 
     return decorate
+
+
+def import_plugins(modules: Iterable[str]) -> None:
+    """Import modules that register datasets; they may lie in the working folder."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # as `python -m` has it, but last
+    for module in modules:
+        if not all(part.isidentifier() for part in str(module).split(".")):
+            raise UserError(f"plugin {module!r} is no module's name: expected such as my.datasets")
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):  # one that the plugin imports
+                raise
+            raise UserError(
+                f"plugin {module!r} cannot be imported: it is neither installed nor in this folder "
+                "or on PYTHONPATH"
+            ) from None
 
 
 def data_folder() -> Path:
@@ -378,5 +412,5 @@ def load(
             f"dataset {spec.name!r} has {spec.n_classes} classes, but {where} has {len(classes)}: "
             f"{', '.join(classes[:8])}, ... See 'steppe data check {spec.name}'."
         )
-    origin = "built in" if spec.folder is None else f"files in {where}"
+    origin = "in memory" if spec.folder is None else f"files in {where}"
     return Dataset(spec, tuple(classes), tuple(domains), origin)

@@ -145,7 +145,7 @@ def _open(spec: DatasetSpec, home: Path) -> tuple[str, list[_Listed], list[Findi
             note = f"{folder} is not there: the pack serves alone, its images are not checked again"
             return packed.origin, listed, [Finding(False, note)]
         return _open_partly(spec, folder, error)
-    origin = f"files in {folder}" if spec.folder is not None else "built in"
+    origin = f"files in {folder}" if spec.folder is not None else "in memory"
     return origin, [_Listed(classes, domain) for domain in domains], []
 
 
@@ -155,9 +155,7 @@ def _open_partly(
     here = subfolders(folder) if folder.is_dir() else []
     present = [name for name in spec.domains if name in here]
     if not present:
-        reason = str(error).removesuffix(" See 'steppe data check'.")
-        if "steppe data get" not in reason:
-            reason += f" Get it with 'steppe data get {spec.name}', or say where it is with --root."
+        reason = str(error).replace("'steppe data get'", f"'steppe data get {spec.name}'")
         return f"not found in {folder}", [], [Finding(True, reason)]
     findings = []
     missing = [name for name in spec.domains if name not in here]

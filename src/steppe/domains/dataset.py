@@ -75,14 +75,17 @@ class Files:
 
 
 def decode(path: Path) -> Pixels:
-    """Reads an image file as RGB, whatever its mode; a truncated file is an error.
+    """Reads an image file of 8 bits a channel as RGB; a truncated file is an error.
 
-    Pillow alone takes 0 to 255 for a 16-bit image's range and cuts the rest off; no benchmark here
-    has such files.
+    So is one of 16 bits or of floating point: Pillow would cut its values off at 255, to white.
     """
     try:
         with Image.open(path) as image:
-            return np.asarray(image.convert("RGB"))
+            if image.mode.startswith(("I", "F")):
+                raise ValueError(f"its mode is {image.mode!r}; convert it to 8 bits a channel")
+            # By way of RGBA where there is transparency: Pillow asks for it, with a warning.
+            through = "RGBA" if "transparency" in image.info else image.mode
+            return np.asarray(image.convert(through).convert("RGB"))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         # Pillow raises SyntaxError for a broken PNG, and OSError for a truncated file.
         raise UnreadableImage(f"image {path} cannot be read: {error}") from None
@@ -142,8 +145,8 @@ class Dataset:
         """
         digest = hashlib.sha256(repr(self.classes).encode())
         for domain in self.domains:
-            digest.update(domain.name.encode())
-            names = "\n".join(domain.images.name(i) for i in range(len(domain)))
-            digest.update(names.encode())
+            # A name need not be text: archives from other systems have such.
+            names = [domain.name, *(domain.images.name(i) for i in range(len(domain)))]
+            digest.update("\n".join(names).encode(errors="surrogateescape"))
             digest.update(np.ascontiguousarray(domain.labels, dtype="<i8").tobytes())
         return digest.hexdigest()

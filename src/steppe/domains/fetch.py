@@ -12,6 +12,7 @@ import http.client
 import json
 import os
 import re
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -242,7 +243,8 @@ def _request(mirror: Mirror, final: Path, tick: Tick, timeout: float) -> bool:
     except TimeoutError:
         raise _Failed(f"no answer for {timeout:g} s", passing=True) from None
     except urllib.error.URLError as error:
-        raise _Failed(str(error.reason), passing=True) from None
+        unknown_host = isinstance(error.reason, socket.gaierror)
+        raise _Failed(str(error.reason), passing=not unknown_host) from None
     except (OSError, http.client.HTTPException) as error:  # the network's: ours are UserErrors
         raise _Failed(str(error) or type(error).__name__, passing=True) from None
 

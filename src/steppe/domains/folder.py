@@ -24,11 +24,22 @@ def subfolders(root: Path) -> list[str]:
 
 def image_names(folder: Path) -> Iterator[str]:
     """The images below a class folder at any depth, in a fixed order, as paths below `folder`."""
-    for path, _, files in sorted(os.walk(folder, followlinks=True)):  # torchvision's order
+    for path, below_it, files in sorted(os.walk(folder, followlinks=True)):  # torchvision's order
+        loops = [name for name in below_it if _leads_up(os.path.join(path, name))]
+        if loops:
+            raise UserError(f"{os.path.join(path, loops[0])} is a link to a folder above it")
         below = os.path.relpath(path, folder).replace(os.sep, "/")
         for name in sorted(files):
             if name.lower().endswith(SUFFIXES):
                 yield name if below == "." else f"{below}/{name}"
+
+
+def _leads_up(path: str) -> bool:
+    """Whether a folder is a link to one that it lies in, where a walk would not end."""
+    if not os.path.islink(path):
+        return False
+    here, there = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
+    return os.path.commonpath([here, there]) == there
 
 
 def class_names(root: Path, domains: Sequence[str]) -> tuple[str, ...]:
@@ -56,8 +67,9 @@ def read_folder(
     missing = [name for name in domains if name not in found]
     if missing:
         raise UserError(
-            f"dataset not found at {root}: expected folders {', '.join(domains)}; "
-            f"found {', '.join(found) or 'none'}. See 'steppe data check'."
+            f"dataset {root.name!r} not found at {root}: expected folders {', '.join(domains)}; "
+            f"found {', '.join(found) or 'none'}. Get it with 'steppe data get', or say where it "
+            "is with --root."
         )
     classes = class_names(root, domains)
     excluded = frozenset(exclude)

@@ -35,7 +35,7 @@ def find_all(home: Path) -> list[Row]:
     for spec in map(dataset_spec, dataset_names()):
         found = packed = None
         if spec.folder is None:
-            found = "built in"
+            found = "in memory"
         else:
             folder, pack_folder = home / spec.folder, pack.location(spec, home)
             found = str(folder) if folder.is_dir() else None
@@ -63,11 +63,11 @@ def table(rows: list[Row]) -> Table:
     grid.add_column("domains")
     for heading in ("classes", "images", "steps"):
         grid.add_column(heading, justify="right", no_wrap=True)
-    grid.add_column("found", overflow="fold")
+    grid.add_column("found", no_wrap=True)
     for row in rows:
-        where = row.found or f"no: steppe data get {row.name}"
+        where = "in memory" if row.found == "in memory" else "yes" if row.found else "no"
         if row.packed:
-            where += f"\npack {row.packed}"
+            where = "packed"
         images = f"{row.images:,}" if row.images else "?"
         numbers = (str(row.classes), images, f"{row.steps:,}")
         grid.add_row(row.name, ", ".join(row.domains), *numbers, where)

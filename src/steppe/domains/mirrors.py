@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -322,5 +323,5 @@ def _advice(
     lines += [f"  {folder / name}{below}" for name in source.holds or spec.domains]
     if not source.holds:
         lines.append(f"with {spec.n_classes} classes in every domain,")
-    lines.append(f"then: steppe data check {spec.name}")
+    lines.append(f"then: steppe data check {spec.name} --root {shlex.quote(str(folder.parent))}")
     return "\n".join(lines)

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict
 
 from steppe.errors import UserError
 
-from .dataset import Dataset, Domain, Files, Images, Indices, Pixels
+from .dataset import Dataset, Domain, Files, Indices, Pixels
 from .pool import progress
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ class PackedDomain(_Frozen):
     stem: str
     names_sha256: str
     rows_sha256: str
+    shrunk: bool
+    """Whether an image was larger than the pack's size."""
     shards: tuple[Shard, ...]
 
 
@@ -145,7 +147,7 @@ class Packed:
 def location(spec: DatasetSpec, home: Path) -> Path:
     """Where the pack of a dataset is, or would be."""
     if spec.folder is None:
-        raise UserError(f"dataset {spec.name!r} is built in: there is nothing to pack")
+        raise UserError(f"dataset {spec.name!r} is in memory: there is nothing to pack")
     folder = home / spec.folder
     return folder.with_name(f"{folder.name}.pack")
 
@@ -191,15 +193,8 @@ def find(spec: DatasetSpec, home: Path) -> Dataset | None:
         log.warning("pack %s is not used: %s. %s", path, error, remedy(spec.name))
         return None
     origin = f"pack in {path} (shorter side at most {index.size})"
-    shrunk = any(_has_shrunk(domain.images, index.size) for domain in domains)
+    shrunk = any(domain.shrunk for domain in index.domains)
     return Dataset(spec, index.classes, domains, origin, index.size if shrunk else None)
-
-
-def _has_shrunk(images: Images, size: int) -> bool:
-    """Whether an image may have been larger than the pack's size: one is just as large."""
-    assert isinstance(images, Packed)
-    shorter = np.minimum(images.rows["height"], images.rows["width"])
-    return bool((shorter == size).any())
 
 
 def verify(path: Path, console: Console | None = None) -> list[str]:

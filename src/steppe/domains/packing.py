@@ -127,6 +127,7 @@ def make(
 @dataclass(frozen=True)
 class _Loaded:
     pixels: Pixels
+    shrunk: bool
     crc: int
     source: int
 
@@ -134,8 +135,10 @@ class _Loaded:
 def _load(path: str, size: int) -> _Loaded | str:
     """Decodes a file and makes it smaller, or says why it cannot be read."""
     try:
-        pixels = _shrink(decode(Path(path)), size)
-        return _Loaded(pixels, zlib.crc32(pixels.data), os.stat(path).st_size)
+        decoded = decode(Path(path))
+        pixels = _shrink(decoded, size)
+        shrunk = pixels.shape != decoded.shape
+        return _Loaded(pixels, shrunk, zlib.crc32(pixels.data), os.stat(path).st_size)
     except UnreadableImage as error:
         return str(error)
 
@@ -165,12 +168,15 @@ def _write_domain(
     """Writes the files of a domain; what cannot be read is added to `unreadable`."""
     stem = urllib.parse.quote(domain.name, safe=" +")  # a name is one file's, whatever is in it
     rows = np.zeros(len(domain), ROW)
+    shrunk = False
 
     def images() -> Iterator[Pixels]:
+        nonlocal shrunk
         for number, image in enumerate(loaded):
             if isinstance(image, str):
                 unreadable.append(image)
                 continue
+            shrunk |= image.shrunk
             shape = image.pixels.shape
             rows[number] = (domain.labels[number], shape[0], shape[1], image.crc, image.source)
             yield image.pixels
@@ -187,6 +193,7 @@ def _write_domain(
         stem=stem,
         names_sha256=_write(folder / f"{stem}.json", json.dumps(listed).encode()),
         rows_sha256=checksum(folder / f"{stem}.npy"),
+        shrunk=shrunk,
         shards=shards,
     )
 

@@ -108,6 +108,11 @@ def load_last(root: Path) -> Checkpoint | None:
     return None
 
 
+def any_saved(root: Path) -> bool:
+    """Whether there is a checkpoint to go on from, whole or not."""
+    return bool(_folders(root))
+
+
 def load(path: Path) -> Checkpoint:
     """Reads a checkpoint folder and checks every checksum."""
     try:

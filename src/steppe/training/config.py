@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -14,11 +13,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from steppe.algorithms import algorithm_spec
-from steppe.domains import DatasetSpec, dataset_spec
+from steppe.domains import DatasetSpec, dataset_spec, import_plugins
 from steppe.errors import UserError, unknown
 from steppe.optim import optimizer_spec
 
 from .draws import draw_hparams
+from .loggers import check_loggers
 
 VERSION = 1
 """Of the format of `config.json`; raised when an older steppe would misread it."""
@@ -27,12 +27,19 @@ FROM_NOTHING = 20.0
 """Learning rates for a network that starts from nothing, over those of the space `fair`, which are
 for fine-tuning. For Adam this gives 1e-3, DomainBed's default for small images."""
 
-DEFAULT_OPTIMIZER = "adam"
+_DEFAULTS = {"algorithm": "ERM", "optimizer": "adam"}
 """DomainBed's."""
 
-MAY_CHANGE = frozenset({"device", "workers", "root", "loggers"})
+AVERAGING = ("none",)
+
+MAY_CHANGE = frozenset({"device", "workers", "root", "packed", "loggers"})
 """Keys that say how a run is carried out; a resumed run may give others than it started with."""
 
+
+_GIVE = {
+    "dataset": "--dataset NAME ('steppe data list' has them)",
+    "targets": "--target DOMAIN, to hold out",
+}
 
 KEYWORDS = ("imagenet", "none")
 """What `weights` may be, other than a file."""
@@ -72,7 +79,7 @@ class RunConfig(BaseModel):
 
     algorithm: Named = Named(name="ERM")
     optimizer: Named
-    averaging: Literal["none"] = "none"
+    averaging: str = "none"
 
     backbone: str
     weights: str = Field(description="imagenet, none, or a file")
@@ -103,6 +110,11 @@ class RunConfig(BaseModel):
     def _several(cls, value: Any) -> Any:
         return tuple(v for v in value.split(",") if v) if isinstance(value, str) else value
 
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _automatic(cls, value: Any) -> Any:
+        return None if value in ("none", "auto") else value
+
     @field_validator("targets", "sources", mode="before")
     @classmethod
     def _as_names(cls, value: Any) -> Any:
@@ -115,6 +127,13 @@ class RunConfig(BaseModel):
     @classmethod
     def _as_named(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("averaging")
+    @classmethod
+    def _known_averaging(cls, value: str) -> str:
+        if value not in AVERAGING:
+            raise ValueError(unknown("averaging", value, AVERAGING))
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -158,10 +177,13 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     for key in given:
         if key not in RunConfig.model_fields:
             raise UserError(unknown("config key", key, RunConfig.model_fields))
-    import_plugins(given)
+    import_plugins(_texts(given.get("plugins")))
+    check_loggers(_texts(given.get("loggers")))
+    if given.get("root") is not None:
+        given["root"] = str(Path(given["root"]).resolve())  # to be found from another folder too
     for key in ("dataset", "targets"):
         if given.get(key) in (None, "", (), []):  # 0 is a domain's name
-            raise UserError(f"config has no {key!r}")
+            raise UserError(f"config has no {key!r}: give {_GIVE[key]}")
     spec = dataset_spec(str(given["dataset"]))
     given["dataset"] = spec.name
     given.setdefault("weights", "imagenet" if spec.pretrained else "none")
@@ -173,9 +195,8 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         **{k: getattr(spec, k) for k in ("steps", "checkpoint_every", "batch_size")},
         **{k: getattr(spec, k) for k in ("backbone", "image_size", "augment")},
     }
-    given["algorithm"] = _complete_algorithm(given.get("algorithm", "ERM"))
-    optimizer = given.get("optimizer", DEFAULT_OPTIMIZER)
-    given["optimizer"] = _complete_optimizer(optimizer, from_nothing)
+    given["algorithm"] = _complete_algorithm(given.get("algorithm", {}))
+    given["optimizer"] = _complete_optimizer(given.get("optimizer", {}), from_nothing)
     try:
         config = RunConfig(**{**defaults, **given})
     except ValidationError as error:
@@ -199,25 +220,12 @@ def _refuse_newer(version: Any) -> None:
         )
 
 
-def import_plugins(values: Mapping[str, Any]) -> None:
-    """Imports the modules that a config names, which register datasets."""
-    plugins = values.get("plugins")
-    if isinstance(plugins, str):
-        plugins = plugins.split(",")
-    for module in plugins if isinstance(plugins, list | tuple) else ():
-        if not module or not isinstance(module, str):
-            continue  # for the config's own checks
-        if not all(part.isidentifier() for part in module.split(".")):
-            raise UserError(f"plugin {module!r} is no module's name: expected such as my.datasets")
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if not f"{module}.".startswith(f"{error.name}."):  # one that the plugin imports
-                raise
-            raise UserError(
-                f"plugin {module!r} cannot be imported: is it installed, or in a folder on "
-                "PYTHONPATH?"
-            ) from None
+def _texts(value: Any) -> list[str]:
+    """The texts of a list, or of one text with commas; the validator refuses anything else."""
+    values = value.split(",") if isinstance(value, str) else value
+    if not isinstance(values, list | tuple):
+        return []
+    return [text for text in values if isinstance(text, str) and text]
 
 
 def _split_name(value: Any, kind: str) -> tuple[str, dict[str, Any]]:
@@ -228,9 +236,7 @@ def _split_name(value: Any, kind: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(value, Mapping):
         raise UserError(f"config: {kind}={value!r}: expected a name, or a name with options")
     options = {key: _plain(f"{kind}.{key}", option) for key, option in value.items()}
-    if "name" not in options:
-        raise UserError(f"config has options for the {kind} but not its name: {kind}.name")
-    return str(options.pop("name")), options
+    return str(options.pop("name", _DEFAULTS[kind])), options
 
 
 def _plain(where: str, value: Any) -> Any:
@@ -305,7 +311,7 @@ def configure(
     file: Path | None = None,
     resumed: RunConfig | None = None,
     draw: int | None = None,
-    space: str = "domainbed",
+    space: str | None = None,
 ) -> RunConfig:
     """Make a config as the command line gives it, the later overriding the earlier.
 
@@ -315,20 +321,30 @@ def configure(
         file: a config to start from.
         resumed: the config of the run that is taken up again.
         draw: DomainBed's `hparams_seed`; none: no hyper-parameters are drawn.
-        space: what to draw from.
+        space: what to draw from; DomainBed's unless given.
     """
+    if space is not None and draw is None:
+        raise UserError("--space says what --draw draws from: give --draw N too")
     values: dict[str, Any] = {}
     if resumed is not None:
         values = resumed.model_dump()
     elif file is not None:
         values = read_config(file).model_dump()
+        for key in ("dataset", "weights"):
+            if options.get(key, values[key]) != values[key]:
+                raise UserError(
+                    f"{file} is for {key}={values[key]!r}, and other settings in it follow from "
+                    f"that: change them there, or give options without --config"
+                )
     values |= options
     texts = list(overrides)
     config = make_config(apply_overrides(values, texts))
     if draw is None:
         return config
     optimizer = config.optimizer
-    drawn = draw_hparams(config.spec(), optimizer.name, space, draw, config.trial_seed)
+    drawn = draw_hparams(
+        config.spec(), optimizer.name, space or "domainbed", draw, config.trial_seed
+    )
     drawn["optimizer"] = {**optimizer.options, **drawn["optimizer"]}
     # The texts once more, because they come last; but not one that is the whole optimizer.
     later = [text for text in texts if text.partition("=")[0].strip() != "optimizer"]

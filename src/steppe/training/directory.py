@@ -16,7 +16,6 @@ from steppe.errors import RunError, UserError
 from .checkpoint import full_disk_explained, sync_folder
 from .config import RunConfig, read_config
 
-STATES = ("planned", "running", "done", "failed")
 VOLATILE = ("seconds_per_step", "evaluation_seconds", "memory_gb")
 """Fields of a record that measure the machine: two equal runs may differ in them."""
 
@@ -78,7 +77,7 @@ class RunDirectory:
 
     @property
     def state(self) -> str:
-        """One of `STATES`; a run that was interrupted is planned again."""
+        """`planned`, `running`, `done` or `failed`; a run that was interrupted is planned again."""
         path = self.path / "state"
         return path.read_text().strip() if path.exists() else "planned"
 
@@ -180,12 +179,18 @@ def select(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     The last one, where a run has no validation images.
     """
+    if not records:
+        raise RunError("the run has no records: was its records.jsonl lost?")
+    values = [validation_accuracy(record) for record in records]
+    if None in values:
+        return records[-1]
+    return records[values.index(max(value for value in values if value is not None))]
 
-    def value(record: Mapping[str, Any]) -> float:
-        scores = [d["val"]["accuracy"] for d in record["domains"].values() if "val" in d]
-        return float(sum(scores) / len(scores) if scores else record["step"])
 
-    return max(records, key=value)
+def validation_accuracy(record: Mapping[str, Any]) -> float | None:
+    """The mean accuracy on the source domains' validation images, if there are any."""
+    scores = [d["val"]["accuracy"] for d in record["domains"].values() if "val" in d]
+    return sum(scores) / len(scores) if scores else None
 
 
 def _replace(path: Path, text: str) -> None:

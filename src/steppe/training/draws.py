@@ -17,6 +17,7 @@ _DOMAINBED_SMALL = {
     "lr": Hyperparameter(1e-3, LogUniform(-4.5, -2.5)),
     "weight_decay": Hyperparameter(0.0, Fixed(0.0)),
 }
+_NO_DROPOUT = Hyperparameter(0.0, Fixed(0.0))
 """What DomainBed has for its small images, in place of what it has for fine-tuning."""
 
 
@@ -42,6 +43,7 @@ def draw_hparams(
     own = search_space(optimizer, space)
     if space == "domainbed" and not dataset.pretrained:
         own |= _DOMAINBED_SMALL
+        run["dropout"] = _NO_DROPOUT  # its network for them has none
 
     def draw(name: str, hyper: Hyperparameter) -> float | int:
         if hparams_seed == 0:

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from steppe.domains.batches import Batch
 
+BATCH = 64
+"""Images in a batch of an evaluation."""
 BINS = 15
 """Bins of the calibration error, equal in width."""
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Self
 
+_ONE_SECOND = 1.0
+
 
 class Interrupts:
-    """Notes a signal instead of dying from it; a second one is no longer held back."""
+    """Notes a signal instead of dying from it; a second one is no longer held back.
+
+    The same one again within a second is no second one: schedulers signal a process and its group.
+    """
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self._noted = 0.0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -25,8 +33,13 @@ class Interrupts:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.number = number
-        self._restore()
+        if self.number is None:
+            self.number, self._noted = number, time.monotonic()
+            text = f"\n{signal.Signals(number).name}: stopping as soon as the state is saved\n"
+            os.write(2, text.encode())  # a handler may not use what it may have interrupted
+        elif number != self.number or time.monotonic() - self._noted > _ONE_SECOND:
+            self._restore()
+            os.kill(os.getpid(), number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -243,14 +243,7 @@ def open_loggers(
         UserError: for an unknown name, or a tracker that cannot be started.
         ModuleNotFoundError: for a package that is not installed; says how to get it.
     """
-    for name in names:
-        if name not in _BACKENDS:
-            raise UserError(unknown("logger", name, _BACKENDS))
-        if not _installed(name):
-            raise ModuleNotFoundError(
-                f"the logger {name!r} needs the package {name!r}: pip install 'steppe[loggers]'",
-                name=name,
-            )
+    check_loggers(names)
     opened: list[Logger] = []
     try:
         for name in dict.fromkeys(names):
@@ -261,6 +254,23 @@ def open_loggers(
             logger.close("failed")
         raise
     return opened
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Refuses a name that is not known, and one whose package is not installed.
+
+    Raises:
+        UserError: for an unknown name.
+        ModuleNotFoundError: for a package that is not installed; says how to get it.
+    """
+    for name in names:
+        if name not in _BACKENDS:
+            raise UserError(unknown("logger", name, _BACKENDS))
+        if not _installed(name):
+            raise ModuleNotFoundError(
+                f"the logger {name!r} needs the package {name!r}: pip install 'steppe[loggers]'",
+                name=name,
+            )
 
 
 def _installed(package: str) -> bool:

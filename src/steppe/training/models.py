@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from steppe.algorithms import Algorithm
-from steppe.domains import Domain, Images, dataset_names, load
+from steppe.domains import Domain, Images, dataset_names, import_plugins, load
 from steppe.domains.augment import resize
 from steppe.domains.batches import View, evaluation_batches
 from steppe.domains.dataset import Pixels
@@ -26,9 +26,8 @@ from steppe.errors import UserError
 
 from . import checkpoint, setup
 from .backbones import library_state
-from .config import import_plugins
 from .directory import RunDirectory
-from .evaluation import Scores, evaluate
+from .evaluation import BATCH, Scores, evaluate
 from .processes import find_device
 
 Which = Literal["last", "best"]
@@ -43,14 +42,18 @@ class TrainedModel(nn.Module):
     Attributes:
         classes: the class names, in the order of the logits.
         image_size: height and width it was trained at.
+        step: the step after which its weights were saved.
         algorithm: the algorithm that trained it, with the network inside.
     """
 
-    def __init__(self, algorithm: Algorithm, classes: tuple[str, ...], image_size: int) -> None:
+    def __init__(
+        self, algorithm: Algorithm, classes: tuple[str, ...], image_size: int, step: int
+    ) -> None:
         super().__init__()
         self.algorithm = algorithm
         self.classes = classes
         self.image_size = image_size
+        self.step = step
         self.eval()
 
     @property
@@ -95,16 +98,16 @@ def load_model(
     """
     directory = RunDirectory(Path(run))
     config, data = directory.config(), directory.data()
-    weights = _weights(directory, which)
+    found = _checkpoint(directory, which)
     # The weights of the file replace those it was begun with.
     start = config.model_copy(update={"weights": "none"})
     algorithm = setup.build(start, len(data["classes"]), data["channels"], len(data["sources"]))
-    algorithm.load_state_dict(weights)
-    model = TrainedModel(algorithm, tuple(data["classes"]), config.image_size)
+    algorithm.load_state_dict(found.model)
+    model = TrainedModel(algorithm, tuple(data["classes"]), config.image_size, found.step)
     return model.to(find_device(device))
 
 
-def _weights(directory: RunDirectory, which: Which) -> Mapping[str, Tensor]:
+def _checkpoint(directory: RunDirectory, which: Which) -> checkpoint.Checkpoint:
     if which not in get_args(Which):
         raise UserError(f"which={which!r}: expected {' or '.join(get_args(Which))}")
     if which == "best":
@@ -112,13 +115,13 @@ def _weights(directory: RunDirectory, which: Which) -> Mapping[str, Tensor]:
         if not path.exists():
             raise UserError(f"{directory.path} has no best checkpoint: use the last one")
         try:
-            return checkpoint.load(path).model
+            return checkpoint.load(path)
         except checkpoint.Damaged as error:
             raise UserError(f"{error}; the last one can be used instead") from None
     found = checkpoint.load_last(directory.checkpoints)
     if found is None:
         raise UserError(f"{directory.path} has no checkpoint yet: continue it with --resume")
-    return found.model
+    return found
 
 
 def evaluate_run(
@@ -146,7 +149,7 @@ def evaluate_run(
     where = find_device(device)
     model = load_model(run, which).to(where)
     config = directory.config()
-    import_plugins(config.model_dump())  # they know datasets' names
+    import_plugins(config.plugins)  # they know datasets' names
     if data is None:
         dataset = load(config.dataset, root or config.root, packed=config.packed)
         found, domains = dataset.classes, dataset.domains
@@ -157,7 +160,7 @@ def evaluate_run(
     results = {}
     for domain in _renumbered(domains, found, model.classes):
         seen = _in_channels(domain, model.channels)
-        batches = evaluation_batches(seen, np.arange(len(seen)), view, batch_size=64)
+        batches = evaluation_batches(seen, np.arange(len(seen)), view, batch_size=BATCH)
         results[domain.name] = evaluate(model, batches, where)
     return results
 
@@ -237,6 +240,7 @@ def export_run(
         "backbone": config.backbone,
         "classes": json.dumps(model.classes),
         "image_size": str(config.image_size),
+        "step": str(model.step),
         "mean": json.dumps(network.mean.flatten().tolist()),
         "std": json.dumps(network.std.flatten().tolist()),
         "config": json.dumps(_public(config.model_dump(mode="json"))),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from .evaluation import Scores
@@ -19,12 +20,16 @@ QUIET_SECONDS = 30.0
 class Display(Protocol):
     """Where a run's progress goes."""
 
-    def start(self, title: str, done: int, steps: int) -> None:
-        """The run begins, or goes on after `done` steps."""
+    def start(self, title: str, done: int, steps: int, records: int) -> None:
+        """The run begins, or goes on after `done` steps; so many records are still to be made."""
         ...
 
     def step(self, done: int) -> None:
         """So many steps are done."""
+        ...
+
+    def evaluating(self, images: int, total: int) -> None:
+        """So many images of an evaluation are done."""
         ...
 
     def record(self, record: Mapping[str, Any]) -> None:
@@ -39,10 +44,13 @@ class Display(Protocol):
 class Silent:
     """Shows nothing."""
 
-    def start(self, title: str, done: int, steps: int) -> None:
+    def start(self, title: str, done: int, steps: int, records: int) -> None:
         """Does nothing."""
 
     def step(self, done: int) -> None:
+        """Does nothing."""
+
+    def evaluating(self, images: int, total: int) -> None:
         """Does nothing."""
 
     def record(self, record: Mapping[str, Any]) -> None:
@@ -50,6 +58,33 @@ class Silent:
 
     def stop(self) -> None:
         """Does nothing."""
+
+
+class Remaining:
+    """The time that is left: steps and evaluations cost what the last ones did.
+
+    Examples:
+        >>> remaining = Remaining(steps=101, records=3)
+        >>> remaining.note({"step": 0, "seconds_per_step": 2.0, "evaluation_seconds": 10.0})
+        >>> remaining.text(done=1)
+        '0:03:40'
+    """
+
+    def __init__(self, steps: int, records: int) -> None:
+        self._steps, self._records = steps, records
+        self._step = self._evaluation = 0.0
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """A record was made."""
+        self._records -= 1
+        self._step, self._evaluation = record["seconds_per_step"], record["evaluation_seconds"]
+
+    def text(self, done: int) -> str:
+        """The time left after so many steps, or a question mark before the first record."""
+        if not self._step:
+            return "?"
+        left = self._step * (self._steps - done) + self._evaluation * self._records
+        return str(timedelta(seconds=round(left)))
 
 
 class Bar:
@@ -61,24 +96,30 @@ class Bar:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
             console=console,
             transient=True,
         )
 
-    def start(self, title: str, done: int, steps: int) -> None:
+    def start(self, title: str, done: int, steps: int, records: int) -> None:
         """Draws the bar."""
+        self._remaining = Remaining(steps, records)
         self._progress.start()
-        self._task = self._progress.add_task(title, total=steps, completed=done)
+        self._task = self._progress.add_task(title, total=steps, completed=done, note="")
 
     def step(self, done: int) -> None:
         """Moves the bar."""
-        self._progress.update(self._task, completed=done)
+        note = f"{self._remaining.text(done)} left"
+        self._progress.update(self._task, completed=done, note=note)
+
+    def evaluating(self, images: int, total: int) -> None:
+        """Says how far the evaluation is."""
+        self._progress.update(self._task, note=f"evaluating {images:,} of {total:,} images")
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Prints the record above the bar."""
-        self._console.print(summary(record), highlight=False, markup=False)
+        self._remaining.note(record)
+        self._console.print(summary(record), highlight=False, markup=False, soft_wrap=True)
 
     def stop(self) -> None:
         """Removes the bar."""
@@ -91,33 +132,32 @@ class Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def start(self, title: str, done: int, steps: int) -> None:
+    def start(self, title: str, done: int, steps: int, records: int) -> None:
         """Prints what begins."""
-        self._steps, self._first, self._done = steps, done, done
-        self._began = self._last = time.monotonic()
+        self._steps, self._done = steps, done
+        self._remaining = Remaining(steps, records)
         self._print(f"{title}: {steps} steps" + (f", {done} done" if done else ""))
 
     def step(self, done: int) -> None:
         """Prints how far it is, if nothing has been printed for a while."""
         self._done = done
-        if time.monotonic() - self._last > QUIET_SECONDS:
-            self._print(f"step {done} of {self._steps}, {self._left()} left")
+        self._now_and_then(f"step {done} of {self._steps}, {self._remaining.text(done)} left")
+
+    def evaluating(self, images: int, total: int) -> None:
+        """Prints how far the evaluation is, if nothing has been printed for a while."""
+        self._now_and_then(f"evaluating: {images:,} of {total:,} images")
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Prints the record."""
-        self._print(f"{summary(record)}  {self._left()} left")
+        self._remaining.note(record)
+        self._print(f"{summary(record)}  {self._remaining.text(self._done)} left")
 
     def stop(self) -> None:
         """Does nothing: every line is out."""
 
-    def _left(self) -> str:
-        fresh = self._done - self._first
-        if not fresh:
-            return "?"
-        seconds = (time.monotonic() - self._began) / fresh * (self._steps - self._done)
-        minutes, seconds = divmod(round(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{seconds:02d}"
+    def _now_and_then(self, text: str) -> None:
+        if time.monotonic() - self._last > QUIET_SECONDS:
+            self._print(text)
 
     def _print(self, text: str) -> None:
         self._last = time.monotonic()
@@ -129,9 +169,9 @@ def display(console: Console) -> Display:
     return Bar(console) if console.is_terminal else Lines(console)
 
 
-def score_table(scores: Mapping[str, Scores]) -> Table:
+def score_table(scores: Mapping[str, Scores], title: str) -> Table:
     """Scores by domain, accuracies in percent."""
-    table = Table()
+    table = Table(title=title)
     for heading in ("domain", "images", "accuracy", "cross-entropy", "calibration error"):
         table.add_column(heading, justify="left" if heading == "domain" else "right")
     for domain, s in scores.items():
@@ -141,11 +181,13 @@ def score_table(scores: Mapping[str, Scores]) -> Table:
 
 
 def summary(record: Mapping[str, Any]) -> str:
-    """A record on one line: the loss, and accuracies in percent."""
+    """A record on one line: the loss, the mean validation accuracy, the targets', in percent."""
     parts = [f"step {record['step']:>5}  loss {record['loss']['total']:.4f}"]
     for split, title in (("val", "validation"), ("test", "test")):
         scores = {n: d[split]["accuracy"] for n, d in record["domains"].items() if split in d}
-        if scores:
+        if split == "val" and scores:
+            parts.append(f"{title} {100 * sum(scores.values()) / len(scores):.1f}")
+        elif scores:
             shown = ", ".join(f"{name}: {100 * value:.1f}" for name, value in scores.items())
             parts.append(f"{title} {shown}")
     return "  ".join(parts)

@@ -111,7 +111,7 @@ def _state_of(run: RunDirectory, processes: Processes) -> Iterator[None]:
     try:
         yield
     except Interrupted as error:
-        log.warning("interrupted by %s: saved, continue with --resume", error)
+        log.warning("interrupted by %s: continue with --resume", error)
         run.set_state("planned")
         raise
     except Exception as error:

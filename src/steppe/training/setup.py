@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from steppe.algorithms import Algorithm, build_algorithm
-from steppe.domains import Dataset, Split, data_folder, load, split_dataset
+from steppe.domains import Arrays, Dataset, Split, data_folder, load, split_dataset
 from steppe.domains.pool import cores
 
 from .backbones import build_network
@@ -48,7 +48,8 @@ def reader_count(config: RunConfig, dataset: Dataset, processes: Processes) -> i
     if config.workers is not None:
         return config.workers
     # On a CPU, readers would take the cores that compute; arrays need none.
-    if processes.device.type == "cpu" or dataset.spec.folder is None:
+    in_memory = all(isinstance(domain.images, Arrays) for domain in dataset.domains)
+    if processes.device.type == "cpu" or in_memory:
         return 0
     return max(1, min(8, cores() // processes.world))
 

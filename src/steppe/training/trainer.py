@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from steppe import __version__
-from steppe.algorithms import Losses, Objective
+from steppe.algorithms import Losses
 from steppe.domains import Split, seed_hash
 from steppe.domains.batches import Batch, Sampling, View, evaluation_batches, training_batches
 from steppe.errors import Interrupted, RunError, UserError
@@ -27,17 +28,20 @@ from steppe.optim import build_optimizer
 
 from . import checkpoint, precision, randomness, setup
 from .config import RunConfig
-from .directory import RunDirectory
+from .directory import RunDirectory, validation_accuracy
+from .evaluation import BATCH as EVALUATION_BATCH
 from .evaluation import Scores, evaluate
 from .interrupts import Interrupts
 from .loggers import Logger, flatten, open_loggers
+from .means import Means
 from .processes import Processes
 from .progress import Display, Silent, summary
 from .update import cut, optimize
 
 log = logging.getLogger("steppe")
 
-EVALUATION_BATCH = 64
+_TITLES = {"main": "total"}
+"""What records call an objective's loss, where it is not the objective's name."""
 DIVERGENCE_STEPS = 50
 """On a GPU, reading the loss makes the host wait: it is looked at this often."""
 AGREEMENT_STEPS = 10
@@ -79,7 +83,10 @@ class Trainer:
 
         randomness.seed_all(config.seed)
         n_classes, channels = len(self.dataset.classes), self.dataset.spec.channels
-        self.algorithm = setup.build(config, n_classes, channels, len(sources)).to(self.device)
+        # A run that goes on has its weights: the file it began with may be gone.
+        begun = checkpoint.any_saved(run.checkpoints)
+        start = config.model_copy(update={"weights": "none"}) if begun else config
+        self.algorithm = setup.build(start, n_classes, channels, len(sources)).to(self.device)
         self.algorithm.to(memory_format=self.memory_format)
         if processes.rank:  # from here on, other draws than process 0 (dropout)
             randomness.seed_all(seed_hash(config.seed, processes.rank))
@@ -101,13 +108,12 @@ class Trainer:
         self.recorded = True
         """Whether the record that is due after the last update has been made."""
         self.best: tuple[float, int] | None = None
-        self.sums: dict[str, Tensor] = {}
-        """Of the loss and its parts since the last record."""
-        self.counted = 0
+        self.losses = Means()
+        """Of every objective and its parts since the last record."""
         self.update_seconds = 0.0
         """Spent in forward, backward and the optimizer; on a GPU, in launching them."""
         self._loggers: list[Logger] = []
-        self._clock = 0.0
+        self._clock, self._clocked = 0.0, 0  # when the last record was made, and after how many
 
     def run(self, interrupts: Interrupts) -> None:
         """Restores what a checkpoint has, and trains to the end, or until it is told to stop."""
@@ -132,8 +138,10 @@ class Trainer:
             for record in self.dir.records():  # what a killed process may not have sent
                 self._tell_loggers(record)
         targets = "+".join(config.targets)
-        title = f"{config.dataset}, {targets} held out, {config.optimizer.name}"
-        self.display.start(title, self.done, config.steps)
+        title = f"{Path(config.dataset).name}, {targets} held out, {config.optimizer.name}"
+        first_due = self.done if self.recorded else self.done - 1
+        due = sum(self._due(step) for step in range(first_due, config.steps))
+        self.display.start(title, self.done, config.steps, due)
         state = "failed"
         try:
             self._train(interrupts)
@@ -163,13 +171,14 @@ class Trainer:
         elif self.dir.data() != facts:
             raise UserError(
                 f"the images of {self.config.dataset} ({self.dataset.origin}) are not those that "
-                f"{self.dir.path} was started with: put them back, or choose another --out"
+                f"{self.dir.path} was started with: put them back (if a pack was made since, "
+                "'--set packed=false' reads the files), or choose another --out"
             )
 
     def _train(self, interrupts: Interrupts) -> None:
         if interrupts.number is not None and self.processes.world == 1:
             raise Interrupted(interrupts.number)  # during the set-up: nothing is new
-        self._clock = time.perf_counter()
+        self._clock, self._clocked = time.perf_counter(), self.done
         if not self.recorded:
             self._record(interrupts)
         pin = self.device.type == "cuda"
@@ -177,33 +186,36 @@ class Trainer:
         for batches in steps:
             with _determinism_explained():
                 self.step(batches)
-            self.recorded = not self._due()
+            self.recorded = not self._due(self.done - 1)
             self.display.step(self.done)
-            self._check_divergence()
+            self.check_divergence()
             self._stop_if_asked(interrupts)
             if not self.recorded:
                 self._record(interrupts)
 
-    def _due(self) -> bool:
-        """Whether the last update is one that a record is made after, as DomainBed counts."""
-        config = self.config
-        return (self.done - 1) % config.checkpoint_every == 0 or self.done == config.steps
+    def _due(self, step: int) -> bool:
+        """Whether a record is made after a step, as DomainBed counts."""
+        return step % self.config.checkpoint_every == 0 or step + 1 == self.config.steps
 
     def step(self, batches: Sequence[Batch]) -> None:
         """One update, from one batch of every source domain."""
         parts = cut([self._to_device(batch) for batch in batches], self.config.accumulate)
         prepared = [self.algorithm.prepare(part) for part in parts]
-        firsts: list[Losses] = []
+        firsts: list[dict[str, Losses]] = [{} for _ in prepared]
         for objective in self.objectives:
-            if objective.active(self.done):
-                autocast = precision.autocast(self.config.precision, self.device)
-                optimizer = self.optimizers[objective.name]
-                began = time.perf_counter()
-                firsts = optimize(
-                    optimizer, self.parallel, objective.name, prepared, autocast, self.scaler
-                )
-                self.update_seconds += time.perf_counter() - began
-                self._count(objective, firsts)
+            if not objective.active(self.done):
+                continue
+            autocast = precision.autocast(self.config.precision, self.device)
+            optimizer = self.optimizers[objective.name]
+            began = time.perf_counter()
+            losses = optimize(
+                optimizer, self.parallel, objective.name, prepared, autocast, self.scaler
+            )
+            self.update_seconds += time.perf_counter() - began
+            for first, of_part in zip(firsts, losses, strict=True):
+                first[objective.name] = of_part
+                self.losses.add({_TITLES.get(objective.name, objective.name): of_part.total})
+                self.losses.add(of_part.parts)
         for part, first in zip(prepared, firsts, strict=True):
             self.algorithm.commit(part, first)
         self.done += 1
@@ -214,22 +226,13 @@ class Trainer:
         images = self.algorithm.network.normalize(images)
         return Batch(images.contiguous(memory_format=self.memory_format), labels)
 
-    def _count(self, objective: Objective, firsts: Sequence[Losses]) -> None:
-        main = objective is self.objectives[0]
-        self.counted += main
-        for losses in firsts:
-            total = "total" if main else objective.name
-            for name, value in {total: losses.total, **losses.parts}.items():
-                value = value.detach().double() / len(firsts)
-                self.sums[name] = self.sums[name] + value if name in self.sums else value
-
-    def _check_divergence(self) -> None:
+    def check_divergence(self) -> None:
+        """Stops a run whose loss is no longer finite."""
         step = self.done - 1
         if self.device.type == "cuda" and step % DIVERGENCE_STEPS:
             return
-        total = float(self.sums["total"])
-        if not math.isfinite(total):
-            self._diverged(f"the loss became {total} at step {step} or shortly before")
+        if (value := self.losses.not_finite()) is not None:
+            self._diverged(f"the loss became {value} at step {step} or shortly before")
 
     def _diverged(self, what: str) -> None:
         raise RunError(
@@ -254,11 +257,10 @@ class Trainer:
     def _record(self, interrupts: Interrupts) -> None:
         """Evaluates, appends the record and saves the state."""
         step, config = self.done - 1, self.config
-        counted = max(self.counted, 1)
         started = time.perf_counter()
-        seconds = (started - self._clock) / counted
-        means = {name: float(value) / counted for name, value in self.sums.items()}
+        seconds = (started - self._clock) / max(self.done - self._clocked, 1)
         domains = self._evaluate(interrupts)
+        means = self.losses.take(lambda sums: self.processes.sum(sums) / self.processes.world)
         smallest = min(len(split.larger) for split in self.splits)
         record: dict[str, Any] = {
             "step": step,
@@ -274,10 +276,8 @@ class Trainer:
         wrong = [name for name, value in flat.items() if not math.isfinite(value)]
         if wrong:
             self._diverged(f"{wrong[0]} became {flat[wrong[0]]} at step {step}")
-        self.sums, self.counted = {}, 0
         self.recorded = True
-        validation = [d["val"]["accuracy"] for d in domains.values() if "val" in d]
-        value = sum(validation) / len(validation) if validation else None
+        value = validation_accuracy(record)
         better = value is not None and (self.best is None or value > self.best[0])
         if value is not None and better:
             self.best = (value, step)
@@ -289,7 +289,7 @@ class Trainer:
         self.display.record(record)
         log.debug("%s", summary(record))
         self._tell_loggers(record)
-        self._clock = time.perf_counter()
+        self._clock, self._clocked = time.perf_counter(), self.done
 
     def _tell_loggers(self, record: Mapping[str, Any]) -> None:
         values = {name: value for name, value in flatten(record).items() if name != "step"}
@@ -299,6 +299,7 @@ class Trainer:
     def _evaluate(self, interrupts: Interrupts) -> dict[str, Any]:
         """The scores of every part of every domain in use."""
         self.algorithm.eval()
+        self._evaluated = 0
         try:
             return {
                 split.domain.name: {
@@ -325,11 +326,15 @@ class Trainer:
             pin=self.device.type == "cuda",
         )
         return evaluate(
-            self._predict, self._interruptible(batches, interrupts), self.device, self.processes.sum
+            self._predict, self._watched(batches, interrupts), self.device, self.processes.sum
         )
 
-    def _interruptible(self, batches: Iterator[Batch], interrupts: Interrupts) -> Iterator[Batch]:
+    def _watched(self, batches: Iterator[Batch], interrupts: Interrupts) -> Iterator[Batch]:
+        """The batches of an evaluation, which shows how far it is and can be interrupted."""
+        total = sum(len(part) for split in self.splits for part in split.parts.values())
         for batch in batches:
+            self._evaluated += len(batch.labels) * self.processes.world
+            self.display.evaluating(min(self._evaluated, total), total)
             if interrupts.number is not None and self.processes.world == 1:
                 # The update is made, its record is not: the resumed run begins with it.
                 self.algorithm.train()
@@ -355,8 +360,7 @@ class Trainer:
             "optimizers": {name: o.state_dict() for name, o in self.optimizers.items()},
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "best": self.best,
-            "sums": self.sums,
-            "counted": self.counted,
+            "losses": self.losses.state_dict(),
             "generators": generators,
         }
         checkpoint.save(self.dir.checkpoints, self.done - 1, self.algorithm.state_dict(), state)
@@ -382,8 +386,8 @@ class Trainer:
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
         self.done, self.recorded = state["done"], state["recorded"]
-        self.best, self.counted = state["best"], state["counted"]
-        self.sums = {name: value.to(self.device) for name, value in state["sums"].items()}
+        self.best = state["best"]
+        self.losses.load_state_dict(state["losses"], self.device)
         randomness.set_state(state["generators"][self.processes.rank], self.device)
         log.info("resumed after step %d from %s", found.step, found.path)
 
