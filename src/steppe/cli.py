@@ -191,7 +191,9 @@ def train(
     if as_json:
         print(json.dumps(best))
     else:
-        print(f"best by validation: {summary(best)}")
+        validated = training.validation_accuracy(best) is not None
+        title = "best by validation" if validated else "last (no validation images)"
+        print(f"{title}: {summary(best)}")
         console.print(f"{out}: done", highlight=False)
 
 

@@ -3,7 +3,7 @@
 from steppe.errors import Interrupted, RunError
 
 from .config import RunConfig, apply_overrides, configure, make_config, read_config
-from .directory import RunDirectory, select
+from .directory import RunDirectory, select, validation_accuracy
 from .draws import draw_hparams
 from .models import TrainedModel, evaluate_run, export_run, load_model
 from .run import train
@@ -24,4 +24,5 @@ __all__ = [
     "read_config",
     "select",
     "train",
+    "validation_accuracy",
 ]
