@@ -369,9 +369,10 @@ def bench_optim(
     save: Annotated[Path | None, _SAVE] = None,
 ) -> None:
     """Time the arithmetic between gradients against its floor and against another SAM."""
-    from steppe.bench import optim, record
+    from steppe.bench import optim
+    from steppe.training.processes import find_device
 
-    result = optim.measure(record.device(device), rounds)
+    result = optim.measure(find_device(device), rounds)
     _show(result, optim.tables(result), as_json, save)
 
 
@@ -391,10 +392,11 @@ def bench_step(
     save: Annotated[Path | None, _SAVE] = None,
 ) -> None:
     """Time a step of the training loop, and what it adds to forward, backward and optimizer."""
-    from steppe.bench import record, step
+    from steppe.bench import step
+    from steppe.training.processes import find_device
 
     result = step.measure(
-        record.device(device), backbone, batch, optimizer, rounds, steps, precision, deterministic
+        find_device(device), backbone, batch, optimizer, rounds, steps, precision, deterministic
     )
     _show(result, step.tables(result), as_json, save)
 
@@ -419,9 +421,10 @@ def bench_fidelity(
     save: Annotated[Path | None, _SAVE] = None,
 ) -> None:
     """Compare FAD's differences of gradients in each precision with float64."""
-    from steppe.bench import fidelity, record
+    from steppe.bench import fidelity
+    from steppe.training.processes import find_device
 
-    where = record.device(device)
+    where = find_device(device)
     task = fidelity.prepare(where, backbone, weights, images, steps, batch, batches)
     result = fidelity.measure(task, fidelity.radii())
     _show(result, fidelity.tables(result), as_json, save)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from steppe.bench import optim, record
+from steppe.bench import optim
 from steppe.cli import app
 from steppe.errors import UserError
 from steppe.optim import FAD
+from steppe.training.processes import find_device
 
 
 def test_resnet50_has_161_shapes():
@@ -63,6 +64,6 @@ def test_the_command_prints_json_and_saves_it(tmp_path, capsys, monkeypatch):
 
 def test_a_device_that_is_not_there():
     with pytest.raises(UserError, match="device 'cuda:99' cannot be used"):
-        record.device("cuda:99")
+        find_device("cuda:99")
     with pytest.raises(UserError, match="device 'gpu' cannot be used"):
-        record.device("gpu")
+        find_device("gpu")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from steppe.domains.batches import View, read
 from steppe.errors import UserError
 from steppe.optim import FAD, Bfloat16Warning, search_space
 from steppe.training.backbones import build_network
+from steppe.training.precision import autocast, settings
 
 from .record import environment
 
@@ -59,8 +60,8 @@ def differences(
     """h0 and h1 as FAD's engine sees them in this precision, flat, in float64."""
     scale = LOSS_SCALE if precision == "fp16" else 1.0
     while True:
-        with _policy(precision, x.device) as autocast:
-            grads = _four_gradients(model, x, y, rho, scale, autocast)
+        with settings(precision, deterministic=False):
+            grads = _four_gradients(model, x, y, rho, scale, autocast(precision, x.device))
         if all(g.isfinite().all() for g in grads):
             break
         if scale < 1.0 or precision != "fp16":
@@ -76,7 +77,7 @@ def _four_gradients(
     y: Tensor,
     rho: float,
     scale: float,
-    autocast: Callable[[], Any],
+    forward: AbstractContextManager[object],
 ) -> list[Tensor]:
     params = [p for p in model.parameters() if p.requires_grad]
     opt = FAD(torch.optim.SGD(params, lr=0.0), rho=rho, alpha=0.5, beta=0.5)
@@ -85,7 +86,7 @@ def _four_gradients(
         warnings.simplefilter("ignore", Bfloat16Warning)  # it is what is being measured
         for phase in opt.phases():
             with phase:
-                with autocast():
+                with forward:
                     loss = F.cross_entropy(model(x), y)
                 (loss * scale).backward()
                 found = [p.grad for p in params if p.grad is not None]
@@ -93,22 +94,6 @@ def _four_gradients(
     for p in params:
         p.grad = None
     return grads
-
-
-@contextmanager
-def _policy(precision: str, device: torch.device) -> Iterator[Callable[[], Any]]:
-    """Sets TF32 as asked, and yields the autocast context of the forward pass."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    tf32 = precision == "tf32"
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
-    try:
-        if half is None:
-            yield nullcontext
-        else:
-            yield lambda: torch.autocast(device.type, dtype=half)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def fidelity(task: Task, rhos: Sequence[float], precisions: Sequence[str]) -> list[dict[str, Any]]:

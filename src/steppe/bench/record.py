@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from steppe import __version__
-from steppe.errors import UserError
 
 PACKAGES = ("torch", "torchvision", "timm", "pytorch_optimizer")
 
@@ -36,16 +35,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["cuda"] = torch.version.cuda
     return facts
-
-
-def device(name: str) -> torch.device:
-    """The device of that name, if it is there."""
-    try:
-        chosen = torch.device(name)
-        torch.zeros(1, device=chosen).item()
-    except (RuntimeError, AssertionError) as error:  # RuntimeError: not built in, not there
-        raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
-    return chosen
 
 
 def write(result: dict[str, Any], path: Path) -> None:

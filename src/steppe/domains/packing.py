@@ -15,11 +15,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
+from steppe.durable import durable, sync_folder
 from steppe.errors import UserError
 
 from .dataset import Dataset, Domain, Files, Pixels, UnreadableImage, decode
@@ -186,7 +187,7 @@ def _write_domain(
         "names": list(_files(domain).names),
         "subsets": plain_subsets(domain.subsets),
     }
-    with _durable(folder / f"{stem}.npy") as out:
+    with durable(folder / f"{stem}.npy") as out:
         np.save(out, rows, allow_pickle=False)
     return PackedDomain(
         name=domain.name,
@@ -205,7 +206,7 @@ def _write_shards(folder: Path, stem: str, images: Iterator[Pixels]) -> tuple[Sh
     while image is not None:
         name = f"{stem}-{len(shards):03}.bin"
         count, size, digest = 0, 0, hashlib.sha256()
-        with _durable(folder / name) as out:
+        with durable(folder / name) as out:
             while image is not None and (not count or size + image.nbytes <= SHARD_BYTES):
                 out.write(image.data)
                 digest.update(image.data)
@@ -217,18 +218,9 @@ def _write_shards(folder: Path, stem: str, images: Iterator[Pixels]) -> tuple[Sh
 
 def _write(path: Path, content: bytes) -> str:
     """Writes a file and returns its checksum."""
-    with _durable(path) as out:
+    with durable(path) as out:
         out.write(content)
     return hashlib.sha256(content).hexdigest()
-
-
-@contextmanager
-def _durable(path: Path) -> Iterator[BinaryIO]:
-    """A new file that is on the disk when the block ends."""
-    with open(path, "wb") as out:
-        yield out
-        out.flush()
-        os.fsync(out.fileno())
 
 
 @contextmanager
@@ -267,17 +259,8 @@ def _abandoned(workshop: Path) -> bool:
 
 def _put(folder: Path, path: Path) -> None:
     """Moves a finished pack to its place; the one that was there goes with the workshop."""
-    _sync_folder(folder)
+    sync_folder(folder)
     if path.exists():
         os.rename(path, folder.with_name("old"))
     os.rename(folder, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    sync_folder(path.parent)

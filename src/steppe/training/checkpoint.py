@@ -13,7 +13,6 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from steppe.durable import durable, sync_folder
 from steppe.errors import RunError
 
 from . import tree
@@ -186,10 +186,8 @@ def _write(path: Path, files: Mapping[str, bytes]) -> None:
         try:
             temporary.mkdir(parents=True)
             for name, data in files.items():
-                with (temporary / name).open("wb") as file:
+                with durable(temporary / name) as file:
                     file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
             sync_folder(temporary)
             # Two folders cannot be swapped at once. Killed between the two renames, the run has
             # none of that name, and `clean` puts the old one back.
@@ -215,15 +213,6 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes renames in a folder survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

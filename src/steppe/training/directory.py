@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from steppe.durable import durable, sync_folder
 from steppe.errors import RunError, UserError
 
-from .checkpoint import full_disk_explained, sync_folder
+from .checkpoint import full_disk_explained
 from .config import RunConfig, read_config
 
 VOLATILE = ("seconds_per_step", "evaluation_seconds", "memory_gb")
@@ -198,10 +199,8 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.writing")
     with full_disk_explained(path):
         try:
-            with temporary.open("w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+            with durable(temporary) as file:
+                file.write(text.encode())
             temporary.replace(path)
         except OSError:
             temporary.unlink(missing_ok=True)

@@ -17,8 +17,8 @@ _DOMAINBED_SMALL = {
     "lr": Hyperparameter(1e-3, LogUniform(-4.5, -2.5)),
     "weight_decay": Hyperparameter(0.0, Fixed(0.0)),
 }
-_NO_DROPOUT = Hyperparameter(0.0, Fixed(0.0))
 """What DomainBed has for its small images, in place of what it has for fine-tuning."""
+_NO_DROPOUT = Hyperparameter(0.0, Fixed(0.0))
 
 
 def draw_hparams(
