@@ -1,0 +1,36 @@
+"""No averaging: the weights are used as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .averaging import Averaging
+
+
+class NoAveraging(Averaging):
+    """Never serves, keeps nothing and costs nothing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.tensors = {}
+
+    def update(self) -> None:
+        """Does nothing."""
+
+    @property
+    def serving(self) -> bool:
+        """Never."""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """That nothing is served."""
+        return {"served": None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Does nothing: there is no state."""
+
+    def _average(self) -> list[Tensor]:
+        return []

@@ -1,0 +1,96 @@
+"""SMA: the mean of all weights from some step on, from the first prediction to the last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .averaging import Averaging
+from .batchnorm import unfrozen
+from .mean import Mean
+from .options import check_options
+
+
+class SMA(Averaging):
+    r"""Simple moving average (Arpit et al., Ensemble of Averages, NeurIPS 2022).
+
+    With \(\theta_t\) the weights after update \(t\) and \(t_0\) the `start`,
+
+    \[
+    \hat\theta_t = \theta_t \ (t \le t_0), \qquad
+    \hat\theta_t = \frac{t - t_0}{t - t_0 + 1} \hat\theta_{t-1} + \frac{1}{t - t_0 + 1} \theta_t
+    \ (t > t_0),
+    \]
+
+    which is the mean of \(\theta_{t_0}, \ldots, \theta_t\). (The authors' code begins one update
+    earlier: with its default of 100, the first iterate in the mean is \(\theta_{99}\).) The weights
+    before the first update are in no mean, so that a `start` of 0 means the same as 1.
+
+    Validation and prediction use the average throughout. The running mean and variance of batch
+    norms that are in training mode are averaged likewise. One buffer of the size of the weights.
+
+    Args:
+        module: what is trained, in training mode.
+        start: the first update in the mean.
+
+    Examples:
+        >>> import torch
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> averaging = SMA(model, start=2)
+        >>> for weight in (1.0, 2.0, 4.0):
+        ...     torch.nn.init.constant_(model.weight, weight)
+        ...     averaging.update()
+        Parameter...
+        >>> with averaging.applied():
+        ...     model.weight.item()
+        3.0
+        >>> model.weight.item()
+        4.0
+    """
+
+    def __init__(self, module: nn.Module, start: int = 100) -> None:
+        check_options("sma", {"start": start})
+        super().__init__(module)
+        statistics = {
+            id(x) for norm in unfrozen(module) for x in (norm.running_mean, norm.running_var)
+        }
+        self.tensors |= {name: x for name, x in module.named_buffers() if id(x) in statistics}
+        self.start = start
+        self.updates = 0
+        self._mean = Mean()
+
+    def update(self) -> None:
+        """Takes the weights into the mean."""
+        self._check_live("update()")
+        self.updates += 1
+        live = list(self.tensors.values())
+        if self.updates <= self.start:
+            self._mean.set(live)
+        else:
+            self._mean.add(live)
+
+    @property
+    def serving(self) -> bool:
+        """From the first update on."""
+        return self.updates > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mean and the number of updates."""
+        self._check_live("state_dict()")
+        return {
+            "served": self._named(self._mean.tensors) if self.serving else None,
+            "updates": self.updates,
+            "weight": self._mean.weight,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state."""
+        self._check_live("load_state_dict()")
+        served = state["served"]
+        self._mean = Mean(() if served is None else self._own(served), state["weight"])
+        self.updates = state["updates"]
+
+    def _average(self) -> list[Tensor]:
+        return self._mean.tensors

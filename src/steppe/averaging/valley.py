@@ -1,0 +1,294 @@
+r"""The search for the loss valley: which stretches of training SWAD averages. Knows no tensors.
+
+Looks at the validation loss cut training into segments; segment 0 ends with the first look. Before
+the valley, the search waits for a loss that none of the following \(N_s - 1\) is below; it ends
+where \(N_e\) losses in a row are above the threshold, \(1 + r\) times the mean of those \(N_s\).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+
+class Look(NamedTuple):
+    """A segment and the validation loss at its end."""
+
+    number: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to be done after a look.
+
+    Attributes:
+        add: segments to take into the average now, in this order; one may be in it several times.
+        restart: whether what was added before is to be forgotten first.
+    """
+
+    add: tuple[int, ...] = ()
+    restart: bool = False
+
+
+class Valley(ABC):
+    r"""Finds the valley while training goes on.
+
+    Args:
+        n_converge: \(N_s\), the optimum patience.
+        n_tolerance: \(N_e\), the overfit patience.
+        tolerance: \(r\), the tolerance rate.
+
+    Attributes:
+        looks: how many losses it has seen: the number of the segment that the next one ends.
+        start: the segment of convergence, once it is found.
+        threshold: the loss that the valley stays below, likewise.
+        dead: whether the valley is over: later losses make no difference.
+        added: how many segments were added, repetitions included.
+    """
+
+    by_iterates: ClassVar[bool]
+    """Whether a segment weighs as many times as it has iterates, or all weigh the same."""
+
+    def __init__(self, n_converge: int = 3, n_tolerance: int = 6, tolerance: float = 0.3) -> None:
+        self.n_converge, self.n_tolerance, self.tolerance = n_converge, n_tolerance, tolerance
+        self.looks = 0
+        self.start: int | None = None
+        self.threshold: float | None = None
+        self.dead = False
+        self.added = 0
+        self._recent: deque[Look] = deque(maxlen=max(n_converge, n_tolerance))
+
+    def look(self, loss: float) -> Decision:
+        """Takes the loss at the end of segment `looks`.
+
+        The segments it answers with are the one that just ended, or were `needed` before.
+        """
+        if self.dead:
+            return Decision()
+        self._recent.append(Look(self.looks, loss))
+        self.looks += 1
+        if self.start is not None and self.threshold is not None:
+            return self._noted(self._follow(self.start, self.threshold))
+        window = self._last(self.n_converge)
+        if len(window) < self.n_converge or any(look.loss < window[0].loss for look in window):
+            return self._noted(self._wait())
+        self.start = window[0].number
+        # Added up one by one: `sum` rounds differently from one version of Python to the next.
+        total = 0.0
+        for look in window:
+            total += look.loss
+        self.threshold = total / self.n_converge * (1.0 + self.tolerance)
+        return self._noted(self._converge(window, self.threshold))
+
+    def end(self) -> Decision:
+        """Says what is still to be added when training is over. To be asked once."""
+        return self._noted(self._drain())
+
+    @property
+    @abstractmethod
+    def needed(self) -> frozenset[int]:
+        """The segments so far that a later decision may add."""
+
+    @abstractmethod
+    def _wait(self) -> Decision:
+        """After a look without convergence."""
+
+    @abstractmethod
+    def _converge(self, window: list[Look], threshold: float) -> Decision:
+        """After the look that found it."""
+
+    @abstractmethod
+    def _follow(self, start: int, threshold: float) -> Decision:
+        """After a later look."""
+
+    @abstractmethod
+    def _drain(self) -> Decision:
+        """At the end."""
+
+    def _last(self, n: int) -> list[Look]:
+        return list(self._recent)[-n:]
+
+    def _noted(self, decision: Decision) -> Decision:
+        self.added = (0 if decision.restart else self.added) + len(decision.add)
+        return decision
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, in plain values."""
+        return {
+            "looks": self.looks,
+            "start": self.start,
+            "threshold": self.threshold,
+            "dead": self.dead,
+            "added": self.added,
+            "losses": [look.loss for look in self._recent],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state."""
+        self.looks, self.added = state["looks"], state["added"]
+        self.start, self.threshold, self.dead = state["start"], state["threshold"], state["dead"]
+        first = self.looks - len(state["losses"])
+        self._recent.clear()
+        self._recent.extend(Look(first + i, loss) for i, loss in enumerate(state["losses"]))
+
+
+class ReferenceValley(Valley):
+    r"""Counts as the authors' published code does, whose quirks decide what is in the average.
+
+    Two queues hold the last \(N_s\) and the last \(N_e\) segments. After convergence, the head
+    of the second is added at every look and stays until the queue's length moves it on. So segments
+    are in the average more than once:
+
+    - the convergence segment, from the look back at convergence and later as the head;
+    - the first segments, where convergence comes before the queue is full and its head stays;
+    - those before the convergence segment, where training ends before it is the head.
+
+    And with \(N_e \le N_s\) the convergence segment is not in it: the code starts the average as
+    a copy of that segment, counted zero times, which the first segment to be added replaces.
+
+    Examples:
+        >>> valley = ReferenceValley(n_converge=2, n_tolerance=3)
+        >>> [valley.look(loss).add for loss in (2.0, 1.2, 1.0, 1.1, 1.1)]
+        [(), (), (), (2,), (2,)]
+        >>> valley.end().add
+        (3, 4)
+    """
+
+    by_iterates = False
+
+    @property
+    def needed(self) -> frozenset[int]:
+        """The queues but for what the next look moves out, and the stand-in."""
+        if self.dead:
+            return frozenset()
+        converged = self.start is not None
+        length = self.n_tolerance if converged else max(self.n_converge, self.n_tolerance)
+        queued = range(max(self.looks - length + 1, 0), self.looks)
+        return frozenset((*queued, *self._stand_in()))
+
+    def _wait(self) -> Decision:
+        return Decision()
+
+    def _converge(self, window: list[Look], threshold: float) -> Decision:
+        behind = self.n_tolerance - self.n_converge
+        if behind < 0:
+            # Left out of the second queue, these would never be its head.
+            return Decision(_numbers(window[1 : 1 - behind]))
+        if behind == 0:
+            return Decision()
+        # Back from the convergence segment, but not past a loss above the threshold. The authors
+        # count from the convergence segment of a full queue: in a shorter one, `back` goes beyond.
+        back = self._last(self.n_tolerance)[: behind + 1]
+        above = [i for i, look in enumerate(back) if look.loss > threshold]
+        first = above[-1] + 1 if above else 0
+        return Decision(_numbers(back[first + 1 :]))
+
+    def _follow(self, start: int, threshold: float) -> Decision:
+        queue = self._last(self.n_tolerance)
+        if queue[0].number < start:
+            return Decision()
+        if min(look.loss for look in queue) > threshold:
+            decision = Decision(self._stand_in())
+            self.dead = True
+            return decision
+        return Decision((queue[0].number,))
+
+    def _drain(self) -> Decision:
+        if self.dead or not self.looks:
+            return Decision()
+        if self.threshold is None:  # never converged: the last segment
+            return Decision((self.looks - 1,))
+        # The head is left out, whether or not it was added.
+        queue = self._last(self.n_tolerance)[1:]
+        while queue and queue[-1].loss > self.threshold:
+            queue.pop()
+        return Decision(_numbers(queue) or self._stand_in())
+
+    def _stand_in(self) -> tuple[int, ...]:
+        """The convergence segment as long as nothing was added: the result if nothing ever is."""
+        return () if self.start is None or self.added else (self.start,)
+
+
+class PaperValley(Valley):
+    r"""Counts as Algorithm 1 of the paper, with looks for iterations: every iterate once.
+
+    The average begins with the convergence segment and ends before the first \(N_e\) losses in a
+    row that are above the threshold; the search for those begins with the look after the one that
+    found convergence. If there are none, it goes on to the end of training; if there is no
+    convergence, everything is averaged.
+
+    Examples:
+        >>> valley = PaperValley(n_converge=2, n_tolerance=3)
+        >>> [valley.look(loss).add for loss in (3.0, 2.0, 1.0, 1.1, 2.0)]
+        [(), (0,), (1,), (2, 3), ()]
+        >>> valley.end().add
+        (4,)
+    """
+
+    by_iterates = True
+
+    def __init__(self, n_converge: int = 3, n_tolerance: int = 6, tolerance: float = 0.3) -> None:
+        super().__init__(n_converge, n_tolerance, tolerance)
+        self._next = 0  # the first segment that was neither added nor dropped
+
+    @property
+    def needed(self) -> frozenset[int]:
+        """Those that may be the start of the valley, or the first above it."""
+        return frozenset(() if self.dead else range(self._next, self.looks))
+
+    def _wait(self) -> Decision:
+        # Everything is averaged, should convergence never come; later segments may be its start.
+        return Decision(self._until(self.looks - self.n_converge + 1))
+
+    def _converge(self, window: list[Look], threshold: float) -> Decision:
+        self._next = window[0].number
+        return Decision(self._settled(threshold), restart=True)
+
+    def _follow(self, start: int, threshold: float) -> Decision:
+        if self._above(threshold) >= self.n_tolerance:
+            self.dead = True
+            return Decision()
+        return Decision(self._settled(threshold))
+
+    def _drain(self) -> Decision:
+        return Decision(() if self.dead else self._until(self.looks))
+
+    def _settled(self, threshold: float) -> tuple[int, ...]:
+        """All but those that may yet turn out to be the first of N_e above the threshold."""
+        return self._until(self.looks - min(self._above(threshold), self.n_tolerance - 1))
+
+    def _above(self, threshold: float) -> int:
+        """How many losses in a row are above the threshold, up to now."""
+        count = 0
+        for look in reversed(self._recent):
+            # Negative losses have a threshold below their mean; the start is averaged all the same.
+            if look.number == self.start or look.loss <= threshold:
+                break
+            count += 1
+        return count
+
+    def _until(self, end: int) -> tuple[int, ...]:
+        segments = tuple(range(self._next, end))
+        self._next = max(self._next, end)
+        return segments
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, in plain values."""
+        return {**super().state_dict(), "next": self._next}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state."""
+        super().load_state_dict(state)
+        self._next = state["next"]
+
+
+def _numbers(looks: list[Look]) -> tuple[int, ...]:
+    return tuple(look.number for look in looks)
+
+
+VALLEYS: Mapping[str, type[Valley]] = {"reference": ReferenceValley, "paper": PaperValley}
+"""How to count, by name."""
