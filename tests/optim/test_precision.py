@@ -138,3 +138,20 @@ def test_closures_may_use_torch_func():
         return loss
 
     assert opt.step(closure).isfinite()
+
+
+def test_a_warning_that_is_an_error_leaves_no_autocast_behind() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    opt = FAD(torch.optim.SGD([weight], lr=0.1))
+
+    def closure() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(Bfloat16Warning):
+            opt.step(closure)
+    assert not torch.is_autocast_enabled("cpu")

@@ -55,7 +55,11 @@ def on_bfloat16(tell: Callable[[], None]) -> Iterator[None]:
 
 def _watched_enter(self: torch.autocast) -> object:
     entered: object = _plain_enter(self)  # type: ignore[no-untyped-call]
-    _look(self.device)
+    try:
+        _look(self.device)
+    except Warning:  # an error, where warnings are: then the region was never entered
+        self.__exit__(None, None, None)
+        raise
     return entered
 
 
