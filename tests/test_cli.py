@@ -11,10 +11,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
+from steppe.algorithms import algorithm_names
+from steppe.averaging import averaging_names
 from steppe.cli import app
 from steppe.domains import load
 from steppe.domains.batches import Batch
 from steppe.errors import Interrupted, UserError
+from steppe.optim import optimizer_names
 from steppe.training.trainer import Trainer
 
 SMALL = ["--backbone", "small-cnn", "--weights", "none", "--device", "cpu", "--steps", "3"]
@@ -147,12 +150,47 @@ def test_what_is_wrong_is_said_before_a_folder_is_made(tmp_path: Path) -> None:
         (["--logger", "tensorbored"], "did you mean 'tensorboard'"),
         (["--space", "fad"], "--draw"),
         (["--averaging", "swat"], "unknown averaging 'swat'"),
+        (["--algorithm", "CORALL"], "unknown algorithm 'CORALL', did you mean 'CORAL'"),
+        (["--algorithm", "CORAL", "--set", "algorithm.gama=1"], "'gama'"),
+        (["--algorithm", "CORAL", "--set", "batch_size=1"], "at least 2 images"),
     ):
         with pytest.raises(UserError, match=message):
             steppe("train", *arguments, *wrong)
     with pytest.raises(UserError, match="nothing to resume"):
         steppe("train", "--resume", "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_one_source_is_too_few_to_compare(tmp_path: Path) -> None:
+    base = ["--dataset", "RotatedDigits", "--target", "75", "--out", tmp_path / "run"]
+    with pytest.raises(UserError, match="at least 2 source domains, not 1: add a --source"):
+        steppe("train", *base, "--source", "0", "--algorithm", "CORAL", "--steps", 3)
+    assert not (tmp_path / "run/records.jsonl").exists()
+    two = ["--source", "0", "--source", "15", "--algorithm", "MLDG", "--steps", 3]
+    with pytest.raises(UserError, match="set algorithm.n_meta_test to 1 or less"):
+        steppe("train", *base, *two)
+    # What failed before it began can be tried again in the same place.
+    assert steppe("train", *base, *two, "--set", "algorithm.n_meta_test=1").exit_code == 0
+
+
+def test_help_knows_every_name() -> None:
+    text = " ".join(steppe("train", "--help").stdout.split())
+    for name in (*algorithm_names(), *averaging_names(), *optimizer_names()):
+        assert name in text
+
+
+def test_ensemble(tmp_path: Path) -> None:
+    runs = [tmp_path / name for name in "ab"]
+    base = ["--dataset", "RotatedDigits", "--target", "75", "--steps", 4, "--averaging", "sma"]
+    for seed, run in enumerate(runs):
+        assert steppe("train", *base, "--seed", seed, "--out", run).exit_code == 0
+    shown = steppe("evaluate", "--ensemble", *runs).stdout
+    assert "ensemble" in shown
+    found = json.loads(steppe("evaluate", "--ensemble", *runs, "--json").stdout)["75"]
+    assert [member["run"] for member in found["members"]] == [str(run) for run in runs]
+    assert 0 <= found["ensemble"]["accuracy"] <= 1
+    with pytest.raises(UserError, match="2 runs were given: add --ensemble"):
+        steppe("evaluate", *runs)
 
 
 def test_images_that_would_be_misread_are_named(pets: Path) -> None:

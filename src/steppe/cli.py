@@ -78,7 +78,9 @@ def demo(
 _JSON = typer.Option("--json", help="Print the result as JSON, for programs.")
 Which = Literal["last", "best"]
 _ROOT = typer.Option("--root", metavar="DIR", help="The data folder: $STEPPE_DATA or ./data.")
-_PLUGINS = typer.Option("--plugin", help="A module that registers datasets of your own.")
+_PLUGINS = typer.Option(
+    "--plugin", help="A module that registers datasets or algorithms of your own."
+)
 _RUN = typer.Argument(metavar="RUN", help="The folder of a run.")
 _WHICH = typer.Option("--which", help="The weights after the last step, or those validated best.")
 
@@ -96,7 +98,13 @@ def train(
     source: Annotated[
         list[str] | None, typer.Option(help="A domain to train on; all others unless given.")
     ] = None,
-    algorithm: Annotated[str | None, typer.Option(help="How domains become a loss: ERM.")] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(
+            help="How domains become a loss: ERM, IRM, VREx, GroupDRO, Mixup, MLDG, MMD, CORAL, "
+            "DANN, CDANN, MTL, SagNet, ARM, RSC, MixStyle, MIRO or Fishr."
+        ),
+    ] = None,
     optimizer: Annotated[
         str | None,
         typer.Option(
@@ -104,7 +112,9 @@ def train(
             "gam, gam-exact, gam-release or fad."
         ),
     ] = None,
-    averaging: Annotated[str | None, typer.Option(help="How weights are averaged: none.")] = None,
+    averaging: Annotated[
+        str | None, typer.Option(help="How weights are averaged: none, swad or sma.")
+    ] = None,
     backbone: Annotated[
         str | None, typer.Option(help="resnet18, resnet50, or any name in timm.")
     ] = None,
@@ -199,7 +209,10 @@ def train(
 
 @app.command()
 def evaluate(
-    run: Annotated[Path, _RUN],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    ensemble: Annotated[
+        bool, typer.Option("--ensemble", help="Also sum the logits of all runs: with sma, EoA.")
+    ] = False,
     data: Annotated[
         str | None,
         typer.Option(
@@ -213,17 +226,28 @@ def evaluate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Evaluate a run's model on every image of some domains."""
+    """Evaluate a run's model, or an ensemble of several, on every image of some domains."""
     from rich.console import Console
 
-    from steppe.training import evaluate_run
-    from steppe.training.progress import score_table
+    from steppe.training import evaluate_ensemble, evaluate_run
+    from steppe.training.progress import ensemble_table, score_table
 
-    scores = evaluate_run(run, data, which=which, device=device, root=str(root) if root else None)
+    home = str(root) if root else None
+    if ensemble:
+        found = evaluate_ensemble(runs, data, which=which, device=device, root=home)
+        names = [str(run) for run in runs]
+        if as_json:
+            print(json.dumps({d: value.to_json(names) for d, value in found.items()}, indent=2))
+        else:
+            Console().print(ensemble_table(found, names, f"{which} weights, all images"))
+        return
+    if len(runs) > 1:
+        raise UserError(f"{len(runs)} runs were given: add --ensemble, or evaluate one at a time")
+    scores = evaluate_run(runs[0], data, which=which, device=device, root=home)
     if as_json:
         print(json.dumps({domain: value.to_json() for domain, value in scores.items()}, indent=2))
     else:
-        title = f"{run.name}: {which} weights, all images"
+        title = f"{runs[0].name}: {which} weights, all images"
         Console().print(score_table(scores, title))
 
 
@@ -382,6 +406,10 @@ def bench_step(
     backbone: Annotated[str, typer.Option(help="Any that 'steppe train' knows.")] = "resnet18",
     batch: Annotated[int, typer.Option(min=3, help="Images in a step, of three domains.")] = 24,
     optimizer: Annotated[str, typer.Option(help="Any that 'steppe train' knows.")] = "adam",
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Option(help="Compare its step with ERM's; may be repeated; all: every algorithm."),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps in a measurement.")] = 4,
     precision: Annotated[str, typer.Option(help="fp32, tf32, fp16 or bf16.")] = "fp32",
@@ -391,10 +419,24 @@ def bench_step(
     as_json: Annotated[bool, _JSON] = False,
     save: Annotated[Path | None, _SAVE] = None,
 ) -> None:
-    """Time a step of the training loop, and what it adds to forward, backward and optimizer."""
+    """Time a step of the training loop, and what it adds to forward, backward and optimizer.
+
+    With --algorithm, compare the steps of algorithms instead.
+    """
+    from steppe.algorithms import algorithm_names, algorithm_spec
     from steppe.bench import step
     from steppe.training.processes import find_device
 
+    if algorithm:
+        if deterministic:
+            raise UserError("--deterministic and --algorithm cannot be given together")
+        chosen = [algorithm_spec(name).name for name in algorithm if name != "all"]
+        names = algorithm_names() if "all" in algorithm else chosen
+        compared = step.compare(
+            find_device(device), backbone, batch, optimizer, rounds, steps, precision, names
+        )
+        _show(compared, step.comparison_tables(compared), as_json, save)
+        return
     result = step.measure(
         find_device(device), backbone, batch, optimizer, rounds, steps, precision, deterministic
     )

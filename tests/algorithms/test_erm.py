@@ -1,9 +1,5 @@
-"""ERM against the obvious formula, and the contract that optimizers rely on."""
+"""ERM against the obvious formula, and the defaults of the contract."""
 
-import copy
-import random
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -71,27 +67,6 @@ def test_loss_and_gradient_are_the_formulas():
     torch.testing.assert_close(
         erm.network.classifier.weight.grad, (by_logits.T @ features), rtol=1e-10, atol=1e-14
     )
-
-
-def generators() -> tuple[object, ...]:
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-
-
-def test_forward_is_pure():
-    erm = algorithm()
-    prepared = erm.prepare(batches())
-    kept, state, drawn = copy.deepcopy((prepared, dict(erm.state_dict()), generators()))
-    first = erm(prepared)
-    values = [first.total] + [erm(prepared, "main", first.aux).total for _ in range(3)]
-    erm.commit(prepared, first)
-    assert all(torch.equal(value, first.total) for value in values)
-    assert all(torch.equal(a, b) for a, b in zip(prepared, kept, strict=True))
-    assert all(torch.equal(value, state[name]) for name, value in erm.state_dict().items())
-    assert generators() == drawn
-    # Pure in the parameters, not deaf to them.
-    with torch.no_grad():
-        erm.network.classifier.bias[0] += 1
-    assert not torch.equal(erm(prepared).total, first.total)
 
 
 def test_one_objective_over_every_parameter():

@@ -1,5 +1,6 @@
 """`steppe bench step`: it times the real loop, from a pack, and its parts add up."""
 
+import pytest
 import torch
 
 from steppe.bench import step
@@ -18,3 +19,24 @@ def test_parts_add_up() -> None:
     assert 0 < waiting < whole - update < 0.6 * whole
     assert abs(result["overhead"]["median"] - (1 - update / whole)) < 1e-3
     assert step.tables(result)[0].row_count == 4
+
+
+def test_algorithms_are_compared_with_erm() -> None:
+    result = step.compare(
+        torch.device("cpu"),
+        "resnet18",
+        batch=6,
+        optimizer="sgd",
+        rounds=1,
+        steps=1,
+        precision="fp32",
+        names=["CORAL", "MLDG"],
+    )
+    found = result["algorithms"]
+    assert list(found) == ["ERM", "CORAL", "MLDG"]
+    assert found["ERM"]["over ERM"] == {"median": 1.0, "min": 1.0, "max": 1.0}
+    times = {name: of_one["ms per step"]["median"] for name, of_one in found.items()}
+    assert found["MLDG"]["over ERM"]["median"] == pytest.approx(
+        times["MLDG"] / times["ERM"], rel=1e-3
+    )
+    assert step.comparison_tables(result)[0].row_count == 3

@@ -12,13 +12,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
+from steppe.domains import load
 from steppe.domains.batches import Batch
 from steppe.training import RunConfig, make_config, train
 from steppe.training.trainer import Trainer
+from tests.training.axes import KILLED_AFTER
 
 KILLS = 12
 """Half of them at a random moment, half in the middle of writing a checkpoint."""
@@ -106,5 +109,21 @@ def kill_by_chance(config: RunConfig, out: Path, whole_seconds: float) -> list[s
     return moments
 
 
+def main_all(folder: Path) -> None:
+    """Many runs, by name on the standard input: each undisturbed, and killed once."""
+    # What every child would import by itself. (A backward pass here would be felt in the children.)
+    import_module("torch._dynamo")
+    load("RotatedDigits")
+    for name, values in json.load(sys.stdin).items():
+        resolved = make_config(values)
+        wait(fork(lambda resolved=resolved, name=name: train(resolved, folder / name / "whole")))
+        broken = folder / name / "broken"
+        kill_after(resolved, broken, KILLED_AFTER)
+        wait(fork(lambda resolved=resolved, broken=broken: train(resolved, broken, resume=True)))
+
+
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
+    if sys.argv[1] == "--all":
+        main_all(Path(sys.argv[2]))
+    else:
+        main(json.loads(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

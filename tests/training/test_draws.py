@@ -88,3 +88,81 @@ def test_seed_0_is_the_defaults_and_other_seeds_differ(dataset):
     seeds = [(h, t) for h in range(1, 4) for t in range(3)]
     rates = {draw(dataset, hparams_seed=h, trial_seed=t)["lr"] for h, t in seeds}
     assert len(rates) == len(seeds)
+
+
+# As DomainBed's registry words them (Fishr's as its repository does): the name that seeds a draw,
+# the default and the rule.
+ALGORITHMS = {
+    "IRM": {
+        "penalty": ("irm_lambda", 1e2, lambda r: 10 ** r.uniform(-1, 5)),
+        "anneal_steps": ("irm_penalty_anneal_iters", 500, lambda r: int(10 ** r.uniform(0, 4))),
+    },
+    "VREx": {
+        "penalty": ("vrex_lambda", 1e1, lambda r: 10 ** r.uniform(-1, 5)),
+        "anneal_steps": ("vrex_penalty_anneal_iters", 500, lambda r: int(10 ** r.uniform(0, 4))),
+    },
+    "GroupDRO": {"eta": ("groupdro_eta", 1e-2, lambda r: 10 ** r.uniform(-3, -1))},
+    "Mixup": {"alpha": ("mixup_alpha", 0.2, lambda r: 10 ** r.uniform(-1, 1))},
+    "MLDG": {
+        "beta": ("mldg_beta", 1.0, lambda r: 10 ** r.uniform(-1, 1)),
+        "n_meta_test": ("n_meta_test", 2, lambda r: r.choice([1, 2])),
+    },
+    "MMD": {"penalty": ("mmd_gamma", 1.0, lambda r: 10 ** r.uniform(-1, 1))},
+    "CORAL": {"penalty": ("mmd_gamma", 1.0, lambda r: 10 ** r.uniform(-1, 1))},
+    "DANN": {
+        "penalty": ("lambda", 1.0, lambda r: 10 ** r.uniform(-2, 2)),
+        "d_steps": ("d_steps_per_g_step", 1, lambda r: int(2 ** r.uniform(0, 3))),
+        "grad_penalty": ("grad_penalty", 0.0, lambda r: 10 ** r.uniform(-2, 1)),
+        "beta1": ("beta1", 0.5, lambda r: r.choice([0.0, 0.5])),
+        "width": ("mlp_width", 256, lambda r: int(2 ** r.uniform(6, 10))),
+        "depth": ("mlp_depth", 3, lambda r: int(r.choice([3, 4, 5]))),
+        "dropout": ("mlp_dropout", 0.0, lambda r: r.choice([0.0, 0.1, 0.5])),
+        "lr": ("lr_d", None, lambda r: 10 ** r.uniform(-5, -3.5)),
+        "weight_decay": ("weight_decay_d", None, lambda r: 10 ** r.uniform(-6, -2)),
+    },
+    "MTL": {"ema": ("mtl_ema", 0.99, lambda r: r.choice([0.5, 0.9, 0.99, 1.0]))},
+    "SagNet": {"penalty": ("sag_w_adv", 0.1, lambda r: 10 ** r.uniform(-2, 1))},
+    "RSC": {
+        "feature_drop": ("rsc_f_drop_factor", 1 / 3, lambda r: r.uniform(0, 0.5)),
+        "batch_drop": ("rsc_b_drop_factor", 1 / 3, lambda r: r.uniform(0, 0.5)),
+    },
+    "Fishr": {
+        "penalty": ("lambda", 1000.0, lambda r: 10 ** r.uniform(1, 4)),
+        "anneal_steps": ("penalty_anneal_iters", 1500, lambda r: int(r.uniform(0, 5000))),
+        "ema": ("ema", 0.95, lambda r: r.uniform(0.9, 0.99)),
+    },
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_algorithms_draw_as_in_domainbed(algorithm):
+    spec = dataset_spec("PACS")
+    default = draw_hparams(spec, "adam", "domainbed", 0, 0, algorithm)["algorithm"]
+    for option, (name, expected, rule) in ALGORITHMS[algorithm].items():
+        assert default[option] == expected
+        for seeds in ((1, 0), (7, 2), (19, 1)):
+            drawn = draw_hparams(spec, "adam", "domainbed", *seeds, algorithm)["algorithm"]
+            assert drawn[option] == by_definition(name, rule, *seeds)
+            assert type(drawn[option]) in (int, float)
+
+
+def test_an_algorithm_changes_only_what_is_its_own():
+    spec = dataset_spec("PACS")
+    erm, coral, dann, arm = (
+        draw_hparams(spec, "adam", "domainbed", 3, 1, name)
+        for name in ("ERM", "CORAL", "DANN", "ARM")
+    )
+    assert {**coral, "algorithm": 0} == {**erm, "algorithm": 0}
+    assert arm["batch_size"] == 8
+    assert dann["batch_size"] == erm["batch_size"]
+    assert dann["optimizer"]["lr"] == by_definition(
+        "lr_g", lambda r: 10 ** r.uniform(-5, -3.5), 3, 1
+    )
+    small = draw_hparams(dataset_spec("RotatedMNIST"), "adam", "domainbed", 3, 1, "ARM")
+    assert small["batch_size"] != 8
+    config = configure({"dataset": "PACS", "targets": "sketch", "algorithm": "DANN"}, draw=3)
+    assert config.algorithm.options == {
+        key: value
+        for key, value in draw_hparams(spec, "adam", "domainbed", 3, 0, "DANN")["algorithm"].items()
+        if key != "name"
+    }

@@ -24,7 +24,7 @@ from PIL import Image
 
 from steppe import cli
 from steppe.errors import Interrupted, UserError
-from steppe.training import RunDirectory, checkpoint, load_model, make_config, train, trainer
+from steppe.training import RunDirectory, checkpoint, load_model, make_config, scoring, train
 from steppe.training.directory import VOLATILE
 from steppe.training.interrupts import Interrupts
 from steppe.training.progress import Silent
@@ -351,7 +351,7 @@ def test_a_signal_at_any_moment_saves_the_state(
 ):
     handlers = signal.getsignal(number)
     display = Silent() if evaluated else Hook(7, send(number))
-    evaluation_batches, calls = trainer.evaluation_batches, []
+    evaluation_batches, calls = scoring.evaluation_batches, []
 
     def watched(*args, **kwargs):
         calls.append(args)
@@ -359,7 +359,7 @@ def test_a_signal_at_any_moment_saves_the_state(
             send(number)()
         return evaluation_batches(*args, **kwargs)
 
-    monkeypatch.setattr(trainer, "evaluation_batches", watched)
+    monkeypatch.setattr(scoring, "evaluation_batches", watched)
     config = make_config(DIGITS)
     with pytest.raises(Interrupted) as caught:
         train(config, tmp_path, display=display)
@@ -458,7 +458,10 @@ def test_a_checkpoint_of_a_newer_format(half, steppe, monkeypatch):
     monkeypatch.undo()
     code, _, err = steppe("train", "--resume", "--out", half)
     assert code == 1
-    assert "step-000011 was written by a newer steppe (format 2" in assert_one_line(err)
+    assert (
+        f"step-000011 was written by a newer steppe (format {checkpoint.FORMAT + 1}"
+        in assert_one_line(err)
+    )
 
 
 def test_a_config_of_a_newer_version(half, steppe):

@@ -12,11 +12,37 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from steppe.domains.batches import Batch
 
 from .network import Network
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The images of a step and everything about it that was left to chance.
+
+    Attributes:
+        images: normalized, of all domains, one domain after the other.
+        labels: their classes.
+        sizes: how many images each domain has.
+        keep: dropout's mask for the features, N x `n_features`; None: nothing is dropped.
+        draws: what else an algorithm draws, by name.
+    """
+
+    images: Tensor
+    labels: Tensor
+    sizes: tuple[int, ...]
+    keep: Tensor | None = None
+    draws: Mapping[str, Any] = field(default_factory=dict)
+
+    def split(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Rows of all domains, domain by domain."""
+        domains: tuple[Tensor, ...] = values.split(self.sizes)
+        return domains
 
 
 @dataclass(frozen=True)
@@ -26,12 +52,14 @@ class Losses:
     Attributes:
         total: the scalar to minimize.
         parts: what records show, each a scalar.
-        aux: what later passes of the same step, or `commit`, need from the first one.
+        aux: what later passes of the same step need from the first one.
+        state: what the algorithm's buffers of these names are to become after the step.
     """
 
     total: Tensor
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     aux: Mapping[str, Tensor] = field(default_factory=dict)
+    state: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,13 +70,18 @@ class Objective:
         name: what `forward` is asked for.
         parameters: what its optimizer updates.
         active: whether a step, counted from 0, optimizes it.
-        options: options of the optimizer that this objective overrides.
+        reset: whether the optimizer forgets its moments before a step.
+        options: options of the optimizer that this objective overrides, where the optimizer has
+            them.
+        lr_factors: parameters whose learning rate is so many times the optimizer's.
     """
 
     name: str
     parameters: tuple[nn.Parameter, ...]
     active: Callable[[int], bool] = lambda step: True
+    reset: Callable[[int], bool] = lambda step: False
     options: Mapping[str, Any] = field(default_factory=dict)
+    lr_factors: Mapping[nn.Parameter, float] = field(default_factory=dict)
 
 
 class Algorithm(nn.Module, ABC):
@@ -64,13 +97,19 @@ class Algorithm(nn.Module, ABC):
         self.network = network
         self.n_domains = n_domains
 
-    def prepare(self, batches: Sequence[Batch]) -> Any:
+    def prepare(self, batches: Sequence[Batch]) -> Prepared:
         """Draws every random choice of a step, once; the result goes to `forward`."""
-        return batches
+        images = self.network.normalize(torch.cat([batch.images for batch in batches]))
+        return Prepared(
+            images,
+            torch.cat([batch.labels for batch in batches]),
+            tuple(len(batch.labels) for batch in batches),
+            self.network.draw_mask(images),
+        )
 
     @abstractmethod
     def forward(
-        self, prepared: Any, objective: str = "main", first: Mapping[str, Tensor] | None = None
+        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
     ) -> Losses:
         """The loss at the present weights, free of side effects.
 
@@ -80,13 +119,18 @@ class Algorithm(nn.Module, ABC):
             first: the first pass's `aux`, detached, in all passes but the first.
         """
 
-    def commit(self, prepared: Any, first: Mapping[str, Losses]) -> None:
+    @torch.no_grad()
+    def commit(self, prepared: Prepared, first: Mapping[str, Losses]) -> None:
         """Updates the algorithm's own state, once per step.
 
         Args:
             prepared: what `prepare` returned.
-            first: the first pass's values, of every objective that the step optimized.
+            first: the first pass's values, of every objective that the step optimized. Where a
+                batch was cut into parts or shared by processes, their mean.
         """
+        for losses in first.values():
+            for name, value in losses.state.items():
+                self.get_buffer(name).copy_(value)
 
     def objectives(self) -> Sequence[Objective]:
         """What is minimized; the default is one loss over all parameters."""
@@ -97,6 +141,21 @@ class Algorithm(nn.Module, ABC):
         return self.network(images)
 
 
-def trainable(module: nn.Module) -> Iterable[nn.Parameter]:
+def trainable(*modules: nn.Module) -> Iterable[nn.Parameter]:
     """The parameters that take gradients."""
-    return (p for p in module.parameters() if p.requires_grad)
+    return (p for module in modules for p in module.parameters() if p.requires_grad)
+
+
+def domain_risks(logits: Tensor, prepared: Prepared) -> Tensor:
+    """The mean cross-entropy of each domain."""
+    losses = F.cross_entropy(logits, prepared.labels, reduction="none")
+    return torch.stack([of_domain.mean() for of_domain in prepared.split(losses)])
+
+
+def full_precision(features: Tensor, network: Network) -> tuple[Tensor, torch.autocast]:
+    """Features in the precision of the weights, and a context that computes in it.
+
+    Penalties are differences, or squares of small numbers: half precision would lose them.
+    """
+    dtype = network.classifier.weight.dtype
+    return features.to(dtype), torch.autocast(features.device.type, enabled=False)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from steppe.domains.batches import Batch
-
-from .algorithm import Algorithm, Losses
+from .algorithm import Algorithm, Losses, Prepared
 
 
 class ERM(Algorithm):
@@ -20,12 +17,10 @@ class ERM(Algorithm):
     whichever domain they are from.
     """
 
-    def prepare(self, batches: Sequence[Batch]) -> Batch:
-        """The domains' batches as one."""
-        return Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
-
     def forward(
-        self, prepared: Batch, objective: str = "main", first: Mapping[str, Tensor] | None = None
+        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
     ) -> Losses:
         """The mean cross-entropy."""
-        return Losses(F.cross_entropy(self.network(prepared.images), prepared.labels))
+        return Losses(
+            F.cross_entropy(self.network(prepared.images, prepared.keep), prepared.labels)
+        )

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+Tap = Callable[[int, Tensor], Tensor | None]
+"""Is given the number of a stage and its output; what it returns, if anything, takes its place."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A module in the middle of a featurizer whose output algorithms may look at or change.
+
+    Attributes:
+        name: its path in the featurizer.
+        channels: how many channels its output has.
+        dim: the output's dimension that counts channels: 1 of images, -1 of tokens.
+    """
+
+    name: str
+    channels: int
+    dim: int = 1
 
 
 class Network(nn.Module):
@@ -21,9 +42,10 @@ class Network(nn.Module):
         n_classes: the number of classes.
         mean: of each channel, for normalization, with pixels in [0, 1].
         std: likewise.
-        dropout: the share of features dropped before the classifier.
+        dropout: the share of features dropped before the classifier, by masks from `draw_mask`.
         freeze_bn: keep batch norm in evaluation mode, statistics as they are; its scale and shift
             are trained. The default of DomainBed's published tables.
+        stages: the featurizer's stages, the first first; a stem, if there is one, included.
     """
 
     mean: Tensor
@@ -38,13 +60,15 @@ class Network(nn.Module):
         std: tuple[float, ...],
         dropout: float = 0.0,
         freeze_bn: bool = True,
+        stages: Sequence[Stage] = (),
     ) -> None:
         super().__init__()
         self.featurizer = featurizer
-        self.dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear(n_features, n_classes)
-        self.n_features = n_features
+        self.n_features, self.n_classes = n_features, n_classes
+        self.dropout = dropout
         self.freeze_bn = freeze_bn
+        self.stages = tuple(stages)
         # Constants of the pipeline, not learned: not in checkpoints.
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
@@ -57,14 +81,32 @@ class Network(nn.Module):
         # Torchvision's ToTensor and Normalize, operation by operation, so that bits agree.
         return images.to(self.mean.dtype).div_(255).sub_(self.mean).div_(self.std)
 
-    def features(self, images: Tensor) -> Tensor:
-        """The features that the classifier sees, dropout applied."""
-        features: Tensor = self.dropout(self.featurizer(self.normalize(images)))
-        return features
+    def draw_mask(self, images: Tensor) -> Tensor | None:
+        """Draws what `features` multiplies by: 0 for what is dropped, 1 / (1 - dropout) else.
 
-    def forward(self, images: Tensor) -> Tensor:
-        """The logits."""
-        logits: Tensor = self.classifier(self.features(images))
+        None where there is no dropout, or in evaluation mode.
+        """
+        if not self.dropout or not self.training:
+            return None
+        return draw_mask(images, self.n_features, self.dropout)
+
+    def features(
+        self, images: Tensor, keep: Tensor | None = None, tap: Tap | None = None
+    ) -> Tensor:
+        """The features that the classifier sees.
+
+        Args:
+            images: pixels, or what `normalize` made of them.
+            keep: dropout's mask; None: nothing is dropped.
+            tap: called at every stage.
+        """
+        with tapped(self.featurizer, self.stages, tap):
+            features: Tensor = self.featurizer(self.normalize(images))
+        return features if keep is None else features * keep
+
+    def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
+        """The logits; `keep` as in `features`."""
+        logits: Tensor = self.classifier(self.features(images, keep))
         return logits
 
     def train(self, mode: bool = True) -> Network:
@@ -78,9 +120,34 @@ class Network(nn.Module):
 
     def extra_repr(self) -> str:
         """What the parts do not tell."""
-        return f"freeze_bn={self.freeze_bn}"
+        return f"dropout={self.dropout}, freeze_bn={self.freeze_bn}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The logits, with hooks."""
         logits: Tensor = super().__call__(*args, **kwargs)
         return logits
+
+
+def draw_mask(images: Tensor, width: int, dropout: float) -> Tensor:
+    """Draws a dropout mask, one row of `width` for each image."""
+    dtype = images.dtype if images.is_floating_point() else torch.get_default_dtype()
+    kept = torch.rand(len(images), width, device=images.device) >= dropout
+    return kept.to(dtype) / (1 - dropout)
+
+
+@contextmanager
+def tapped(featurizer: nn.Module, stages: Sequence[Stage], tap: Tap | None) -> Iterator[None]:
+    """Has `tap` called with the output of every stage of a featurizer."""
+
+    def hook(number: int) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
+        return lambda module, args, output: tap(number, output) if tap else None
+
+    handles = [
+        featurizer.get_submodule(stage.name).register_forward_hook(hook(number))
+        for number, stage in enumerate(stages if tap else ())
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,7 +1,8 @@
-"""`steppe bench step`: what a step of a run costs beyond forward, backward and the optimizer.
+"""`steppe bench step`: what a step of a run costs.
 
-The same batches and steps as in `steppe train`, from packed images: reading, augmenting, moving,
-normalizing and counting are what they add.
+The same batches and steps as in `steppe train`, from packed images. For one algorithm: what
+reading, augmenting, moving, normalizing and counting add to forward, backward and the optimizer.
+For several: how their steps compare with ERM's.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from steppe.training.trainer import Trainer
 from .record import environment
 
 DOMAINS = 3
+BASELINE = "ERM"
+"""What other algorithms are compared with."""
 PIXELS = 227
 """The side of the images, as in PACS."""
 
@@ -67,6 +70,7 @@ def run_config(
     device: torch.device,
     precision: str,
     deterministic: bool,
+    algorithm: str = "ERM",
 ) -> RunConfig:
     """A run on the packed images: no weights are needed to time it, frozen batch norm is usual."""
     return make_config(
@@ -76,6 +80,7 @@ def run_config(
             "backbone": backbone,
             "weights": "none",
             "freeze_bn": True,
+            "algorithm": algorithm,
             "optimizer": {"name": optimizer, "lr": 1e-4},
             "batch_size": batch // DOMAINS,
             "device": str(device),
@@ -127,6 +132,80 @@ def measure(
         "ms waiting for data": _spread([1e3 * r["data"] for r in measured]),
         **(_update(measured) if device.type == "cpu" else {}),
     }
+
+
+def compare(
+    device: torch.device,
+    backbone: str,
+    batch: int,
+    optimizer: str,
+    rounds: int,
+    steps: int,
+    precision: str,
+    names: Sequence[str],
+) -> dict[str, Any]:
+    """The steps of algorithms over ERM's: a turn of each in every round, so that noise is shared.
+
+    Batches are read before the clock starts: what is compared is the step alone. An adversary's
+    steps are those of its turns, on average.
+    """
+    if batch % DOMAINS:
+        raise UserError(f"--batch {batch} is not a multiple of {DOMAINS} domains")
+    names = list(dict.fromkeys((BASELINE, *names)))
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    with (
+        packed_images() as images,
+        tempfile.TemporaryDirectory() as out,
+        settings(precision, deterministic=False),
+        Progress(console=Console(stderr=True), transient=True) as progress,
+    ):
+        bar = progress.add_task(f"{backbone}, {optimizer}", total=(rounds + 1) * len(names))
+        trainers = {}
+        for name in names:
+            config = run_config(images, backbone, batch, optimizer, device, precision, False, name)
+            trainers[name] = Trainer(config, RunDirectory(Path(out)), Processes(device), Silent())
+        for round_number in range(rounds + 1):
+            for name, trainer in trainers.items():
+                first = round_number * steps
+                batches = [trainer.sampling.batches(first + step) for step in range(steps)]
+                began = time.perf_counter()
+                for domains in batches:
+                    trainer.step(domains)
+                trainer.check_divergence()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                if round_number:  # the first is for warming up
+                    seconds[name].append((time.perf_counter() - began) / steps)
+                progress.advance(bar)
+    return {
+        "environment": environment(device),
+        "backbone": backbone,
+        "optimizer": optimizer,
+        "batch": f"{DOMAINS} x {batch // DOMAINS}",
+        "precision": precision,
+        "rounds": rounds,
+        "steps a round": steps,
+        "algorithms": {
+            name: {
+                "ms per step": _spread([1e3 * value for value in own]),
+                f"over {BASELINE}": _spread(
+                    [value / base for value, base in zip(own, seconds[BASELINE], strict=True)]
+                ),
+            }
+            for name, own in seconds.items()
+        },
+    }
+
+
+def comparison_tables(result: dict[str, Any]) -> list[Table]:
+    """The comparison for the terminal."""
+    title = f"{result['backbone']}, {result['optimizer']}, batch {result['batch']}"
+    table = Table("", "ms per step", f"over {BASELINE}", "min", "max", title=title)
+    for name, of_one in result["algorithms"].items():
+        ratio = of_one[f"over {BASELINE}"]
+        shares = (f"{ratio[key]:.2f}" for key in ("median", "min", "max"))
+        table.add_row(name, f"{of_one['ms per step']['median']:.0f}", *shares)
+    return [table]
 
 
 def _update(measured: list[dict[str, float]]) -> dict[str, Any]:

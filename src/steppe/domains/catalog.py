@@ -46,6 +46,8 @@ class DatasetSpec:
         backbone: the network trained unless another is asked for.
         pretrained: whether the backbone starts from ImageNet weights.
         target_sets: what is held out together, where that is not one domain at a time.
+        valley_every: steps between two looks at the validation loss, for averaging that follows it.
+        valley_tolerance: how far, relatively, that loss may rise above where it converged.
     """
 
     name: str
@@ -66,6 +68,8 @@ class DatasetSpec:
     backbone: str = "resnet50"
     pretrained: bool = True
     target_sets: tuple[tuple[str, ...], ...] = ()
+    valley_every: int = 100
+    valley_tolerance: float = 0.3
 
     @property
     def targets(self) -> tuple[tuple[str, ...], ...]:
@@ -116,6 +120,8 @@ _SPECS = (
         read=_folders(*_VLCS),
         folder="VLCS",
         counts=(1415, 2656, 3282, 3376),
+        valley_every=50,
+        valley_tolerance=0.2,
     ),
     DatasetSpec(
         name="OfficeHome",
@@ -150,6 +156,7 @@ _SPECS = (
         steps=15001,
         checkpoint_every=1000,
         batch_exponents=(3, 5),
+        valley_every=500,
     ),
     DatasetSpec(
         name="NICO++",
@@ -211,6 +218,7 @@ _SPECS = (
         counts=(300, 300, 300, 299, 299, 299),
         steps=301,
         checkpoint_every=50,
+        valley_every=10,
         image_size=8,
         channels=1,
         augment=False,
@@ -227,6 +235,7 @@ _SPECS = (
         counts=(doodles.PER_STYLE,) * len(doodles.STYLES),
         steps=301,
         checkpoint_every=50,
+        valley_every=10,
         image_size=doodles.SIZE,
         augment=False,
         backbone="small-cnn",

@@ -73,6 +73,35 @@ class LogUniform:
 
 
 @dataclass(frozen=True)
+class Uniform:
+    """A number from U(low, high), cut to an integer if asked.
+
+    One call of ``rng.uniform`` and the same arithmetic as DomainBed, hence the same draws.
+
+    Examples:
+        >>> Uniform(0, 0.5)
+        U(0, 0.5)
+    """
+
+    low: float
+    high: float
+    integer: bool = False
+
+    def sample(self, rng: Random) -> Value:
+        """Draw one value."""
+        value = float(rng.uniform(self.low, self.high))
+        return int(value) if self.integer else value
+
+    def contains(self, value: Value) -> bool:
+        """Whether `value` can be drawn."""
+        return self.low <= value <= self.high and (not self.integer or value == int(value))
+
+    def __repr__(self) -> str:
+        text = f"U({self.low:g}, {self.high:g})"
+        return f"int {text}" if self.integer else text
+
+
+@dataclass(frozen=True)
 class Choice:
     """One of a few values, each as likely as the others.
 
@@ -120,7 +149,7 @@ class Fixed:
         return str(self.value)
 
 
-Distribution = LogUniform | Choice | Fixed
+Distribution = LogUniform | Uniform | Choice | Fixed
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from steppe.algorithms import Network
+from steppe.algorithms import Network, Stage
+from steppe.algorithms.network import tapped
 from steppe.errors import UserError, unknown
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -35,6 +36,8 @@ class Backbone:
     std: tuple[float, ...]
     heads: tuple[str, ...]
     """What its library calls the classifier, or the two whose mean a distilled network takes."""
+    stages: Mapping[str, int | None] = field(default_factory=dict)
+    """The paths of its stages, and how many channels its library says they have."""
 
 
 def build_network(
@@ -68,14 +71,16 @@ def build_network(
     backbone = _build(name, image_size, channels, pretrained=weights == "imagenet")
     if weights not in ("none", "imagenet"):
         _load_weights(backbone, Path(weights), name)
+    n_features, stages = _measure(backbone, name, channels, image_size)
     return Network(
         backbone.module,
-        _count_features(backbone.module, name, channels, image_size),
+        n_features,
         n_classes,
         backbone.mean,
         backbone.std,
         dropout=dropout,
         freeze_bn=freeze_bn,
+        stages=stages,
     )
 
 
@@ -84,7 +89,9 @@ def _build(name: str, image_size: int, channels: int, pretrained: bool) -> Backb
         if pretrained:
             raise UserError(f"backbone {name!r} has no ImageNet weights: set weights=none")
         small = _small_cnn(channels, image_size) if name == "small-cnn" else _mnist_cnn(channels)
-        return Backbone(small, (0.0,) * channels, (1.0,) * channels, heads=("classifier",))
+        blocks = range(2, len(small) - 1, 3)  # the last of every three layers
+        stages = dict.fromkeys(map(str, blocks))
+        return Backbone(small, (0.0,) * channels, (1.0,) * channels, ("classifier",), stages)
     if name in TORCHVISION:
         if channels != 3:
             raise UserError(f"backbone {name!r} needs images of 3 channels, not {channels}")
@@ -104,7 +111,8 @@ def _torchvision(name: str, pretrained: bool) -> Backbone:
             raise UserError(_no_imagenet(name, error)) from None
         model.load_state_dict(state)
     model.fc = nn.Identity()
-    return Backbone(model, IMAGENET_MEAN, IMAGENET_STD, heads=("fc",))
+    stages = ("maxpool", "layer1", "layer2", "layer3", "layer4")
+    return Backbone(model, IMAGENET_MEAN, IMAGENET_STD, ("fc",), dict.fromkeys(stages))
 
 
 def _timm(name: str, channels: int, pretrained: bool) -> Backbone:
@@ -123,7 +131,7 @@ def _timm(name: str, channels: int, pretrained: bool) -> Backbone:
         raise UserError(f"backbone {name!r} cannot be built: {_reason(error)}") from None
     cfg = cast(Any, model).pretrained_cfg  # timm's models have it beyond nn.Module
     mean, std = (tuple(cfg[k]) if channels == 3 else (0.5,) * channels for k in ("mean", "std"))
-    return Backbone(model, mean, std, _timm_heads(cfg))
+    return Backbone(model, mean, std, _timm_heads(cfg), _timm_stages(model))
 
 
 def _timm_heads(cfg: Mapping[str, Any]) -> tuple[str, ...]:
@@ -131,11 +139,30 @@ def _timm_heads(cfg: Mapping[str, Any]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _count_features(module: nn.Module, name: str, channels: int, image_size: int) -> int:
-    """How many features one black image has: what timm's models say of it is not always true."""
-    module.eval()  # so that no statistics change
+def _timm_stages(model: nn.Module) -> dict[str, int | None]:
+    found = getattr(model, "feature_info", None)
+    paths = {name for name, _ in model.named_modules()}
+    rows = found if isinstance(found, list) else []
+    return {row["module"]: row["num_chs"] for row in rows if row.get("module") in paths}
+
+
+def _measure(
+    backbone: Backbone, name: str, channels: int, image_size: int
+) -> tuple[int, list[Stage]]:
+    """How many features one black image has, and what comes out of the stages.
+
+    Looked at, because what timm's models say of it is not always true.
+    """
+    module = backbone.module.eval()  # so that no statistics change
+    shapes: dict[int, torch.Size] = {}
+
+    def tap(number: int, output: Any) -> None:
+        if isinstance(output, Tensor) and output.dim() > 2:
+            shapes.setdefault(number, output.shape)
+
+    paths = [Stage(path, 0) for path in backbone.stages]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), tapped(module, paths, tap):
             features = module(torch.zeros(1, channels, image_size, image_size))
     except (RuntimeError, AssertionError, ValueError) as error:
         raise UserError(
@@ -143,7 +170,12 @@ def _count_features(module: nn.Module, name: str, channels: int, image_size: int
         ) from None
     if features.dim() != 2 or not features.shape[1]:
         raise UserError(f"backbone {name!r} cannot be used: it has no features but its logits")
-    return int(features.shape[1])
+    stages = []
+    for number, shape in shapes.items():  # in the order in which they were reached
+        said = backbone.stages[paths[number].name]
+        dim = -1 if len(shape) == 3 or (said == shape[-1] != shape[1]) else 1
+        stages.append(Stage(paths[number].name, shape[dim], dim))
+    return int(features.shape[1]), stages
 
 
 def library_state(name: str, network: Network, image_size: int) -> dict[str, Tensor]:
@@ -242,7 +274,7 @@ def _load_weights(backbone: Backbone, path: Path, name: str) -> None:
     backbone.module.load_state_dict({k: state[k] for k in own.keys() & state.keys()}, strict=False)
 
 
-def _small_cnn(channels: int, image_size: int) -> nn.Module:
+def _small_cnn(channels: int, image_size: int) -> nn.Sequential:
     """Convolutions with batch norm that halve the image until it is 4 x 4 or smaller.
 
     The first keeps the size of a very small image, which has no detail to lose. No pooling: its
@@ -261,7 +293,7 @@ def _small_cnn(channels: int, image_size: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten())
 
 
-def _mnist_cnn(channels: int) -> nn.Module:
+def _mnist_cnn(channels: int) -> nn.Sequential:
     """DomainBed's network for 28 x 28 digits: four convolutions with group norm, then the mean."""
     layers: list[nn.Module] = []
     for width, stride in ((64, 1), (128, 2), (128, 1), (128, 1)):

@@ -30,7 +30,7 @@ from steppe.errors import RunError
 
 from . import tree
 
-FORMAT = 1
+FORMAT = 2
 KEPT = 2
 """Checkpoints kept: the last one and the one to fall back on."""
 MODEL = "model.safetensors"
@@ -51,6 +51,7 @@ class Checkpoint:
     step: int
     model: dict[str, Tensor]
     state: dict[str, Any]
+    format: int = FORMAT
 
 
 class Damaged(Exception):
@@ -139,7 +140,7 @@ def load(path: Path) -> Checkpoint:
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # not the JSON we wrote
         raise Damaged(f"checkpoint {path} is damaged: {_INDEX} is broken ({error})") from None
     state = tree.from_json(index.get("state"), parts[_STATE])
-    return Checkpoint(path, index["step"], parts[MODEL], state or {})
+    return Checkpoint(path, index["step"], parts[MODEL], state or {}, index["format"])
 
 
 def clean(root: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from steppe.algorithms import algorithm_spec
+from steppe.averaging import averaging_spec
 from steppe.domains import DatasetSpec, dataset_spec, import_plugins
 from steppe.errors import UserError, unknown
 from steppe.optim import optimizer_spec
@@ -20,17 +21,15 @@ from steppe.optim import optimizer_spec
 from .draws import draw_hparams
 from .loggers import check_loggers
 
-VERSION = 1
+VERSION = 2
 """Of the format of `config.json`; raised when an older steppe would misread it."""
 
 FROM_NOTHING = 20.0
 """Learning rates for a network that starts from nothing, over those of the space `fair`, which are
 for fine-tuning. For Adam this gives 1e-3, DomainBed's default for small images."""
 
-_DEFAULTS = {"algorithm": "ERM", "optimizer": "adam"}
+_DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
 """DomainBed's."""
-
-AVERAGING = ("none",)
 
 MAY_CHANGE = frozenset({"device", "workers", "root", "packed", "loggers"})
 """Keys that say how a run is carried out; a resumed run may give others than it started with."""
@@ -79,7 +78,7 @@ class RunConfig(BaseModel):
 
     algorithm: Named = Named(name="ERM")
     optimizer: Named
-    averaging: str = "none"
+    averaging: Named = Named(name="none")
 
     backbone: str
     weights: str = Field(description="imagenet, none, or a file")
@@ -123,17 +122,10 @@ class RunConfig(BaseModel):
             return (str(value),)
         return tuple(map(str, value)) if isinstance(value, list | tuple) else value
 
-    @field_validator("algorithm", "optimizer", mode="before")
+    @field_validator("algorithm", "optimizer", "averaging", mode="before")
     @classmethod
     def _as_named(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
-
-    @field_validator("averaging")
-    @classmethod
-    def _known_averaging(cls, value: str) -> str:
-        if value not in AVERAGING:
-            raise ValueError(unknown("averaging", value, AVERAGING))
-        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -197,6 +189,10 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     }
     given["algorithm"] = _complete_algorithm(given.get("algorithm", {}))
     given["optimizer"] = _complete_optimizer(given.get("optimizer", {}), from_nothing)
+    given["averaging"] = _complete_averaging(given.get("averaging", {}), spec)
+    algorithm = algorithm_spec(given["algorithm"]["name"])
+    if spec.pretrained:
+        defaults |= {name: hyper.default for name, hyper in algorithm.run.items()}
     try:
         config = RunConfig(**{**defaults, **given})
     except ValidationError as error:
@@ -205,6 +201,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         message = first["msg"].removeprefix("Value error, ")
         value = "" if not where else f" {where}={first['input']!r}:"
         raise UserError(f"config:{value} {message}") from None
+    algorithm.check_batch(config.batch_size // config.accumulate)
     if config.augment and spec.channels != 3:
         raise UserError(f"augment=true needs images of 3 channels; {spec.name} has {spec.channels}")
     return config
@@ -252,10 +249,17 @@ def _plain(where: str, value: Any) -> Any:
 def _complete_algorithm(value: Any) -> dict[str, Any]:
     name, options = _split_name(value, "algorithm")
     spec = algorithm_spec(name)
-    for key in options:
-        if key not in spec.defaults:
-            raise UserError(unknown(f"option for algorithm {spec.name!r}:", key, spec.defaults))
+    spec.check(options)
     return {"name": spec.name, **spec.defaults, **options}
+
+
+def _complete_averaging(value: Any, dataset: DatasetSpec) -> dict[str, Any]:
+    name, options = _split_name(value, "averaging")
+    spec = averaging_spec(name)
+    spec.check(options)
+    own = {"every": dataset.valley_every, "tolerance": dataset.valley_tolerance}
+    defaults = {key: own.get(key, default) for key, default in spec.options.items()}
+    return {"name": spec.name, **defaults, **options}
 
 
 def _complete_optimizer(value: Any, from_nothing: bool) -> dict[str, Any]:
@@ -278,7 +282,7 @@ def _complete_optimizer(value: Any, from_nothing: bool) -> dict[str, Any]:
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Put ``key=value`` texts into a config; a dot reaches into the optimizer or the algorithm.
+    """Put ``key=value`` texts into a config; a dot reaches into one of the axes.
 
     Examples:
         >>> apply_overrides({"optimizer": "fad"}, ["optimizer.rho=0.1", "steps=50"])
@@ -297,8 +301,8 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
         if not dot:
             result[outer] = value
             continue
-        if outer not in ("optimizer", "algorithm"):
-            raise UserError(f"--set {override}: only optimizer.* and algorithm.* have a dot")
+        if outer not in _DEFAULTS:
+            raise UserError(f"--set {override}: only {', '.join(_DEFAULTS)} have a dot")
         old = result.get(outer, {})
         result[outer] = {**({"name": old} if isinstance(old, str) else old), inner: value}
     return result
@@ -341,13 +345,18 @@ def configure(
     config = make_config(apply_overrides(values, texts))
     if draw is None:
         return config
-    optimizer = config.optimizer
     drawn = draw_hparams(
-        config.spec(), optimizer.name, space or "domainbed", draw, config.trial_seed
+        config.spec(),
+        config.optimizer.name,
+        space or "domainbed",
+        draw,
+        config.trial_seed,
+        algorithm=config.algorithm.name,
     )
-    drawn["optimizer"] = {**optimizer.options, **drawn["optimizer"]}
-    # The texts once more, because they come last; but not one that is the whole optimizer.
-    later = [text for text in texts if text.partition("=")[0].strip() != "optimizer"]
+    for axis in ("optimizer", "algorithm"):
+        drawn[axis] = {**getattr(config, axis).options, **drawn[axis]}
+    # The texts once more, because they come last; but not one that is a whole axis.
+    later = [text for text in texts if text.partition("=")[0].strip() not in _DEFAULTS]
     return make_config(apply_overrides({**values, **drawn}, later))
 
 

@@ -178,10 +178,12 @@ class _LogFile(logging.Handler):
 def select(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The record that train-domain validation picks: the first with the highest mean accuracy.
 
-    The last one, where a run has no validation images.
+    The last one, where a run has no validation images. Where weights were averaged, records of the
+    averaged ones come before all others: SWAD has one, the last.
     """
     if not records:
         raise RunError("the run has no records: was its records.jsonl lost?")
+    records = [record for record in records if record.get("averaged")] or records
     values = [validation_accuracy(record) for record in records]
     if None in values:
         return records[-1]

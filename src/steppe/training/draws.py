@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from steppe.algorithms import algorithm_spec
 from steppe.domains import DatasetSpec, seed_hash
 from steppe.optim import run_space, search_space
-from steppe.optim.search import Fixed, Hyperparameter, LogUniform
+from steppe.optim.search import Distribution, Fixed, Hyperparameter, LogUniform
 
 _SEED_NAMES = {"dropout": "resnet_dropout"}
 """Names under which DomainBed seeds a draw, where they are not ours."""
@@ -22,9 +24,14 @@ _NO_DROPOUT = Hyperparameter(0.0, Fixed(0.0))
 
 
 def draw_hparams(
-    dataset: DatasetSpec, optimizer: str, space: str, hparams_seed: int, trial_seed: int
+    dataset: DatasetSpec,
+    optimizer: str,
+    space: str,
+    hparams_seed: int,
+    trial_seed: int,
+    algorithm: str = "ERM",
 ) -> dict[str, Any]:
-    """Draw what a search varies: batch size, dropout, and the optimizer's hyper-parameters.
+    """Draw what a search varies: batch size, dropout, the options of optimizer and algorithm.
 
     Each name has a generator of its own, seeded by (hparams_seed, trial_seed, name), so that a new
     name leaves the draws of the others alone; seed 0 gives the defaults.
@@ -34,25 +41,46 @@ def draw_hparams(
         >>> drawn = draw_hparams(dataset_spec("VLCS"), "adam", "domainbed", 1, 0)
         >>> drawn["batch_size"], drawn["optimizer"]["lr"]
         (39, 2.7028930742148706e-05)
+        >>> draw_hparams(dataset_spec("VLCS"), "adam", "domainbed", 0, 0, "CORAL")["algorithm"]
+        {'name': 'CORAL', 'penalty': 1.0}
     """
+    spec = algorithm_spec(algorithm)
     run = run_space(space)
     low, high = dataset.batch_exponents
     run["batch_size"] = Hyperparameter(
         dataset.batch_size, LogUniform(low, high, base=2.0, integer=True)
     )
+    if dataset.pretrained:
+        run |= spec.run
     own = search_space(optimizer, space)
     if space == "domainbed" and not dataset.pretrained:
         own |= _DOMAINBED_SMALL
         run["dropout"] = _NO_DROPOUT  # its network for them has none
 
-    def draw(name: str, hyper: Hyperparameter) -> float | int:
+    def draw(name: str, default: float | int | None, distribution: Distribution) -> Any:
         if hparams_seed == 0:
-            return hyper.default
-        name = _SEED_NAMES.get(name, name)
+            return default
         seed = seed_hash(seed_hash(hparams_seed, trial_seed), name)
-        return hyper.distribution.sample(np.random.RandomState(seed))
+        return distribution.sample(np.random.RandomState(seed))
+
+    def draw_all(hypers: Mapping[str, Hyperparameter], names: Mapping[str, str]) -> dict[str, Any]:
+        return {
+            name: draw(names.get(name, name), hyper.default, hyper.distribution)
+            for name, hyper in hypers.items()
+        }
 
     return {
-        **{name: draw(name, hyper) for name, hyper in run.items()},
-        "optimizer": {"name": optimizer, **{n: draw(n, hyper) for n, hyper in own.items()}},
+        **draw_all(run, _SEED_NAMES),
+        "optimizer": {"name": optimizer, **draw_all(own, spec.drawn_as)},
+        "algorithm": {
+            "name": spec.name,
+            **{
+                name: draw(
+                    option.drawn_as or name,
+                    option.default,
+                    option.distribution or own["lr"].distribution,
+                )
+                for name, option in spec.options.items()
+            },
+        },
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,19 @@ class Scores:
     def to_json(self) -> dict[str, float | int]:
         """Plain values."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class EnsembleScores:
+    """What an ensemble makes of a domain, and what its members make of it alone."""
+
+    ensemble: Scores
+    members: tuple[Scores, ...]
+
+    def to_json(self, names: Sequence[str]) -> dict[str, Any]:
+        """Plain values, the members under their names."""
+        each = [{"run": n, **m.to_json()} for n, m in zip(names, self.members, strict=True)]
+        return {"ensemble": self.ensemble.to_json(), "members": each}
 
 
 class Tally:

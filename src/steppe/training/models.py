@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from steppe.algorithms import Algorithm
 from steppe.domains import Domain, Images, dataset_names, import_plugins, load
 from steppe.domains.augment import resize
-from steppe.domains.batches import View, evaluation_batches
+from steppe.domains.batches import Batch, View, evaluation_batches
 from steppe.domains.dataset import Pixels
 from steppe.domains.folder import read_domain, read_folder, subfolders
 from steppe.errors import UserError
@@ -27,7 +27,7 @@ from steppe.errors import UserError
 from . import checkpoint, setup
 from .backbones import library_state
 from .directory import RunDirectory
-from .evaluation import BATCH, Scores, evaluate
+from .evaluation import BATCH, EnsembleScores, Scores, Tally, evaluate
 from .processes import find_device
 
 Which = Literal["last", "best"]
@@ -103,6 +103,9 @@ def load_model(
     start = config.model_copy(update={"weights": "none"})
     algorithm = setup.build(start, len(data["classes"]), data["channels"], len(data["sources"]))
     algorithm.load_state_dict(found.model)
+    # What a run goes on from is not what it predicts with, where weights are averaged.
+    averaging = found.state.get("averaging", {})  # 'best' has none: its weights are averaged
+    algorithm.load_state_dict(averaging.get("served") or {}, strict=False)
     model = TrainedModel(algorithm, tuple(data["classes"]), config.image_size, found.step)
     return model.to(find_device(device))
 
@@ -145,10 +148,87 @@ def evaluate_run(
     Returns:
         The scores by domain.
     """
-    directory = RunDirectory(Path(run))
     where = find_device(device)
     model = load_model(run, which).to(where)
-    config = directory.config()
+    return {
+        domain.name: evaluate(model, batches, where)
+        for domain, batches in _whole_domains(run, model, data, root)
+    }
+
+
+def evaluate_ensemble(
+    runs: Sequence[str | os.PathLike[str]],
+    data: str | os.PathLike[str] | None = None,
+    *,
+    which: Which = "last",
+    device: str = "auto",
+    root: str | None = None,
+) -> dict[str, EnsembleScores]:
+    """Evaluate several runs' models as one, whose logits are the sum of theirs.
+
+    With runs that average their weights (`sma`), this is the ensemble of averages of Arpit et al.
+    (NeurIPS 2022). All runs must know the same classes and take the same images; those evaluated
+    are the first run's targets unless given.
+
+    Args:
+        runs: the runs' folders.
+        data: as in `evaluate_run`.
+        which: the last or the best weights of each.
+        device: where to compute.
+        root: the data folder, for datasets by name.
+
+    Returns:
+        The scores by domain.
+    """
+    if not runs:
+        raise UserError("an ensemble has at least one run: give their folders")
+    where = find_device(device)
+    models = [load_model(run, which).to(where) for run in runs]
+    _check_ensemble(runs, models, data is not None)
+    results = {}
+    for domain, batches in _whole_domains(runs[0], models[0], data, root):
+        tallies = [Tally(where) for _ in range(len(models) + 1)]
+        for images, labels in batches:
+            images, labels = images.to(where), labels.to(where)
+            with torch.no_grad():
+                logits = [model(images) for model in models]
+            for tally, of_one in zip(tallies, (*logits, sum(logits)), strict=True):
+                tally.add(of_one, labels)
+        *members, ensemble = (tally.scores() for tally in tallies)
+        results[domain.name] = EnsembleScores(ensemble, tuple(members))
+    return results
+
+
+def _check_ensemble(
+    runs: Sequence[str | os.PathLike[str]], models: Sequence[TrainedModel], elsewhere: bool
+) -> None:
+    """Refuses runs that cannot be summed, or that were trained on what they are to be tested on."""
+    first, *others = zip(runs, models, strict=True)
+    for run, model in others:
+        for what in ("classes", "image_size", "channels"):
+            ours, theirs = getattr(first[1], what), getattr(model, what)
+            if ours != theirs:
+                raise UserError(
+                    f"{os.fspath(run)} cannot be in an ensemble with {os.fspath(first[0])}: their "
+                    f"{what} differ, {theirs} and {ours}"
+                )
+        configs = [RunDirectory(Path(each)).config() for each in (first[0], run)]
+        if not elsewhere and configs[0].targets != configs[1].targets:
+            raise UserError(
+                f"{os.fspath(run)} held out {', '.join(configs[1].targets)} and "
+                f"{os.fspath(first[0])} {', '.join(configs[0].targets)}: choose runs with the same "
+                "targets, or give --data"
+            )
+
+
+def _whole_domains(
+    run: str | os.PathLike[str],
+    model: TrainedModel,
+    data: str | os.PathLike[str] | None,
+    root: str | None,
+) -> Iterator[tuple[Domain, Iterator[Batch]]]:
+    """The domains to evaluate a model on, and their images in batches."""
+    config = RunDirectory(Path(run)).config()
     import_plugins(config.plugins)  # they know datasets' names
     if data is None:
         dataset = load(config.dataset, root or config.root, packed=config.packed)
@@ -157,12 +237,11 @@ def evaluate_run(
     else:
         found, domains = _find(data, model.classes, root or config.root)
     view = View(model.image_size, augment=False)
-    results = {}
     for domain in _renumbered(domains, found, model.classes):
         seen = _in_channels(domain, model.channels)
-        batches = evaluation_batches(seen, np.arange(len(seen)), view, batch_size=BATCH)
-        results[domain.name] = evaluate(model, batches, where)
-    return results
+        # Files come class by class, and some algorithms look at a batch as a whole.
+        shuffled = np.random.default_rng(0).permutation(len(seen))
+        yield domain, evaluation_batches(seen, shuffled, view, batch_size=BATCH)
 
 
 def _find(
@@ -235,12 +314,18 @@ def export_run(
     """
     model = load_model(run, which)
     config, network = RunDirectory(Path(run)).config(), model.algorithm.network
+    if type(model.algorithm).predict is not Algorithm.predict:
+        raise UserError(
+            f"{os.fspath(run)} cannot be exported: {config.algorithm.name} predicts with more than "
+            "its network. Use it with steppe.training.load_model."
+        )
     weights = library_state(config.backbone, network, config.image_size)
     metadata = {
         "backbone": config.backbone,
         "classes": json.dumps(model.classes),
         "image_size": str(config.image_size),
         "step": str(model.step),
+        "averaging": config.averaging.name,
         "mean": json.dumps(network.mean.flatten().tolist()),
         "std": json.dumps(network.std.flatten().tolist()),
         "config": json.dumps(_public(config.model_dump(mode="json"))),

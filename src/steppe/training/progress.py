@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from .evaluation import Scores
+from .evaluation import EnsembleScores, Scores
 
 QUIET_SECONDS = 30.0
 """Without a terminal, a line at least this often."""
@@ -171,18 +171,40 @@ def display(console: Console) -> Display:
 
 def score_table(scores: Mapping[str, Scores], title: str) -> Table:
     """Scores by domain, accuracies in percent."""
+    return _score_table(("domain",), [((domain,), s) for domain, s in scores.items()], title)
+
+
+def ensemble_table(scores: Mapping[str, EnsembleScores], runs: Sequence[str], title: str) -> Table:
+    """Scores of an ensemble by domain, below those of its members."""
+    rows = [
+        ((domain, name), s)
+        for domain, of_domain in scores.items()
+        for name, s in zip(
+            (*runs, "ensemble"), (*of_domain.members, of_domain.ensemble), strict=True
+        )
+    ]
+    return _score_table(("domain", "run"), rows, title)
+
+
+def _score_table(
+    names: Sequence[str], rows: Sequence[tuple[Sequence[str], Scores]], title: str
+) -> Table:
     table = Table(title=title)
-    for heading in ("domain", "images", "accuracy", "cross-entropy", "calibration error"):
-        table.add_column(heading, justify="left" if heading == "domain" else "right")
-    for domain, s in scores.items():
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for heading in ("images", "accuracy", "cross-entropy", "calibration error"):
+        table.add_column(heading, justify="right")
+    for of_row, s in rows:
         accuracy, error = f"{100 * s.accuracy:.1f}", f"{100 * s.calibration_error:.1f}"
-        table.add_row(domain, str(s.images), accuracy, f"{s.cross_entropy:.3f}", error)
+        table.add_row(*of_row, str(s.images), accuracy, f"{s.cross_entropy:.3f}", error)
     return table
 
 
 def summary(record: Mapping[str, Any]) -> str:
     """A record on one line: the loss, the mean validation accuracy, the targets', in percent."""
-    parts = [f"step {record['step']:>5}  loss {record['loss']['total']:.4f}"]
+    parts = [f"step {record['step']:>5}"]
+    if "total" in record["loss"]:  # an adversary's turns have losses of other names
+        parts.append(f"loss {record['loss']['total']:.4f}")
     for split, title in (("val", "validation"), ("test", "test")):
         scores = {n: d[split]["accuracy"] for n, d in record["domains"].items() if split in d}
         if split == "val" and scores:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from steppe.algorithms import Algorithm, build_algorithm
+from steppe.algorithms import Algorithm, Objective, build_algorithm
 from steppe.domains import Arrays, Dataset, Split, data_folder, load, split_dataset
 from steppe.domains.pool import cores
+from steppe.optim import build_optimizer, optimizer_spec
 
 from .backbones import build_network
-from .config import RunConfig
+from .config import Named, RunConfig
 from .processes import Processes
 
 
@@ -29,6 +33,22 @@ def open_data(config: RunConfig) -> tuple[Dataset, tuple[Split, ...]]:
     return dataset, splits
 
 
+def data_facts(dataset: Dataset, splits: Sequence[Split]) -> dict[str, Any]:
+    """What a run learns from, for its folder to remember."""
+    return {
+        "dataset": dataset.spec.name,
+        "classes": list(dataset.classes),
+        "channels": dataset.spec.channels,
+        "sources": [split.domain.name for split in splits if split.source],
+        "images": {
+            split.domain.name: {name: len(part) for name, part in split.parts.items()}
+            for split in splits
+        },
+        "fingerprint": dataset.fingerprint(),
+        "shrunk_to": dataset.shrunk_to,
+    }
+
+
 def build(config: RunConfig, n_classes: int, channels: int, n_sources: int) -> Algorithm:
     """The algorithm of a run around its network, freshly initialized."""
     network = build_network(
@@ -41,6 +61,21 @@ def build(config: RunConfig, n_classes: int, channels: int, n_sources: int) -> A
         freeze_bn=config.freeze_bn,
     )
     return build_algorithm(config.algorithm.name, network, n_sources, **config.algorithm.options)
+
+
+def optimizer(chosen: Named, objective: Objective, model: nn.Module) -> Optimizer:
+    """The optimizer of an objective: that of the run, with what the objective changes of it."""
+    known = optimizer_spec(chosen.name).options
+    changed = {name: value for name, value in objective.options.items() if name in known}
+    options = {**chosen.options, **changed}
+    by_factor: dict[float, list[nn.Parameter]] = {}
+    for parameter in objective.parameters:
+        by_factor.setdefault(objective.lr_factors.get(parameter, 1.0), []).append(parameter)
+    groups = [
+        {"params": parameters, "lr": options["lr"] * factor}
+        for factor, parameters in by_factor.items()
+    ]
+    return build_optimizer(chosen.name, groups, model=model, **options)
 
 
 def reader_count(config: RunConfig, dataset: Dataset, processes: Processes) -> int:

@@ -20,23 +20,22 @@ import torch
 from torch import Tensor
 
 from steppe import __version__
-from steppe.algorithms import Losses
-from steppe.domains import Split, seed_hash
-from steppe.domains.batches import Batch, Sampling, View, evaluation_batches, training_batches
+from steppe.algorithms import Losses, algorithm_spec
+from steppe.averaging import build_averaging, reestimate, unfrozen
+from steppe.domains import seed_hash
+from steppe.domains.batches import Batch, Sampling, View, training_batches
 from steppe.errors import Interrupted, RunError, UserError
-from steppe.optim import build_optimizer
 
 from . import checkpoint, precision, randomness, setup
 from .config import RunConfig
 from .directory import RunDirectory, validation_accuracy
-from .evaluation import BATCH as EVALUATION_BATCH
-from .evaluation import Scores, evaluate
 from .interrupts import Interrupts
 from .loggers import Logger, flatten, open_loggers
 from .means import Means
 from .processes import Processes
 from .progress import Display, Silent, summary
-from .update import cut, optimize
+from .scoring import Scoring, worst
+from .update import cut, forget, mean_state, optimize
 
 log = logging.getLogger("steppe")
 
@@ -46,6 +45,8 @@ DIVERGENCE_STEPS = 50
 """On a GPU, reading the loss makes the host wait: it is looked at this often."""
 AGREEMENT_STEPS = 10
 """With several processes, how often they ask each other whether one was told to stop."""
+STATISTICS_STEPS = 500
+"""Batches from which an average's batch-norm statistics are estimated, as in SWAD's code."""
 
 
 class Trainer:
@@ -73,11 +74,13 @@ class Trainer:
             processes.rank,
             processes.world,
         )
-        if config.batch_size // processes.world % config.accumulate:
+        share = config.batch_size // processes.world
+        if share % config.accumulate:
             raise UserError(
                 f"batch_size={config.batch_size} over {processes.world} processes cannot be cut "
                 f"into accumulate={config.accumulate} equal parts"
             )
+        algorithm_spec(config.algorithm.name).check_batch(share // config.accumulate)
         self.workers = setup.reader_count(config, self.dataset, processes)
         self.memory_format = setup.memory_format(config, self.device)
 
@@ -93,18 +96,23 @@ class Trainer:
         self.objectives = tuple(self.algorithm.objectives())
         self.parallel = setup.parallel(self.algorithm, processes, len(self.objectives) > 1)
         self.optimizers = {
-            objective.name: build_optimizer(
-                config.optimizer.name,
-                objective.parameters,
-                model=self.parallel,
-                **{**config.optimizer.options, **objective.options},
-            )
+            objective.name: setup.optimizer(config.optimizer, objective, self.parallel)
             for objective in self.objectives
         }
         self.scaler = precision.scaler(config.precision, self.device)
+        averaging = config.averaging
+        self.averaging = build_averaging(averaging.name, self.algorithm, **averaging.options)
+        self.scoring = Scoring(config, self.splits, processes, self.workers, self._predict)
+        if self.averaging.due(0, last=True) and not self.scoring.validates:
+            raise UserError(
+                f"averaging {averaging.name!r} follows the validation loss, and the source domains "
+                "have no validation images: choose another split or averaging"
+            )
 
         self.done = 0
         """Updates made so far."""
+        self.looked = True
+        """Whether averaging has seen the validation loss that it wants after the last update."""
         self.recorded = True
         """Whether the record that is due after the last update has been made."""
         self.best: tuple[float, int] | None = None
@@ -137,8 +145,9 @@ class Trainer:
             self._loggers = open_loggers(config.loggers, self.dir.path, values, self.done > 0)
             for record in self.dir.records():  # what a killed process may not have sent
                 self._tell_loggers(record)
-        targets = "+".join(config.targets)
-        title = f"{Path(config.dataset).name}, {targets} held out, {config.optimizer.name}"
+        axes = (config.algorithm.name, config.optimizer.name, config.averaging.name)
+        method = ", ".join(name for name in axes if name not in ("ERM", "none"))
+        title = f"{Path(config.dataset).name}, {'+'.join(config.targets)} held out, {method}"
         first_due = self.done if self.recorded else self.done - 1
         due = sum(self._due(step) for step in range(first_due, config.steps))
         self.display.start(title, self.done, config.steps, due)
@@ -153,19 +162,7 @@ class Trainer:
 
     def _check_data(self) -> None:
         """Notes what the run learns from; a resumed run must find the same."""
-        sources = [split for split in self.splits if split.source]
-        facts = {
-            "dataset": self.dataset.spec.name,
-            "classes": list(self.dataset.classes),
-            "channels": self.dataset.spec.channels,
-            "sources": [split.domain.name for split in sources],
-            "images": {
-                split.domain.name: {name: len(part) for name, part in split.parts.items()}
-                for split in self.splits
-            },
-            "fingerprint": self.dataset.fingerprint(),
-            "shrunk_to": self.dataset.shrunk_to,
-        }
+        facts = setup.data_facts(self.dataset, self.splits)
         if not self.dir.data_file.exists():
             self.dir.write_data(facts)
         elif self.dir.data() != facts:
@@ -179,34 +176,65 @@ class Trainer:
         if interrupts.number is not None and self.processes.world == 1:
             raise Interrupted(interrupts.number)  # during the set-up: nothing is new
         self._clock, self._clocked = time.perf_counter(), self.done
-        if not self.recorded:
-            self._record(interrupts)
+        self._settle(interrupts)
+        if self.averaging.finished:
+            return
         pin = self.device.type == "cuda"
         steps = training_batches(self.sampling, self.done, self.config.steps, self.workers, pin)
         for batches in steps:
             with _determinism_explained():
                 self.step(batches)
-            self.recorded = not self._due(self.done - 1)
+            step = self.done - 1
+            self.looked = not self.averaging.due(step, last=self._last)
+            self.recorded = not self._due(step)
             self.display.step(self.done)
             self.check_divergence()
             self._stop_if_asked(interrupts)
-            if not self.recorded:
-                self._record(interrupts)
+            self._settle(interrupts)
+            if self.averaging.finished:
+                log.info("the average is complete after step %d: training ends here", step)
+                return
+
+    @property
+    def _last(self) -> bool:
+        """Whether no update follows."""
+        return self.done == self.config.steps or self.averaging.finished
 
     def _due(self, step: int) -> bool:
         """Whether a record is made after a step, as DomainBed counts."""
         return step % self.config.checkpoint_every == 0 or step + 1 == self.config.steps
 
+    def _settle(self, interrupts: Interrupts) -> None:
+        """Makes the evaluations that are due after the last update."""
+        try:
+            if not self.looked:
+                with self._evaluation_mode():
+                    loss = self.scoring.validation_loss(self.done, self.display, interrupts)
+                if not math.isfinite(loss):
+                    self._diverged(f"the validation loss became {loss} at step {self.done - 1}")
+                self.averaging.observe(self.done - 1, loss)
+                self.looked = True
+                self.recorded = self.recorded and not self.averaging.finished
+            if not self.recorded:
+                self._record(interrupts)
+        except Interrupted:
+            # The update is made, what follows it is not: the resumed run begins with it.
+            self._save()
+            raise
+
     def step(self, batches: Sequence[Batch]) -> None:
         """One update, from one batch of every source domain."""
         parts = cut([self._to_device(batch) for batch in batches], self.config.accumulate)
-        prepared = [self.algorithm.prepare(part) for part in parts]
+        with precision.autocast(self.config.precision, self.device):
+            prepared = [self.algorithm.prepare(part) for part in parts]
         firsts: list[dict[str, Losses]] = [{} for _ in prepared]
         for objective in self.objectives:
             if not objective.active(self.done):
                 continue
             autocast = precision.autocast(self.config.precision, self.device)
             optimizer = self.optimizers[objective.name]
+            if objective.reset(self.done):
+                forget(optimizer)
             began = time.perf_counter()
             losses = optimize(
                 optimizer, self.parallel, objective.name, prepared, autocast, self.scaler
@@ -216,8 +244,8 @@ class Trainer:
                 first[objective.name] = of_part
                 self.losses.add({_TITLES.get(objective.name, objective.name): of_part.total})
                 self.losses.add(of_part.parts)
-        for part, first in zip(prepared, firsts, strict=True):
-            self.algorithm.commit(part, first)
+        self.algorithm.commit(prepared[0], mean_state(firsts, self.processes))
+        self.averaging.update()
         self.done += 1
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -259,7 +287,11 @@ class Trainer:
         step, config = self.done - 1, self.config
         started = time.perf_counter()
         seconds = (started - self._clock) / max(self.done - self._clocked, 1)
-        domains = self._evaluate(interrupts)
+        if self._last:
+            self._finish_average(interrupts)
+        averaged = self.averaging.serving
+        with self._evaluation_mode(), self.averaging.applied():
+            domains = self.scoring.everything(self.done, self.display, interrupts, averaged)
         means = self.losses.take(lambda sums: self.processes.sum(sums) / self.processes.world)
         smallest = min(len(split.larger) for split in self.splits)
         record: dict[str, Any] = {
@@ -267,7 +299,8 @@ class Trainer:
             "epoch": step * config.batch_size / smallest,
             "loss": means,
             "domains": domains,
-            "worst_accuracy": _worst(domains),
+            "worst_accuracy": worst(domains),
+            "averaged": averaged,
             "seconds_per_step": seconds,
             "evaluation_seconds": time.perf_counter() - started,
             "memory_gb": _peak_memory(self.device),
@@ -277,14 +310,17 @@ class Trainer:
         if wrong:
             self._diverged(f"{wrong[0]} became {flat[wrong[0]]} at step {step}")
         self.recorded = True
-        value = validation_accuracy(record)
+        # An average that is only made at the end is what the run is for, whatever came before it.
+        value = validation_accuracy(record) if averaged or not self._averages_later else None
         better = value is not None and (self.best is None or value > self.best[0])
         if value is not None and better:
             self.best = (value, step)
         if self.processes.first:
             self.dir.append(record)
             if value is not None and better:
-                checkpoint.save_best(self.dir.checkpoints, step, self.algorithm.state_dict(), value)
+                with self.averaging.applied():
+                    weights = self.algorithm.state_dict()
+                    checkpoint.save_best(self.dir.checkpoints, step, weights, value)
         self._save()
         self.display.record(record)
         log.debug("%s", summary(record))
@@ -296,51 +332,40 @@ class Trainer:
         for logger in self._loggers:
             logger.record(record["step"], values)
 
-    def _evaluate(self, interrupts: Interrupts) -> dict[str, Any]:
-        """The scores of every part of every domain in use."""
+    @property
+    def _averages_later(self) -> bool:
+        return self.config.averaging.name != "none" and not self.averaging.serving
+
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
         self.algorithm.eval()
-        self._evaluated = 0
         try:
-            return {
-                split.domain.name: {
-                    name: self._scores(split, name, interrupts).to_json()
-                    for name, chosen in split.parts.items()
-                    if len(chosen)
-                }
-                for split in self.splits
-            }
+            yield
         finally:
             self.algorithm.train()
 
-    def _scores(self, split: Split, part: str, interrupts: Interrupts) -> Scores:
-        config, rank, world = self.config, self.processes.rank, self.processes.world
-        augmented = config.augment and config.augment_validation and part == "val"
-        batches = evaluation_batches(
-            split.domain,
-            split.parts[part][rank::world],
-            View(config.image_size, augmented),
-            EVALUATION_BATCH,
-            # More numbers than training seeds with: never the same draws.
-            seeds=(config.seed, split.position, self.done, rank),
-            workers=self.workers,
-            pin=self.device.type == "cuda",
-        )
-        return evaluate(
-            self._predict, self._watched(batches, interrupts), self.device, self.processes.sum
-        )
+    def _finish_average(self, interrupts: Interrupts) -> None:
+        """Settles the average, and estimates batch-norm statistics that it has none of."""
+        self.averaging.finish()
+        if not self.averaging.needs_statistics:
+            return
+        steps = min(STATISTICS_STEPS, self.config.steps)
+        total = steps * self.config.batch_size * len(self.sampling.sources)
 
-    def _watched(self, batches: Iterator[Batch], interrupts: Interrupts) -> Iterator[Batch]:
-        """The batches of an evaluation, which shows how far it is and can be interrupted."""
-        total = sum(len(part) for split in self.splits for part in split.parts.values())
-        for batch in batches:
-            self._evaluated += len(batch.labels) * self.processes.world
-            self.display.evaluating(min(self._evaluated, total), total)
-            if interrupts.number is not None and self.processes.world == 1:
-                # The update is made, its record is not: the resumed run begins with it.
-                self.algorithm.train()
-                self._save()
-                raise Interrupted(interrupts.number)
-            yield batch
+        def images() -> Iterator[Tensor]:
+            batches = training_batches(self.sampling, 0, steps, self.workers)
+            for number, domains in enumerate(batches, start=1):
+                self.display.evaluating(number * total // steps, total)
+                if interrupts.number is not None and self.processes.world == 1:
+                    raise Interrupted(interrupts.number)
+                yield torch.cat([batch.images for batch in domains]).to(self.device)
+
+        with self.averaging.applied():
+            reestimate(self.algorithm, self._predict, images())
+        for norm in unfrozen(self.algorithm):
+            for statistic in (norm.running_mean, norm.running_var):
+                if statistic is not None:
+                    statistic.copy_(self.processes.sum(statistic / self.processes.world))
 
     def _predict(self, images: Tensor) -> Tensor:
         images = self.algorithm.network.normalize(images)
@@ -355,10 +380,12 @@ class Trainer:
             return
         state = {
             "done": self.done,
+            "looked": self.looked,
             "recorded": self.recorded,
             "records_size": self.dir.records_size(),
             "optimizers": {name: o.state_dict() for name, o in self.optimizers.items()},
             "scaler": self.scaler.state_dict() if self.scaler else None,
+            "averaging": self.averaging.state_dict(),
             "best": self.best,
             "losses": self.losses.state_dict(),
             "generators": generators,
@@ -385,6 +412,9 @@ class Trainer:
             optimizer.load_state_dict(state["optimizers"][name])
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
+        if found.format > 1:  # before, there was no averaging
+            self.averaging.load_state_dict(state["averaging"])
+            self.looked = state["looked"]
         self.done, self.recorded = state["done"], state["recorded"]
         self.best = state["best"]
         self.losses.load_state_dict(state["losses"], self.device)
@@ -404,14 +434,6 @@ def _determinism_explained() -> Iterator[None]:
             f"--deterministic: torch cannot repeat {text.split()[0]!r} bit for bit on a GPU. "
             "Choose another backbone, or go without --deterministic in another --out."
         ) from error
-
-
-def _worst(domains: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
-    """The lowest accuracy of any domain, of each kind of split."""
-    splits = dict.fromkeys(name for scores in domains.values() for name in scores)
-    return {
-        name: min(d[name]["accuracy"] for d in domains.values() if name in d) for name in splits
-    }
 
 
 def _peak_memory(device: torch.device) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.optim import Optimizer
 from steppe.algorithms import Losses
 from steppe.domains.batches import Batch
 from steppe.optim import FlatnessOptimizer
+
+from .processes import Processes
 
 
 def optimize(
@@ -67,7 +70,41 @@ def optimize(
             scaler.step(optimizer)
     if scaler is not None:
         scaler.update()
+    if needs_graph:
+        module.zero_grad()  # other objectives' parameters: their gradients would hold the graph
     return firsts
+
+
+def forget(optimizer: Optimizer) -> None:
+    """Lets an optimizer go on from where it is with moments as at the start."""
+    base = optimizer.base if isinstance(optimizer, FlatnessOptimizer) else optimizer
+    groups = [{**group} for group in base.state_dict()["param_groups"]]
+    for group in groups:
+        group.pop("step", None)  # where pytorch_optimizer's classes count
+    base.load_state_dict({"state": {}, "param_groups": groups})
+
+
+def mean_state(firsts: Sequence[Mapping[str, Losses]], processes: Processes) -> dict[str, Losses]:
+    """What `commit` gets: the first part's losses, with the mean state of all parts and processes.
+
+    Args:
+        firsts: for each part of the batch, the losses of every objective.
+        processes: this process among the others.
+    """
+
+    def mean(values: Sequence[Tensor]) -> Tensor:
+        if not values[0].is_floating_point():  # a count: the same everywhere
+            return values[0]
+        own = values[0].clone() if len(values) == 1 else torch.stack(list(values)).mean(0)
+        return processes.sum(own) / processes.world if processes.world > 1 else own
+
+    return {
+        name: replace(
+            losses,
+            state={key: mean([part[name].state[key] for part in firsts]) for key in losses.state},
+        )
+        for name, losses in firsts[0].items()
+    }
 
 
 def cut(batches: Sequence[Batch], parts: int) -> list[list[Batch]]:
@@ -98,4 +135,5 @@ def _detached(losses: Losses) -> Losses:
         losses.total.detach(),
         {name: value.detach() for name, value in losses.parts.items()},
         {name: value.detach() for name, value in losses.aux.items()},
+        {name: value.detach() for name, value in losses.state.items()},
     )

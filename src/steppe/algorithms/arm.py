@@ -1,0 +1,81 @@
+"""ARM: a network that adapts to a domain by a picture of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from steppe.errors import UserError
+
+from .algorithm import Algorithm, Losses, Prepared
+from .network import Network
+
+
+class ARM(Algorithm):
+    r"""Adaptive risk minimization with a context network (Zhang et al., NeurIPS 2021, ARM-CML).
+
+    A small network \(g\) makes an image of one channel of every image; their mean over a support
+    set \(S\) of `support` images of one domain is what the network sees as one more channel:
+
+    \[ f(x) = c(\varphi(x, \bar g)), \qquad \bar g = \frac{1}{|S|} \sum_{x' \in S} g(x'). \]
+
+    It minimizes the mean cross-entropy over the weights of both. In prediction, support sets are
+    made of the images that are predicted together, which should be of one domain and in random
+    order; the last set may be smaller. The first layer begins with the first channel's weights for
+    the new one.
+
+    DomainBed leaves the context network as it was initialized; here it is trained, as in the paper.
+    Each process has support sets of its own images.
+    """
+
+    def __init__(self, network: Network, n_domains: int, support: int = 8) -> None:
+        super().__init__(network, n_domains)
+        self.support = support
+        channels = network.mean.numel()
+        _widen(network.featurizer, channels)
+        self.context = nn.Sequential(
+            nn.Conv2d(channels, 64, 5, padding=2),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.Conv2d(64, 64, 5, padding=2),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.Conv2d(64, 1, 5, padding=2),
+        )
+
+    def forward(
+        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
+    ) -> Losses:
+        """The mean cross-entropy, every image seen with the context of its support set."""
+        seen = self._in_context(prepared.images, prepared.sizes)
+        return Losses(F.cross_entropy(self.network(seen, prepared.keep), prepared.labels))
+
+    def predict(self, images: Tensor) -> Tensor:
+        """The logits, given images of one domain."""
+        images = self.network.normalize(images)
+        return self.network(self._in_context(images, (len(images),)))
+
+    def _in_context(self, images: Tensor, sizes: Sequence[int]) -> Tensor:
+        contexts = [
+            support.mean(0, keepdim=True).expand_as(support)
+            for domain in self.context(images).split(tuple(sizes))
+            for support in domain.split(self.support)
+        ]
+        return torch.cat([images, torch.cat(contexts)], 1)
+
+
+def _widen(featurizer: nn.Module, channels: int) -> None:
+    """Gives the first convolution one more input channel."""
+    for module in featurizer.modules():
+        if isinstance(module, nn.Conv2d) and module.in_channels == channels:
+            weight = torch.cat([module.weight, module.weight[:, :1]], 1).detach()
+            module.weight = nn.Parameter(weight)
+            module.in_channels += 1
+            return
+    raise UserError(
+        "algorithm 'ARM' adds a channel to the images, and this backbone does not begin with a "
+        "convolution over them: choose another backbone"
+    )

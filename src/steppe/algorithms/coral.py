@@ -1,0 +1,41 @@
+"""CORAL: features with the same mean and covariance in all domains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from .matching import FeatureMatching
+
+
+class CORAL(FeatureMatching):
+    r"""Correlation alignment (Sun and Saenko, Deep CORAL, ECCV Workshops 2016).
+
+    The distance of two domains whose features have the means \(\mu, \mu'\) and the covariances
+    \(C, C'\) is, over \(m\) features,
+
+    \[ \frac{1}{m} \|\mu - \mu'\|^2 + \frac{1}{m^2} \|C - C'\|_F^2. \]
+
+    The loss is the mean over domains of the risk plus `penalty` times the mean distance over pairs
+    of domains. As in DomainBed; the paper has no term for the means and a quarter of the other.
+    """
+
+    def distance(self, features: Sequence[Tensor]) -> Tensor:
+        """The mean distance over pairs of domains."""
+        means = [x.mean(0) for x in features]
+        covariances = [_covariance(x - mean) for x, mean in zip(features, means, strict=True)]
+        pairs = combinations(range(len(means)), 2)
+        return torch.stack(
+            [
+                (means[i] - means[j]).square().mean()
+                + (covariances[i] - covariances[j]).square().mean()
+                for i, j in pairs
+            ]
+        ).mean()
+
+
+def _covariance(centred: Tensor) -> Tensor:
+    return centred.T @ centred / (len(centred) - 1)

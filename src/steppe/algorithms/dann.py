@@ -1,0 +1,126 @@
+"""DANN: features that do not tell which domain an image is from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from steppe.domains.batches import Batch
+
+from .algorithm import Algorithm, Losses, Objective, Prepared, trainable
+from .mlp import MLP
+from .network import Network
+
+
+class DANN(Algorithm):
+    r"""Domain-adversarial training (Ganin et al., JMLR 2016).
+
+    A perceptron \(h\) learns to tell the domain \(d\) from the features \(\varphi(x)\), which in
+    turn learn to mislead it. `d_steps` steps that minimize over \(h\)
+
+    \[ D = \overline{\ell(h(\varphi(x)), d)}
+        + w_g \, \overline{\|\partial \ell(h(\varphi(x)), d) / \partial \varphi(x)\|^2} \]
+
+    are followed by one that minimizes, over the rest of the network,
+
+    \[ \overline{\ell(f(x), y)} - \lambda D, \]
+
+    with \(\lambda\) the `penalty` and \(w_g\) the `grad_penalty`; means are over all images.
+
+    As in DomainBed: the two take turns, where the paper makes one step of both with a gradient
+    reversed. Both optimizers come from the optimizer axis. `beta1` (and 0.9 for the other) are the
+    `betas` of those that have some, `lr` and `weight_decay` are the discriminator's own; unless
+    given, they are the optimizer's.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        n_domains: int,
+        penalty: float = 1.0,
+        d_steps: int = 1,
+        grad_penalty: float = 0.0,
+        beta1: float = 0.5,
+        width: int = 256,
+        depth: int = 3,
+        dropout: float = 0.0,
+        lr: float | None = None,
+        weight_decay: float | None = None,
+    ) -> None:
+        super().__init__(network, n_domains)
+        self.penalty, self.d_steps, self.grad_penalty = penalty, d_steps, grad_penalty
+        self.beta1, self.lr, self.weight_decay = beta1, lr, weight_decay
+        self.discriminator = MLP(network.n_features, n_domains, width, depth, dropout)
+
+    def adversary(self) -> Sequence[nn.Module]:
+        """What learns to tell domains apart."""
+        return (self.discriminator,)
+
+    def discriminator_input(self, features: Tensor, labels: Tensor) -> Tensor:
+        """What the discriminator sees of an image."""
+        return features
+
+    def discriminator_risk(self, losses: Tensor, labels: Tensor) -> Tensor:
+        """The discriminator's risk, from every image's loss."""
+        return losses.mean()
+
+    def prepare(self, batches: Sequence[Batch]) -> Prepared:
+        """Draws dropout's masks, of the discriminator too."""
+        prepared = super().prepare(batches)
+        domains = [torch.full_like(batch.labels, d) for d, batch in enumerate(batches)]
+        masks = self.discriminator.draw_masks(prepared.images)
+        return replace(prepared, draws={"domains": torch.cat(domains), "masks": masks})
+
+    def forward(
+        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
+    ) -> Losses:
+        """The discriminator's loss, or the network's."""
+        if objective == "discriminator":
+            with torch.no_grad():
+                features = self.network.features(prepared.images, prepared.keep)
+            return Losses(self._discriminate(features, prepared))
+        features = self.network.features(prepared.images, prepared.keep)
+        risk = F.cross_entropy(self.network.classifier(features), prepared.labels)
+        adversary = self._discriminate(features, prepared)
+        return Losses(risk - self.penalty * adversary, {"risk": risk, "adversary": adversary})
+
+    def _discriminate(self, features: Tensor, prepared: Prepared) -> Tensor:
+        seen = self.discriminator_input(features, prepared.labels)
+        if self.grad_penalty and not seen.requires_grad:
+            seen = seen.detach().requires_grad_()
+        outputs = self.discriminator(seen, prepared.draws["masks"])
+        losses = F.cross_entropy(outputs, prepared.draws["domains"], reduction="none")
+        risk = self.discriminator_risk(losses, prepared.labels)
+        if self.grad_penalty:
+            (slopes,) = torch.autograd.grad(losses.sum(), seen, create_graph=True)
+            risk = risk + self.grad_penalty * slopes.square().sum(1).mean()
+        return risk
+
+    def objectives(self) -> Sequence[Objective]:
+        """The discriminator's and the network's, by turns."""
+        cycle = 1 + self.d_steps
+
+        def discriminates(step: int) -> bool:  # DomainBed counts steps from 1 here
+            return (step + 1) % cycle < self.d_steps
+
+        betas: dict[str, Any] = {"betas": (self.beta1, 0.9)}
+        own = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return (
+            Objective(
+                "discriminator",
+                tuple(trainable(*self.adversary())),
+                active=discriminates,
+                options=betas | {name: value for name, value in own.items() if value is not None},
+            ),
+            Objective(
+                "main",
+                tuple(trainable(self.network)),
+                active=lambda step: not discriminates(step),
+                options=betas,
+            ),
+        )

@@ -1,0 +1,78 @@
+"""Fishr: gradients with the same variance in all domains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+from torch.nn import functional as F
+
+from .algorithm import Losses, Prepared, full_precision
+from .annealing import Annealed
+from .network import Network
+
+
+class Fishr(Annealed):
+    r"""Fishr (Rame et al., ICML 2022).
+
+    With \(v_d\) the variance, over the images of domain \(d\), of every entry of the gradient of
+    the cross-entropy by the classifier's weights, averaged over steps,
+    \(v_d \leftarrow m v_d + (1 - m) \mathrm{Var}_d\) with \(m\) the `ema`, and \(P\) the number
+    of those weights, it minimizes
+
+    \[ \overline{\ell(f(x), y)} + \frac{w}{n} \sum_d \frac{1}{P}
+        \left\| \frac{v_d - \bar v}{1 - m} \right\|^2, \]
+
+    with \(w\) 0 in the first `anneal_steps` steps and `penalty` later.
+
+    As in DomainBed, with the gradients of single images from `torch.func`. Several processes
+    compare the variances of their own images; what they remember is the mean of theirs.
+    """
+
+    variances: Tensor
+
+    def __init__(
+        self,
+        network: Network,
+        n_domains: int,
+        penalty: float = 1000.0,
+        anneal_steps: int = 1500,
+        ema: float = 0.95,
+    ) -> None:
+        super().__init__(network, n_domains, penalty, anneal_steps, before=0.0)
+        self.ema = ema
+        weights = sum(p.numel() for p in network.classifier.parameters())
+        self.register_buffer("variances", torch.zeros(n_domains, weights))
+
+    def forward(
+        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
+    ) -> Losses:
+        """The mean cross-entropy and the distance between variances."""
+        features = self.network.features(prepared.images, prepared.keep)
+        risk = F.cross_entropy(self.network.classifier(features), prepared.labels)
+        features, exact = full_precision(features, self.network)
+        with exact:
+            gradients = self._gradients(features, prepared.labels)
+            now = torch.stack([g.var(0, correction=0) for g in prepared.split(gradients)])
+            averaged = self.ema * self.variances + (1 - self.ema) * now
+            # As if only `now` were weighted: the penalty's gradient does not shrink with `ema`.
+            rescaled = averaged / (1 - self.ema)
+            penalty = (rescaled - rescaled.mean(0)).square().mean()
+        return Losses(
+            risk + self.weight(penalty) * penalty,
+            {"risk": risk, "penalty": penalty},
+            state={"variances": averaged.detach(), "steps": self.steps + 1},
+        )
+
+    def _gradients(self, features: Tensor, labels: Tensor) -> Tensor:
+        """The gradient of every image's cross-entropy by the classifier's weights, as rows."""
+
+        def loss(weight: Tensor, bias: Tensor, x: Tensor, label: Tensor) -> Tensor:
+            return F.cross_entropy(F.linear(x, weight, bias), label)
+
+        classifier = self.network.classifier
+        of_each = vmap(grad(loss, argnums=(0, 1)), in_dims=(None, None, 0, 0))
+        weight, bias = of_each(classifier.weight, classifier.bias, features, labels)
+        return torch.cat([weight.flatten(1), bias], 1)

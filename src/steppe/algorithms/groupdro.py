@@ -1,0 +1,44 @@
+"""GroupDRO: the domains with the highest risk count the most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .algorithm import Algorithm, Losses, Prepared, domain_risks
+from .network import Network
+
+
+class GroupDRO(Algorithm):
+    r"""Group distributionally robust optimization (Sagawa et al., ICLR 2020, Alg. 1).
+
+    With \(R_d\) the mean cross-entropy of domain \(d\), it minimizes \(\sum_d q_d R_d\), where
+    every step first sets
+
+    \[ q_d \leftarrow \frac{q_d e^{\eta R_d}}{\sum_k q_k e^{\eta R_k}}. \]
+
+    As in DomainBed. The weights of a step come from its first pass, so that all passes of an
+    optimizer evaluate one function. Several processes weigh domains by their own images' risks;
+    what they remember is the mean of their weights.
+    """
+
+    q: Tensor
+
+    def __init__(self, network: Network, n_domains: int, eta: float = 0.01) -> None:
+        super().__init__(network, n_domains)
+        self.eta = eta
+        self.register_buffer("q", torch.ones(n_domains))
+
+    def forward(
+        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
+    ) -> Losses:
+        """The weighted risks."""
+        risks = domain_risks(self.network(prepared.images, prepared.keep), prepared)
+        if first is None:
+            q = self.q * (self.eta * risks.detach()).exp()
+            q = q / q.sum()
+        else:
+            q = first["q"]
+        return Losses((q * risks).sum(), {"risk": risks.mean()}, aux={"q": q}, state={"q": q})

@@ -1,0 +1,55 @@
+"""IRM: one classifier that is optimal in every domain at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .algorithm import Losses, Prepared, domain_risks, full_precision
+from .annealing import Annealed
+from .network import Network
+
+
+class IRM(Annealed):
+    r"""Invariant risk minimization (Arjovsky et al., arXiv 1907.02893, IRMv1).
+
+    With \(R_d(s)\) the mean cross-entropy of domain \(d\) when its logits are multiplied by
+    \(s\), it minimizes
+
+    \[ \frac{1}{n} \sum_d R_d(1) + \frac{w}{n} \sum_d R_d'(1)^2, \]
+
+    where the square is estimated without bias as the product of the derivatives over every other
+    image and over those between. \(w\) is 1 in the first `anneal_steps` steps and `penalty` later.
+
+    As in DomainBed, except that the derivative,
+    \(\sum_c p_c z_c - z_y\) for logits \(z\), is written out instead of taken by autograd.
+    """
+
+    def __init__(
+        self, network: Network, n_domains: int, penalty: float = 100.0, anneal_steps: int = 500
+    ) -> None:
+        super().__init__(network, n_domains, penalty, anneal_steps, before=1.0)
+
+    def forward(
+        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
+    ) -> Losses:
+        """The mean risk and the penalty."""
+        logits = self.network(prepared.images, prepared.keep)
+        risk = domain_risks(logits, prepared).mean()
+        logits, exact = full_precision(logits, self.network)
+        with exact:
+            slopes = prepared.split(scale_slopes(logits, prepared.labels))
+            penalty = torch.stack([s[0::2].mean() * s[1::2].mean() for s in slopes]).mean()
+        return Losses(
+            risk + self.weight(penalty) * penalty,
+            {"risk": risk, "penalty": penalty},
+            state={"steps": self.steps + 1},
+        )
+
+
+def scale_slopes(logits: Tensor, labels: Tensor) -> Tensor:
+    """The derivative of every image's cross-entropy by a factor of its logits, at 1."""
+    chosen = logits.gather(1, labels[:, None]).squeeze(1)
+    return (logits.softmax(1) * logits).sum(1) - chosen

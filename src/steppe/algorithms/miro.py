@@ -1,0 +1,115 @@
+"""MIRO: features that stay close to those of the network it began with."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from steppe.domains.batches import Batch
+from steppe.errors import UserError
+
+from .algorithm import Algorithm, Losses, Objective, Prepared, trainable
+from .network import Network, Tap, tapped
+
+_VARIANCE, _EPS = 0.1, 1e-5
+
+
+class MIRO(Algorithm):
+    r"""Mutual-information regularization with an oracle (Cha et al., ECCV 2022).
+
+    With \(f_l\) the output of stage \(l\) of the network, \(f_l^0\) that of the network as it was
+    at the beginning, pretrained and never changed, and \(\sigma_l^2\) a learned variance for every
+    channel, it minimizes
+
+    \[ \overline{\ell(f(x), y)} + \lambda \sum_l \tfrac{1}{2} \,
+        \overline{(f_l - f_l^0)^2 / \sigma_l^2 + \log \sigma_l^2}, \]
+
+    \(\lambda\) being `penalty`; the overlines are means over images, channels and places. The
+    variances learn `lr_factor` times as fast as the rest.
+
+    DomainBed does not have it; this follows the authors' repository: the stem and the four blocks
+    of a ResNet, the identity as mean encoder. What the first network makes of the images is
+    computed once per step, however many passes an optimizer makes. Checkpoints hold both networks.
+    """
+
+    def __init__(
+        self, network: Network, n_domains: int, penalty: float = 0.1, lr_factor: float = 10.0
+    ) -> None:
+        super().__init__(network, n_domains)
+        if not network.stages:
+            raise UserError(
+                "algorithm 'MIRO' compares what comes out of a backbone's stages, and this one's "
+                "are not known: choose a ResNet, or another backbone with feature_info in timm"
+            )
+        self.penalty, self.lr_factor = penalty, lr_factor
+        self.first_featurizer = copy.deepcopy(network.featurizer).requires_grad_(False)
+        # The softplus of this is the variance.
+        start = math.log(math.expm1(_VARIANCE - _EPS))
+        self.raw_variances = nn.ParameterList(
+            torch.full((stage.channels,), start) for stage in network.stages
+        )
+        self.train()
+
+    def prepare(self, batches: Sequence[Batch]) -> Prepared:
+        """Also computes what the first network makes of the images."""
+        prepared = super().prepare(batches)
+        outputs, tap = _collector()
+        with torch.no_grad(), tapped(self.first_featurizer, self.network.stages, tap):
+            self.first_featurizer(prepared.images)
+        return replace(prepared, draws={"first outputs": outputs})
+
+    def forward(
+        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
+    ) -> Losses:
+        """The mean cross-entropy and the distance to the first network."""
+        outputs, tap = _collector()
+        features = self.network.features(prepared.images, prepared.keep, tap)
+        risk = F.cross_entropy(self.network.classifier(features), prepared.labels)
+        penalty = torch.stack(
+            [
+                _distance(now, then, raw, stage.dim)
+                for now, then, raw, stage in zip(
+                    outputs,
+                    prepared.draws["first outputs"],
+                    self.raw_variances,
+                    self.network.stages,
+                    strict=True,
+                )
+            ]
+        ).sum()
+        return Losses(risk + self.penalty * penalty, {"risk": risk, "penalty": penalty})
+
+    def objectives(self) -> Sequence[Objective]:
+        """One loss over all parameters, the variances faster."""
+        faster = dict.fromkeys(self.raw_variances, self.lr_factor)
+        return (Objective("main", tuple(trainable(self)), lr_factors=faster),)
+
+    def train(self, mode: bool = True) -> MIRO:
+        """Sets the mode, except that of the first network."""
+        super().train(mode)
+        self.first_featurizer.eval()
+        return self
+
+
+def _collector() -> tuple[list[Tensor], Tap]:
+    outputs: list[Tensor] = []
+
+    def tap(number: int, output: Tensor) -> None:
+        outputs.append(output)
+
+    return outputs, tap
+
+
+def _distance(now: Tensor, then: Tensor, raw: Tensor, channel_dim: int) -> Tensor:
+    shape = [1] * now.dim()
+    shape[channel_dim] = -1
+    variance = (F.softplus(raw) + _EPS).view(shape)
+    # Small differences, squared: not in half precision.
+    difference = now.to(raw.dtype) - then.to(raw.dtype)
+    return (difference.square() / variance + variance.log()).mean() / 2

@@ -1,0 +1,62 @@
+"""Mixup: images and labels between those of two domains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributions import Beta
+from torch.nn import functional as F
+
+from steppe.domains.batches import Batch
+
+from .algorithm import Algorithm, Losses, Prepared
+from .network import Network
+
+
+class Mixup(Algorithm):
+    r"""Inter-domain mixup (Wang et al., ICASSP 2020; Zhang et al., ICLR 2018).
+
+    The domains stand in a ring, in random order, and each is mixed with the next:
+    \(\tilde x = \lambda x_i + (1 - \lambda) x_j\) with one
+    \(\lambda \sim \mathrm{Beta}(\alpha, \alpha)\) for every pair of domains. It minimizes
+
+    \[ \frac{1}{n} \sum_{(i, j)} \lambda \, \ell(f(\tilde x), y_i)
+        + (1 - \lambda) \, \ell(f(\tilde x), y_j). \]
+
+    As in DomainBed.
+    """
+
+    def __init__(self, network: Network, n_domains: int, alpha: float = 0.2) -> None:
+        super().__init__(network, n_domains)
+        self.alpha = alpha
+
+    def prepare(self, batches: Sequence[Batch]) -> Prepared:
+        """Draws the ring and the shares, and mixes the images."""
+        ring = [batches[i] for i in torch.randperm(len(batches)).tolist()]
+        pairs = list(zip(ring, [*ring[1:], ring[0]], strict=True))
+        sizes = tuple(min(len(a.labels), len(b.labels)) for a, b in pairs)
+        ours, theirs = (
+            Batch(*(torch.cat([t[:n] for t, n in zip(part, sizes, strict=True)]) for part in parts))
+            for parts in (zip(*side, strict=True) for side in zip(*pairs, strict=True))
+        )
+        images = self.network.normalize(ours.images)
+        alpha = images.new_full((len(pairs),), self.alpha)
+        shares = Beta(alpha, alpha, validate_args=False).sample()
+        each = torch.cat([s.expand(n) for s, n in zip(shares, sizes, strict=True)])
+        mixed = torch.lerp(self.network.normalize(theirs.images), images, each.view(-1, 1, 1, 1))
+        draws = {"others": theirs.labels, "shares": each}
+        return Prepared(mixed, ours.labels, sizes, self.network.draw_mask(mixed), draws)
+
+    def forward(
+        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
+    ) -> Losses:
+        """The cross-entropy of the mixed images against both labels."""
+        logits = self.network(prepared.images, prepared.keep)
+        ours, theirs = (
+            F.cross_entropy(logits, labels, reduction="none")
+            for labels in (prepared.labels, prepared.draws["others"])
+        )
+        losses = torch.lerp(theirs, ours, prepared.draws["shares"].to(ours.dtype))
+        return Losses(torch.stack([pair.mean() for pair in prepared.split(losses)]).mean())

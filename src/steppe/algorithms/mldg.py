@@ -1,0 +1,84 @@
+"""MLDG: a step on one domain that should also help another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import cycle
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from steppe.domains.batches import Batch
+from steppe.errors import UserError
+
+from .algorithm import Algorithm, Losses, Prepared
+from .network import Network
+
+
+class MLDG(Algorithm):
+    r"""Meta-learning domain generalization (Li et al., AAAI 2018), first order.
+
+    Every step draws `n_meta_test` domains for testing and goes through the others, each with one
+    of those. With \(R_d\) the mean cross-entropy of domain \(d\), it minimizes
+
+    \[ \frac{1}{n} \sum_{(i, j)} R_i(\theta)
+        + \beta \, R_j(\theta - \gamma \, \mathrm{stopgrad}(\nabla R_i(\theta))) \]
+
+    with \(\gamma\) the `inner_lr`: a scalar, which any optimizer can minimize.
+
+    DomainBed's inner step is one of a fresh Adam, with the run's learning rate; the paper's is the
+    gradient step above. DomainBed adds up gradients where this adds up losses; they are the same.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        n_domains: int,
+        beta: float = 1.0,
+        n_meta_test: int = 2,
+        inner_lr: float = 0.01,
+    ) -> None:
+        super().__init__(network, n_domains)
+        if n_meta_test >= n_domains:
+            raise UserError(
+                f"algorithm 'MLDG': n_meta_test={n_meta_test} leaves none of {n_domains} source "
+                f"domains to train on: set algorithm.n_meta_test to {n_domains - 1} or less"
+            )
+        self.beta, self.n_meta_test, self.inner_lr = beta, n_meta_test, inner_lr
+
+    def prepare(self, batches: Sequence[Batch]) -> Prepared:
+        """Draws the pairs of a domain to train on and one to test on."""
+        order = torch.randperm(len(batches)).tolist()
+        training, testing = order[: -self.n_meta_test], order[-self.n_meta_test :]
+        pairs = tuple(zip(training, cycle(testing), strict=False))
+        return replace(super().prepare(batches), draws={"pairs": pairs})
+
+    def forward(
+        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
+    ) -> Losses:
+        """The risks before and after the inner steps."""
+        images, labels = prepared.split(prepared.images), prepared.split(prepared.labels)
+        keep = [None] * len(images) if prepared.keep is None else prepared.split(prepared.keep)
+        weights = {n: p for n, p in self.network.named_parameters() if p.requires_grad}
+        train_risks, test_risks = [], []
+        for i, j in prepared.draws["pairs"]:
+            risk = F.cross_entropy(self.network(images[i], keep[i]), labels[i])
+            inner = torch.autograd.grad(
+                risk, list(weights.values()), retain_graph=True, materialize_grads=True
+            )
+            moved = {
+                name: weight - self.inner_lr * g
+                for (name, weight), g in zip(weights.items(), inner, strict=True)
+            }
+            logits = functional_call(self.network, moved, (images[j], keep[j]))
+            train_risks.append(risk)
+            test_risks.append(F.cross_entropy(logits, labels[j]))
+        training, testing = (torch.stack(risks).sum() for risks in (train_risks, test_risks))
+        pairs = len(train_risks)
+        return Losses(
+            (training + self.beta * testing) / self.n_domains,
+            {"risk": training / pairs, "risk after inner step": testing / pairs},
+        )

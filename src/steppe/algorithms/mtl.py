@@ -1,0 +1,57 @@
+"""MTL: a classifier that also sees what the images of a domain have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .algorithm import Algorithm, Losses, Prepared, domain_risks
+from .network import Network
+
+
+class MTL(Algorithm):
+    r"""Marginal transfer learning (Blanchard et al., JMLR 2021).
+
+    The classifier sees the features of an image and a vector that stands for its domain,
+    \(f(x) = c(\varphi(x), e_d)\), where every step sets, with the features' mean over its images,
+
+    \[ e_d \leftarrow m \, \overline{\varphi(x)} + (1 - m) \, e_d, \]
+
+    \(m\) being `ema`. It minimizes the sum of the domains' risks. A domain that was never seen is
+    represented by the mean over the images that are predicted together, which should therefore be
+    many, of one domain, and in random order.
+
+    DomainBed overwrites the vector with random numbers; here it is what the paper says. Several
+    processes take means over their own images; what they remember is the mean of theirs.
+    """
+
+    embeddings: Tensor
+
+    def __init__(self, network: Network, n_domains: int, ema: float = 0.99) -> None:
+        super().__init__(network, n_domains)
+        self.ema = ema
+        network.classifier = nn.Linear(2 * network.n_features, network.n_classes)
+        self.register_buffer("embeddings", torch.zeros(n_domains, network.n_features))
+
+    def forward(
+        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
+    ) -> Losses:
+        """The sum of the domains' risks."""
+        features = self.network.features(prepared.images, prepared.keep)
+        means = torch.stack([x.mean(0) for x in prepared.split(features)])
+        embeddings = self.ema * means + (1 - self.ema) * self.embeddings
+        each = torch.cat([e.expand(n, -1) for e, n in zip(embeddings, prepared.sizes, strict=True)])
+        logits = self.network.classifier(torch.cat([features, each], 1))
+        return Losses(
+            domain_risks(logits, prepared).sum(), state={"embeddings": embeddings.detach()}
+        )
+
+    def predict(self, images: Tensor) -> Tensor:
+        """The logits, given images of one domain."""
+        features = self.network.features(images)
+        logits: Tensor = self.network.classifier(
+            torch.cat([features, features.mean(0).expand_as(features)], 1)
+        )
+        return logits

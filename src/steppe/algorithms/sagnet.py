@@ -1,0 +1,110 @@
+"""SagNet: a classifier that looks at content and features that carry no style."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from steppe.domains.batches import Batch
+
+from .algorithm import Algorithm, Losses, Objective, Prepared, trainable
+from .network import Network
+
+_EPS = 1e-5
+
+
+class Swap(NamedTuple):
+    """With which image each is mixed, and how much stays its own."""
+
+    partner: Tensor
+    share: Tensor
+
+
+class SagNet(Algorithm):
+    r"""Style-agnostic networks (Nam et al., CVPR 2021).
+
+    The style of an image is the mean \(\mu\) and the standard deviation \(\sigma\) of its
+    features \(z\), its content is \((z - \mu) / \sigma\). A step makes three updates, with \(z'\)
+    the features of another image, drawn at random:
+
+    1. the network, by the risk of its classifier on \(z\) with the style between those of \(z\)
+       and \(z'\), at a random place (of the mean and of the variance);
+    2. a second classifier, by its risk on the content of \(z'\) with the style of \(z\);
+    3. the features, by `penalty` times the cross-entropy of the second classifier's predictions
+       against the uniform distribution: style is to tell nothing.
+
+    As in DomainBed, where the style is that of the features before the classifier; the paper's is
+    that of feature maps, in the middle of the network. DomainBed makes the first and the third
+    update with one optimizer; here each has its own, and the third has no weight decay: once is
+    enough.
+    """
+
+    def __init__(self, network: Network, n_domains: int, penalty: float = 0.1) -> None:
+        super().__init__(network, n_domains)
+        self.penalty = penalty
+        self.style = nn.Linear(network.n_features, network.n_classes)
+
+    def prepare(self, batches: Sequence[Batch]) -> Prepared:
+        """Draws, for each update, with which image every image is mixed, and how much."""
+        prepared = super().prepare(batches)
+        n, device = len(prepared.labels), prepared.labels.device
+        draws = {
+            name: Swap(
+                torch.randperm(n, device=device),
+                torch.rand(n, 1, device=device, dtype=prepared.images.dtype),
+            )
+            for name in ("main", "style", "adversarial")
+        }
+        return replace(prepared, draws=draws)
+
+    def forward(
+        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
+    ) -> Losses:
+        """One of the three losses."""
+        swap: Swap = prepared.draws[objective]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and objective != "style"):
+            features = self.network.features(prepared.images, prepared.keep)
+        if objective == "main":
+            logits = self.network.classifier(_other_style(features, swap))
+            return Losses(F.cross_entropy(logits, prepared.labels))
+        logits = self.style(_other_content(features, swap))
+        if objective == "style":
+            return Losses(F.cross_entropy(logits, prepared.labels))
+        # Not in half precision: a CPU's autocast, unlike a GPU's, would leave it there.
+        logp = logits.log_softmax(1, dtype=self.style.weight.dtype)
+        return Losses(-self.penalty * logp.mean())
+
+    def objectives(self) -> Sequence[Objective]:
+        """The network's, the style classifier's, the features'."""
+        return (
+            Objective("main", tuple(trainable(self.network))),
+            Objective("style", tuple(trainable(self.style))),
+            Objective(
+                "adversarial",
+                tuple(trainable(self.network.featurizer)),
+                options={"weight_decay": 0.0},
+            ),
+        )
+
+
+def _parts(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The content of features, and the mean and the variance that are their style."""
+    mean, var = features.mean(1, keepdim=True), features.var(1, keepdim=True)
+    return (features - mean) / (var + _EPS).sqrt(), mean, var
+
+
+def _other_style(features: Tensor, swap: Swap) -> Tensor:
+    content, mean, var = _parts(features)
+    mean = swap.share * mean + (1 - swap.share) * mean[swap.partner]
+    var = swap.share * var + (1 - swap.share) * var[swap.partner]
+    return content * (var + _EPS).sqrt() + mean
+
+
+def _other_content(features: Tensor, swap: Swap) -> Tensor:
+    content, mean, var = _parts(features)
+    return content[swap.partner].detach() * (var + _EPS).sqrt() + mean

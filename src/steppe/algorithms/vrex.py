@@ -1,0 +1,40 @@
+"""VREx: risks that are equal in all domains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from .algorithm import Losses, Prepared, domain_risks
+from .annealing import Annealed
+from .network import Network
+
+
+class VREx(Annealed):
+    r"""Variance risk extrapolation (Krueger et al., ICML 2021).
+
+    With \(R_d\) the mean cross-entropy of domain \(d\) and \(\bar R\) their mean, it minimizes
+
+    \[ \bar R + \frac{w}{n} \sum_d (R_d - \bar R)^2, \]
+
+    with \(w\) 1 in the first `anneal_steps` steps and `penalty` later. As in DomainBed.
+    """
+
+    def __init__(
+        self, network: Network, n_domains: int, penalty: float = 10.0, anneal_steps: int = 500
+    ) -> None:
+        super().__init__(network, n_domains, penalty, anneal_steps, before=1.0)
+
+    def forward(
+        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
+    ) -> Losses:
+        """The mean risk and the variance of the risks."""
+        risks = domain_risks(self.network(prepared.images, prepared.keep), prepared)
+        risk = risks.mean()
+        penalty = (risks - risk).square().mean()
+        return Losses(
+            risk + self.weight(penalty) * penalty,
+            {"risk": risk, "penalty": penalty},
+            state={"steps": self.steps + 1},
+        )

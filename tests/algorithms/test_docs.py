@@ -1,0 +1,25 @@
+"""The guide's table is what the registry says."""
+
+from pathlib import Path
+
+from steppe.algorithms import AlgorithmSpec, Option, algorithm_names, algorithm_spec
+
+GUIDE = Path(__file__).parents[2] / "docs/guide/algorithms.md"
+
+
+def described(name: str, option: Option) -> str:
+    default = "as the optimizer's" if option.default is None else f"{option.default:.4g}"
+    drawn = "as its `lr`" if option.distribution is None else repr(option.distribution)
+    return f"`{name}` {default}" + ("" if drawn == repr(option.default) else f" ({drawn})")
+
+
+def row(spec: AlgorithmSpec) -> str:
+    options = [described(name, option) for name, option in spec.options.items()]
+    return f"| {spec.name} | {', '.join(options) or 'none'} |"
+
+
+def test_table() -> None:
+    lines = GUIDE.read_text().splitlines()
+    start = lines.index("| algorithm | options |") + 2
+    rows = [row(algorithm_spec(name)) for name in algorithm_names()]
+    assert lines[start : start + len(rows) + 1] == [*rows, ""]

@@ -1,0 +1,79 @@
+"""Any algorithm under any optimizer with any averaging: it trains, is killed, and goes on."""
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from steppe.algorithms import algorithm_names
+from steppe.training import RunDirectory, load_model, select
+from tests.training.axes import AVERAGINGS, COMBINATIONS, OPTIMIZERS, STEPS, config, title
+from tests.training.test_resume import assert_same_run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All combinations, each trained undisturbed and killed: one program that forks."""
+    folder = tmp_path_factory.mktemp("axes")
+    jobs = {title(*combination): config(*combination) for combination in COMBINATIONS}
+    subprocess.run(
+        [sys.executable, "-m", "tests.training.killing", "--all", str(folder)],
+        input=json.dumps(jobs),
+        text=True,
+        check=True,
+        timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+    )
+    return folder
+
+
+def test_every_pair_occurs() -> None:
+    names = [(a, o, w["name"]) for a, o, w in COMBINATIONS]
+    axes = (algorithm_names(), OPTIMIZERS, [w["name"] for w in AVERAGINGS])
+    for i, j in itertools.combinations(range(3), 2):
+        assert {(name[i], name[j]) for name in names} == set(itertools.product(axes[i], axes[j]))
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: title(*c))
+def test_trains_and_survives_a_kill(runs: Path, combination: tuple) -> None:
+    whole, broken = (runs / title(*combination) / name for name in ("whole", "broken"))
+    assert "resumed after step" in (broken / "log.txt").read_text()
+    assert_same_run(whole, broken)
+    records = RunDirectory(whole).records()
+    averaged = [record["averaged"] for record in records]
+    expected = {"none": [False] * 3, "swad": [False, False, True], "sma": [True] * 3}
+    if combination[2]["name"] == "swad" and len(records) < 3:  # a valley that ended early
+        assert averaged[-1]
+        assert records[-1]["step"] < STEPS - 1
+    else:
+        assert averaged == expected[combination[2]["name"]]
+        assert [record["step"] for record in records] == [0, 3, 6]
+    assert all(math.isfinite(value) for record in records for value in record["loss"].values())
+    # The model that is loaded is the one that the last record is of.
+    assert_is_evaluated(whole, records[-1], "last")
+    assert_is_evaluated(whole, select(records), "best")
+
+
+def assert_is_evaluated(folder: Path, record: dict, which: str) -> None:
+    import torch
+
+    from steppe.domains import load
+    from steppe.training.setup import open_data
+
+    run_config = RunDirectory(folder).config()
+    _, splits = open_data(run_config)
+    target = next(split for split in splits if split.domain.name == "75")
+    chosen = target.parts["test"]
+    domain = load("RotatedDigits").domains[target.position]
+    images = torch.from_numpy(domain.images.pixels[chosen]).permute(0, 3, 1, 2)
+    model = load_model(folder, which)
+    with torch.no_grad():
+        logits = torch.cat([model(part) for part in images.split(64)])
+    right = (logits.argmax(1).numpy() == domain.labels[chosen]).mean()
+    assert right == pytest.approx(record["domains"]["75"]["test"]["accuracy"], abs=1e-9)
