@@ -82,7 +82,7 @@ def batches(size: int, n_domains: int = 3) -> list[Batch]:
 
 def build(spec: AlgorithmSpec, n_domains: int = 3, **options: object) -> Algorithm:
     torch.manual_seed(0)
-    network = build_network("small-cnn", n_classes=5, image_size=8, dropout=0.5)
+    network = build_network("small-cnn", n_classes=5, image_size=8, dropout=0.25)
     return build_algorithm(spec.name, network, n_domains, **options)
 
 
@@ -184,7 +184,8 @@ def norms(algorithm: Algorithm) -> list[str]:
 def test_passes_are_pure(spec: AlgorithmSpec):
     algorithm = build(spec)
     prepared = algorithm.prepare(batches(4))
-    assert prepared.keep.unique().tolist() == [0, 2]
+    torch.testing.assert_close(prepared.keep.unique(), torch.tensor([0, 4 / 3]))
+    assert 0.9 < prepared.keep.mean() < 1.1
     assert prepared.keep.shape == (12, algorithm.network.n_features)
     before = snapshot(algorithm, prepared)
     for objective in algorithm.objectives():
@@ -217,6 +218,6 @@ def test_half_precision_is_near(spec: AlgorithmSpec):
 
 
 def test_a_known_name_is_refused():
-    with pytest.raises(UserError, match="algorithm 'erm' is known already: choose another name"):
-        register_algorithm(AlgorithmSpec(name="erm", target=ERM, citation=""))
+    with pytest.raises(UserError, match="algorithm 'Erm' is known already: choose another name"):
+        register_algorithm(AlgorithmSpec(name="Erm", target=ERM, citation=""))
     assert algorithm_names() == tuple(spec.name for spec in SPECS)

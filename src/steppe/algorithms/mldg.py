@@ -65,10 +65,11 @@ class MLDG(Algorithm):
         weights = {n: p for n, p in self.network.named_parameters() if p.requires_grad}
         train_risks, test_risks = [], []
         for i, j in prepared.draws["pairs"]:
-            risk = F.cross_entropy(self.network(images[i], keep[i]), labels[i])
-            inner = torch.autograd.grad(
-                risk, list(weights.values()), retain_graph=True, materialize_grads=True
-            )
+            with torch.enable_grad():  # the loss has a gradient in it, whoever asks for its value
+                risk = F.cross_entropy(self.network(images[i], keep[i]), labels[i])
+                inner = torch.autograd.grad(
+                    risk, list(weights.values()), retain_graph=True, materialize_grads=True
+                )
             moved = {
                 name: weight - self.inner_lr * g
                 for (name, weight), g in zip(weights.items(), inner, strict=True)

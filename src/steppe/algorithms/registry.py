@@ -184,7 +184,7 @@ _SPECS = (
         target=Mixup,
         citation="Wang et al., Heterogeneous Domain Generalization via Domain Mixup, ICASSP 2020; "
         "Zhang et al., mixup, ICLR 2018",
-        options={"alpha": Option(0.2, LogUniform(-1, 1), "mixup_alpha", low=1e-3)},
+        options={"alpha": Option(0.2, LogUniform(-1, 1), "mixup_alpha", low=0.05)},
         min_domains=2,
         linear=True,
     ),
@@ -267,7 +267,7 @@ _SPECS = (
         name="MixStyle",
         target=MixStyle,
         citation="Zhou et al., Domain Generalization with MixStyle, ICLR 2021",
-        options={"p": _fixed(0.5, high=1.0), "alpha": _fixed(0.1, low=1e-3)},
+        options={"p": _fixed(0.5, high=1.0), "alpha": _fixed(0.1, low=0.05)},
     ),
     AlgorithmSpec(
         name="MIRO",
