@@ -165,12 +165,28 @@ def test_one_source_is_too_few_to_compare(tmp_path: Path) -> None:
     base = ["--dataset", "RotatedDigits", "--target", "75", "--out", tmp_path / "run"]
     with pytest.raises(UserError, match="at least 2 source domains, not 1: add a --source"):
         steppe("train", *base, "--source", "0", "--algorithm", "CORAL", "--steps", 3)
+    with pytest.raises(UserError, match=r"optimizer.betas is the algorithm's to set here"):
+        steppe("train", *base, "--algorithm", "DANN", "--set", "optimizer.betas=[0.8,0.9]")
     assert not (tmp_path / "run/records.jsonl").exists()
-    two = ["--source", "0", "--source", "15", "--algorithm", "MLDG", "--steps", 3]
-    with pytest.raises(UserError, match="set algorithm.n_meta_test to 1 or less"):
-        steppe("train", *base, *two)
-    # What failed before it began can be tried again in the same place.
-    assert steppe("train", *base, *two, "--set", "algorithm.n_meta_test=1").exit_code == 0
+
+
+def test_whole_axes_given_with_set_survive_a_draw(tmp_path: Path) -> None:
+    base = ["--dataset", "RotatedDigits", "--target", "75", "--steps", 2, "--draw", 1]
+    axes = ["optimizer=sgd", "algorithm=CORAL", "averaging=swad", "averaging.every=1"]
+    options = [part for text in axes for part in ("--set", text)]
+    assert steppe("train", *base, *options, "--out", tmp_path / "run").exit_code == 0
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert [config[axis]["name"] for axis in ("optimizer", "algorithm", "averaging")] == [
+        "sgd",
+        "CORAL",
+        "swad",
+    ]
+    assert config["averaging"]["every"] == 1
+    # A new run from an old file is of the new format.
+    (tmp_path / "old.json").write_text(json.dumps({**config, "version": 1}))
+    new = ["--config", tmp_path / "old.json", "--out", tmp_path / "new"]
+    assert steppe("train", *new).exit_code == 0
+    assert json.loads((tmp_path / "new/config.json").read_text())["version"] > 1
 
 
 def test_help_knows_every_name() -> None:

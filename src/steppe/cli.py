@@ -40,6 +40,10 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Datasets: what is known, fetching, checking, packing.")
 app.add_typer(data_app, name="data", no_args_is_help=True)
+sweep_app = typer.Typer(help="Sweeps: many runs, on one machine or a cluster.")
+app.add_typer(sweep_app, name="sweep", no_args_is_help=True)
+import_app = typer.Typer(help="Results of other programs.")
+app.add_typer(import_app, name="import", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure: every figure in the README comes from here.")
 app.add_typer(bench_app, name="bench", no_args_is_help=True)
 
@@ -203,6 +207,8 @@ def train(
     else:
         validated = training.validation_accuracy(best) is not None
         title = "best by validation" if validated else "last (no validation images)"
+        if best.get("averaged") and not records[0].get("averaged"):
+            title = "the average"  # made at the end, of what the other records are of
         print(f"{title}: {summary(best)}")
         console.print(f"{out}: done", highlight=False)
 
@@ -262,6 +268,286 @@ def export(
 
     facts = export_run(run, out, which)
     print(f"{out}: {facts['backbone']}, {len(json.loads(facts['classes']))} classes")
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Finds out before the measurement, not after it, whether its result can be stored."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("a").close()
+        if new:
+            path.unlink()
+    return path
+
+
+_SWEEP = typer.Argument(metavar="DIR", help="The sweep's folder.")
+_STALE = typer.Option(
+    "--stale", min=1, help="Seconds of silence after which a worker is taken for dead."
+)
+_THREADS = typer.Option("--threads", min=1, help="Threads of each worker, on a CPU.")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+@sweep_app.command("plan")
+def sweep_plan(
+    path: Annotated[Path, _SWEEP],
+    datasets: Annotated[str, typer.Option(help="Names or folders, with commas.")],
+    algorithms: Annotated[str, typer.Option(help="Names, with commas.")] = "ERM",
+    optimizers: Annotated[str, typer.Option(help="Names, with commas.")] = "adam",
+    averaging: Annotated[str, typer.Option(help="Names, with commas.")] = "none",
+    trials: Annotated[int, typer.Option(min=1, help="Seeds of the split.")] = 3,
+    draws: Annotated[
+        int, typer.Option(min=1, help="Hyper-parameters; the first are the defaults.")
+    ] = 20,
+    targets: Annotated[
+        Literal["single", "pairs"],
+        typer.Option(help="Also hold out pairs, for leave-one-domain-out selection."),
+    ] = "single",
+    space: Annotated[str, typer.Option(help="What is drawn from: domainbed, fad or fair.")] = (
+        "domainbed"
+    ),
+    steps: Annotated[int | None, typer.Option(help="Updates; the dataset's unless given.")] = None,
+    backbone: Annotated[
+        str | None, typer.Option(help="resnet18, resnet50, or any name in timm.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="imagenet, none, or a safetensors or checkpoint file.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any key of every run's config."),
+    ] = None,
+    root: Annotated[Path | None, _ROOT] = None,
+    plugin: Annotated[list[str] | None, _PLUGINS] = None,
+    retries: Annotated[int, typer.Option(min=0, help="Times a failed run is tried again.")] = 1,
+    extend: Annotated[
+        bool, typer.Option("--extend", help="Add to the sweep that DIR has.")
+    ] = False,
+    estimate: Annotated[
+        bool, typer.Option(help="Time a pass on this machine, to estimate the cost.")
+    ] = True,
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Plan a sweep: a run for every target, algorithm, optimizer, averaging, trial and draw."""
+    from rich.console import Console
+
+    from steppe import sweeps
+    from steppe.sweeps import cost
+
+    given = {
+        "steps": steps,
+        "backbone": backbone,
+        "weights": weights,
+        "root": str(root) if root else None,
+        "plugins": plugin,
+    }
+    grid = sweeps.Grid(
+        _names(datasets),
+        _names(algorithms),
+        _names(optimizers),
+        _names(averaging),
+        trials,
+        draws,
+        targets,
+        space,
+        tuple(overrides or ()),
+        {key: value for key, value in given.items() if value is not None},
+    )
+    command = shlex.join(["steppe", *sys.argv[1:]])
+    plan = sweeps.write_plan(grid, path, retries=retries, command=command, extend=extend)
+    found = cost.estimate(plan, measured=estimate)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+        return
+    Console().print(cost.table(found))
+    print(f"{path}: {len(plan.names):,} runs planned; start them with 'steppe sweep run {path}'")
+
+
+@sweep_app.command("run")
+def sweep_run(
+    path: Annotated[Path, _SWEEP],
+    launcher: Annotated[
+        Literal["local", "ray", "slurm"], typer.Option(help="What starts the workers.")
+    ] = "local",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="How many; all GPUs or cores unless given.")
+    ] = None,
+    per_gpu: Annotated[int, typer.Option(min=1, help="Workers that share a GPU.")] = 1,
+    threads: Annotated[int, _THREADS] = 1,
+    stale: Annotated[float, _STALE] = 60.0,
+    address: Annotated[
+        str | None, typer.Option(help="Of a Ray cluster; one is started unless given.")
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="For sbatch, such as --sbatch=--time=12:00:00."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only write the script for Slurm.")
+    ] = False,
+) -> None:
+    """Carry a sweep out: start workers, and wait for its end (Slurm: only submit them)."""
+    from steppe.sweeps import launch
+
+    done = launch.run(
+        path,
+        launcher,
+        workers=workers,
+        per_gpu=per_gpu,
+        threads=threads,
+        stale=stale,
+        address=address,
+        sbatch=tuple(sbatch or ()),
+        dry_run=dry_run,
+    )
+    if done is not None and not done:
+        raise typer.Exit(1)
+
+
+@sweep_app.command("work")
+def sweep_work(
+    path: Annotated[Path, _SWEEP],
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    threads: Annotated[int, _THREADS] = 1,
+    stale: Annotated[float, _STALE] = 60.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Runs to take, at most.")] = None,
+) -> None:
+    """Take runs from a sweep, one after the other, until none is left: what launchers start."""
+    from steppe import sweeps
+
+    _talk()
+    sweeps.work(path, device, threads, stale, limit)
+
+
+@sweep_app.command("status")
+def sweep_status(
+    path: Annotated[Path, _SWEEP],
+    watch: Annotated[bool, typer.Option("--watch", help="Look again, until it is over.")] = False,
+    stale: Annotated[float, _STALE] = 60.0,
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Show how far a sweep is: counts, speed, the time that is left, what failed."""
+    from rich.console import Console
+
+    from steppe.sweeps import read_plan, status
+
+    plan = read_plan(path)
+    if as_json:
+        print(json.dumps(status.look(plan, stale).to_json(), indent=2))
+    elif watch:
+        status.watch(plan, Console(), stale)
+    else:
+        Console().print(status.show(plan, status.look(plan, stale)))
+
+
+_RUNS = typer.Argument(metavar="[RUN]...", help="Names of runs; all that apply unless given.")
+
+
+@sweep_app.command("retry")
+def sweep_retry(
+    path: Annotated[Path, _SWEEP], runs: Annotated[list[str] | None, _RUNS] = None
+) -> None:
+    """Let runs that failed or were cancelled be tried again."""
+    from steppe.sweeps import read_plan, retry
+
+    changed = retry(read_plan(path), tuple(runs or ()))
+    print(f"{len(changed):,} runs will be tried again; 'steppe sweep run {path}' starts them")
+
+
+@sweep_app.command("cancel")
+def sweep_cancel(
+    path: Annotated[Path, _SWEEP], runs: Annotated[list[str] | None, _RUNS] = None
+) -> None:
+    """Take runs out of a sweep that are planned or at work; 'retry' brings them back."""
+    from steppe.sweeps import cancel, read_plan
+
+    changed = cancel(read_plan(path), tuple(runs or ()))
+    print(f"{len(changed):,} runs cancelled; those at work stop within seconds")
+
+
+@sweep_app.command("ensemble")
+def sweep_ensemble(
+    path: Annotated[Path, _SWEEP],
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Evaluate, for every method and target, the ensemble of all its trials and draws."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from steppe.sweeps import ensemble, read_plan
+
+    plan = read_plan(path)
+    console = Console(stderr=True)
+    each = track(ensemble.ensembles(plan, device), "ensembles", console=console, transient=True)
+    found = list(each)
+    ensemble.save(plan, found)
+    if as_json:
+        print(json.dumps([one.to_json() for one in found], indent=2))
+    else:
+        Console().print(ensemble.table(found))
+
+
+@app.command()
+def report(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Sweeps, runs, or folders of runs.")
+    ],
+    selection: Annotated[
+        Literal["train-val", "leave-one-out", "oracle"],
+        typer.Option(help="How a step and hyper-parameters are chosen."),
+    ] = "train-val",
+    form: Annotated[
+        Literal["terminal", "markdown", "latex", "csv", "json", "html"],
+        typer.Option("--format", help="What to write."),
+    ] = "terminal",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", callback=_writable, help="Write it here instead of printing."
+        ),
+    ] = None,
+    best: Annotated[
+        Path | None,
+        typer.Option(
+            "--best", metavar="FILE", callback=_writable, help="Write the chosen configs as JSON."
+        ),
+    ] = None,
+) -> None:
+    """Make tables of many runs: the mean over trials of what the selection chooses."""
+    from steppe import reports
+
+    command = shlex.join(["steppe", *sys.argv[1:]])
+    title = ", ".join(str(path) for path in paths)
+    made = reports.build_report(reports.load_runs(paths), selection, command, title)
+    text = reports.write(made, form)
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+        print(f"{out}: {len(made.selected.runs):,} runs", file=sys.stderr)
+    else:
+        print(text, end="" if text.endswith("\n") else "\n")
+    if best is not None:
+        best.write_text(json.dumps(made.best, indent=2) + "\n")
+    for problem in made.problems:
+        print(f"steppe: {problem}", file=sys.stderr)
+
+
+@import_app.command("domainbed")
+def import_domainbed(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A folder with DomainBed's runs.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Where steppe's are written.")],
+) -> None:
+    """Read DomainBed's output folders, so that 'steppe report' can make tables of them."""
+    from steppe import reports
+
+    imported = reports.import_domainbed(source, target)
+    for problem in imported.problems:
+        print(f"steppe: {problem}", file=sys.stderr)
+    print(f"{target}: {imported.n:,} runs; see them with 'steppe report {target}'")
 
 
 _NAME = typer.Argument(metavar="NAME", help="A dataset's name, or a folder DOMAIN/CLASS/IMAGE.")
@@ -368,17 +654,6 @@ def _talk() -> Any:
     return console
 
 
-def _writable(path: Path | None) -> Path | None:
-    """Finds out before the measurement, not after it, whether its result can be stored."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        path.open("a").close()
-        if new:
-            path.unlink()
-    return path
-
-
 _SAVE = typer.Option(
     "--save", metavar="FILE", callback=_writable, help="Also store the result as JSON in FILE."
 )
@@ -470,6 +745,34 @@ def bench_fidelity(
     task = fidelity.prepare(where, backbone, weights, images, steps, batch, batches)
     result = fidelity.measure(task, fidelity.radii())
     _show(result, fidelity.tables(result), as_json, save)
+
+
+@bench_app.command("sweep")
+def bench_sweep(
+    runs: Annotated[int, typer.Option(min=6, help="Runs in the sweep.")] = 30,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each.")] = 40,
+    as_json: Annotated[bool, _JSON] = False,
+    save: Annotated[Path | None, _SAVE] = None,
+) -> None:
+    """Time what a sweep adds to its runs: launcher, worker, claims, commits."""
+    from steppe.bench import sweeps
+
+    result = sweeps.sweep_overhead(runs, steps)
+    _show(result, sweeps.tables(result), as_json, save)
+
+
+@bench_app.command("report")
+def bench_report(
+    runs: Annotated[int, typer.Option(min=1, help="Runs, made up.")] = 10_000,
+    records: Annotated[int, typer.Option(min=1, help="Records of each.")] = 17,
+    as_json: Annotated[bool, _JSON] = False,
+    save: Annotated[Path | None, _SAVE] = None,
+) -> None:
+    """Time a report over many runs, and its memory."""
+    from steppe.bench import sweeps
+
+    result = sweeps.report_speed(runs, records)
+    _show(result, sweeps.tables(result), as_json, save)
 
 
 def _show(result: dict[str, Any], tables: list[Any], as_json: bool, save: Path | None) -> None:

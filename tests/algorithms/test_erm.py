@@ -81,12 +81,6 @@ def test_one_objective_over_every_parameter():
     assert len(objective.parameters) == 2
 
 
-def test_prediction_is_the_networks():
-    erm = algorithm().eval()
-    images = batches()[1].images
-    assert torch.equal(erm.predict(images), erm.network(images))
-
-
 def test_names():
     assert "ERM" in algorithm_names()
     assert algorithm("erm").n_domains == len(SIZES)

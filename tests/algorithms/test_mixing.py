@@ -10,7 +10,6 @@ from scipy import stats
 
 from steppe.algorithms import Algorithm, Losses, build_algorithm
 from steppe.domains.batches import Batch
-from steppe.errors import UserError
 from tests.algorithms.oracles import (
     SIZES,
     Image,
@@ -103,7 +102,8 @@ def test_mldg_is_the_formula(beta: float, n_meta_test: int, dropout: float):
     prepared = algorithm.prepare(batches)
     images = images_of(batches, prepared.keep)
 
-    total, by_hand = 0.0, [torch.zeros_like(p) for p in network.parameters()]
+    before_after: list[tuple] = []
+    by_hand = [torch.zeros_like(p) for p in network.parameters()]
     for i, j in prepared.draws["pairs"]:
         clone = copy.deepcopy(network)
         before = risk(clone, images[i])
@@ -112,10 +112,18 @@ def test_mldg_is_the_formula(beta: float, n_meta_test: int, dropout: float):
             for p, g in zip(clone.parameters(), g_i, strict=True):
                 p -= 0.3 * g
         after = risk(clone, images[j])
-        total += (before + beta * after).detach() / 4
+        before_after.append((before.detach(), after.detach()))
         for g, a, b in zip(by_hand, g_i, gradients(after, clone), strict=True):
             g += (a + beta * b) / 4
-    assert_equal_losses(algorithm, algorithm(prepared), Losses(total), by_hand)
+    assert len(before_after) == 4 - n_meta_test
+    total = sum(before + beta * after for before, after in before_after) / 4
+    parts = {
+        "risk": mean(before for before, _ in before_after),
+        "risk after inner step": mean(after for _, after in before_after),
+    }
+    losses = algorithm(prepared)
+    assert losses.parts.keys() == parts.keys()
+    assert_equal_losses(algorithm, losses, Losses(total, parts), by_hand)
 
 
 @pytest.mark.parametrize("n_meta_test", [1, 2, 3])
@@ -142,6 +150,10 @@ def test_mldg_leaves_a_frozen_featurizer_alone():
     assert [p.grad is not None for p in network.parameters()] == [False, False, True, True]
 
 
-def test_mldg_needs_a_domain_to_train_on():
-    with pytest.raises(UserError, match="set algorithm.n_meta_test to 1 or less"):
-        build_algorithm("MLDG", make_network(), 2)
+@pytest.mark.parametrize(("n_domains", "n_meta_test"), [(2, 2), (3, 3), (4, 9)])
+def test_mldg_leaves_one_domain_to_train_on(n_domains: int, n_meta_test: int):
+    algorithm = build_algorithm("MLDG", make_network(), n_domains, n_meta_test=n_meta_test)
+    prepared = algorithm.prepare(make_batches((2,) * n_domains))
+    ((training, testing),) = prepared.draws["pairs"]
+    assert training != testing
+    assert algorithm(prepared).total.isfinite()

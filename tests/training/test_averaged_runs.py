@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
+from steppe.domains.batches import Sampling, View
 from steppe.errors import Interrupted, UserError
 from steppe.training import (
     RunDirectory,
@@ -21,8 +23,10 @@ from steppe.training import (
     make_config,
     scoring,
     select,
+    setup,
     train,
 )
+from steppe.training.setup import open_data
 from steppe.training.trainer import Trainer
 from tests.training.test_resume import assert_same_run
 
@@ -103,9 +107,6 @@ def test_swad_estimates_batch_norm_statistics(tmp_path) -> None:
     assert not config.freeze_bn
     train(config, tmp_path)
     model = load_model(tmp_path)
-    from steppe.domains.batches import Sampling, View
-    from steppe.training.setup import open_data
-
     _, splits = open_data(config)
     sampling = Sampling(tuple(s for s in splits if s.source), 8, View(8, False), 0)
     algorithm = load_model(tmp_path).algorithm
@@ -190,6 +191,59 @@ def test_swad_needs_validation_images(tmp_path, monkeypatch) -> None:
     assert not (tmp_path / "records.jsonl").exists()
 
 
+def test_the_outcome_is_said(tmp_path, monkeypatch) -> None:
+    script(monkeypatch, [9.0, 1.0, 1.2, 1.1, 5.0, 5.0])
+    train(make_config({**DIGITS, "averaging": SWAD}), tmp_path / "ends")
+    text = (tmp_path / "ends/log.txt").read_text()
+    assert "swad: the loss valley begins after step 2 and ended before the run did" in text
+    script(monkeypatch, [9.0 - i for i in range(9)])
+    train(make_config({**DIGITS, "averaging": SWAD}), tmp_path / "never")
+    assert "did not converge within 7 looks" in (tmp_path / "never/log.txt").read_text()
+
+
+def test_unfinished_weights_do_not_claim_to_be_averaged(tmp_path, monkeypatch) -> None:
+    step = Trainer.step
+
+    def interrupted(self: Trainer, batches: Any) -> None:
+        step(self, batches)
+        if self.done == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    with pytest.raises(Interrupted):
+        train(make_config({**DIGITS, "averaging": SWAD}), tmp_path / "run")
+    monkeypatch.undo()
+    assert not load_model(tmp_path / "run").averaged
+    assert export_run(tmp_path / "run", tmp_path / "file")["averaging"] == "none"
+    train(make_config({**DIGITS, "averaging": SWAD}), tmp_path / "run", resume=True)
+    assert load_model(tmp_path / "run").averaged
+    assert load_model(tmp_path / "run", "best").averaged
+    assert export_run(tmp_path / "run", tmp_path / "file")["averaging"] == "swad"
+
+
+def test_a_class_by_class_part_is_shuffled_for_evaluation(tmp_path, monkeypatch) -> None:
+    """MTL looks at a batch as a whole: in the files' order it would see one class at a time."""
+    seen: list[Any] = []
+    batches = scoring.evaluation_batches
+
+    def watched(domain: Any, chosen: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(domain.labels[chosen])
+        return batches(domain, chosen, *args, **kwargs)
+
+    def by_class(config: Any) -> Any:
+        dataset, splits = open_data(config)
+        ordered = [
+            replace(s, parts={n: p[s.domain.labels[p].argsort()] for n, p in s.parts.items()})
+            for s in splits
+        ]
+        return dataset, tuple(ordered)
+
+    monkeypatch.setattr(setup, "open_data", by_class)
+    monkeypatch.setattr(scoring, "evaluation_batches", watched)
+    train(make_config({**DIGITS, "algorithm": "MTL", "steps": 1}), tmp_path)
+    assert all(len(set(labels[:16])) > 4 for labels in seen)
+
+
 @pytest.fixture(scope="module")
 def members(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folders = [tmp_path_factory.mktemp("member") for _ in range(3)]
@@ -223,6 +277,8 @@ def test_what_cannot_be_an_ensemble_is_refused(members, tmp_path) -> None:
     with pytest.raises(UserError, match="held out 60 and .* 75"):
         evaluate_ensemble([members[0], tmp_path / "other"])
     assert evaluate_ensemble([members[0], tmp_path / "other"], data="RotatedDigits")
+    with pytest.raises(UserError, match="in the ensemble twice"):
+        evaluate_ensemble([members[0], members[0]])
     doodles = {"dataset": "Doodles", "targets": ["sketch"], "steps": 1, "device": "cpu"}
     train(make_config(doodles), tmp_path / "doodles")
     with pytest.raises(UserError, match="classes differ"):

@@ -30,7 +30,7 @@ class Prepared:
         labels: their classes.
         sizes: how many images each domain has.
         keep: dropout's mask for the features, N x `n_features`; None: nothing is dropped.
-        draws: what else an algorithm draws, by name.
+        draws: what else an algorithm draws, or computes once for all passes, by name.
     """
 
     images: Tensor
@@ -74,6 +74,8 @@ class Objective:
         options: options of the optimizer that this objective overrides, where the optimizer has
             them.
         lr_factors: parameters whose learning rate is so many times the optimizer's.
+        optimizer: the objective whose optimizer it uses, which then also has its parameters; its
+            own unless given.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Objective:
     reset: Callable[[int], bool] = lambda step: False
     options: Mapping[str, Any] = field(default_factory=dict)
     lr_factors: Mapping[nn.Parameter, float] = field(default_factory=dict)
+    optimizer: str | None = None
 
 
 class Algorithm(nn.Module, ABC):

@@ -28,7 +28,9 @@ class ARM(Algorithm):
     the new one.
 
     DomainBed leaves the context network as it was initialized; here it is trained, as in the paper.
-    Each process has support sets of its own images.
+    DomainBed takes a batch that is no multiple of `support` as one set. Each process has support
+    sets of its own images. Where batch norm is estimated anew for an average, sets go across
+    domains unless the batch size is a multiple of `support`.
     """
 
     def __init__(self, network: Network, n_domains: int, support: int = 8) -> None:

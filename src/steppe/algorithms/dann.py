@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from steppe.domains.batches import Batch
 
-from .algorithm import Algorithm, Losses, Objective, Prepared, trainable
+from .algorithm import Algorithm, Losses, Objective, Prepared, full_precision, trainable
 from .mlp import MLP
 from .network import Network
 
@@ -90,16 +90,23 @@ class DANN(Algorithm):
         return Losses(risk - self.penalty * adversary, {"risk": risk, "adversary": adversary})
 
     def _discriminate(self, features: Tensor, prepared: Prepared) -> Tensor:
-        seen = self.discriminator_input(features, prepared.labels)
-        if self.grad_penalty and not seen.requires_grad:
-            seen = seen.detach().requires_grad_()
-        outputs = self.discriminator(seen, prepared.draws["masks"])
-        losses = F.cross_entropy(outputs, prepared.draws["domains"], reduction="none")
-        risk = self.discriminator_risk(losses, prepared.labels)
-        if self.grad_penalty:
+        if not self.grad_penalty:
+            losses = self._losses(self.discriminator_input(features, prepared.labels), prepared)
+            return self.discriminator_risk(losses, prepared.labels)
+        features, exact = full_precision(features, self.network)
+        with exact, torch.enable_grad():  # a gradient is part of the value, whoever asks for it
+            seen = self.discriminator_input(features, prepared.labels)
+            if not seen.requires_grad:
+                seen = seen.detach().requires_grad_()
+            losses = self._losses(seen, prepared)
             (slopes,) = torch.autograd.grad(losses.sum(), seen, create_graph=True)
-            risk = risk + self.grad_penalty * slopes.square().sum(1).mean()
-        return risk
+            risk = self.discriminator_risk(losses, prepared.labels)
+            return risk + self.grad_penalty * slopes.square().sum(1).mean()
+
+    def _losses(self, seen: Tensor, prepared: Prepared) -> Tensor:
+        """The discriminator's cross-entropy, of every image."""
+        outputs = self.discriminator(seen, prepared.draws["masks"])
+        return F.cross_entropy(outputs, prepared.draws["domains"], reduction="none")
 
     def objectives(self) -> Sequence[Objective]:
         """The discriminator's and the network's, by turns."""

@@ -36,6 +36,7 @@ class MIRO(Algorithm):
     DomainBed does not have it; this follows the authors' repository: the stem and the four blocks
     of a ResNet, the identity as mean encoder. What the first network makes of the images is
     computed once per step, however many passes an optimizer makes. Checkpoints hold both networks.
+    The authors tune `penalty` for each dataset; what a search draws it from is ours.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class Mix(NamedTuple):
 class MixStyle(Algorithm):
     r"""MixStyle (Zhou et al., ICLR 2021), mixed regardless of domains.
 
-    After every stage of the network but the stem and the last, and with probability `p` each, an
+    After every stage of the network but the first and the last, and with probability `p` each, an
     image's feature maps \(z\) become
 
     \[ \hat\sigma \, \frac{z - \mu}{\sigma} + \hat\mu, \qquad
@@ -43,7 +43,9 @@ class MixStyle(Algorithm):
     cross-entropy.
 
     DomainBed does not have it; this follows SWAD's repository for ResNets: stages conv2_x to
-    conv4_x. In a network of two stages it is the first.
+    conv4_x. (Its variance is over n - 1, the paper's and this one over n.) Of other backbones, the
+    first and the last stage are left out, whether or not the first is a stem; of two stages, the
+    last.
     """
 
     def __init__(

@@ -39,7 +39,8 @@ class Option:
     """One option of an algorithm.
 
     Attributes:
-        default: what it is unless given; None: as the optimizer's option of that name.
+        default: what it is unless given; None: as the optimizer's option of that name. Where it is
+            whole, only whole numbers are accepted.
         distribution: what a search draws it from; None: what it draws the optimizer's learning rate
             from.
         drawn_as: the name under which DomainBed seeds the draw.
@@ -104,6 +105,14 @@ class AlgorithmSpec:
             if key not in self.options:
                 raise UserError(unknown(f"option for algorithm {self.name!r}:", key, self.options))
             self.options[key].check(f"algorithm {self.name!r}: {key}", value)
+
+    def check_domains(self, n_domains: int) -> None:
+        """Refuses to learn from so few source domains."""
+        if n_domains < self.min_domains:
+            raise UserError(
+                f"algorithm {self.name!r} compares domains and needs at least {self.min_domains} "
+                f"source domains, not {n_domains}: add a --source, or hold out fewer targets"
+            )
 
     def check_batch(self, images: int) -> None:
         """Refuses to see so few images of a domain at once."""
@@ -339,9 +348,5 @@ def build_algorithm(name: str, network: Network, n_domains: int, **options: Any)
     """
     spec = algorithm_spec(name)
     spec.check(options)
-    if n_domains < spec.min_domains:
-        raise UserError(
-            f"algorithm {spec.name!r} compares domains and needs at least {spec.min_domains} "
-            f"source domains, not {n_domains}: add a --source, or hold out fewer targets"
-        )
+    spec.check_domains(n_domains)
     return spec.target(network, n_domains, **{**spec.defaults, **options})

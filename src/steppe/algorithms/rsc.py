@@ -18,7 +18,8 @@ class RSC(Algorithm):
     With \(g = \partial z_y / \partial \varphi\) the gradient of an image's true logit by its
     features, the features with the highest share `feature_drop` of \(g\) are set to zero; but only
     in the share `batch_drop` of images whose true class loses the most probability by that. It
-    minimizes the mean cross-entropy of what is left.
+    minimizes the mean cross-entropy of what is left. (Shares of 0 still drop one feature of one
+    image: what reaches the quantile is dropped.)
 
     As in DomainBed, down to the quantiles' interpolation. The classifier is linear, so \(g\) is its
     row for the true class, and no gradient has to be taken. The mask of a step comes from its first

@@ -39,9 +39,8 @@ class SagNet(Algorithm):
        against the uniform distribution: style is to tell nothing.
 
     As in DomainBed, where the style is that of the features before the classifier; the paper's is
-    that of feature maps, in the middle of the network. DomainBed makes the first and the third
-    update with one optimizer; here each has its own, and the third has no weight decay: once is
-    enough.
+    that of feature maps, in the middle of the network. The first and the third update are made by
+    one optimizer: an Adam of its own would cancel the third one's `penalty`.
     """
 
     def __init__(self, network: Network, n_domains: int, penalty: float = 0.1) -> None:
@@ -87,7 +86,7 @@ class SagNet(Algorithm):
             Objective(
                 "adversarial",
                 tuple(trainable(self.network.featurizer)),
-                options={"weight_decay": 0.0},
+                optimizer="main",
             ),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ class Averaging(ABC):
         tensors: what is averaged, by name: the live parameters that take gradients; a subclass may
             add batch-norm statistics.
     """
+
+    follows_loss: ClassVar[bool] = False
+    """Whether it needs validation losses, and its average is made at the end of training."""
 
     def __init__(self, module: nn.Module) -> None:
         self.tensors: dict[str, Tensor] = {
@@ -59,6 +62,10 @@ class Averaging(ABC):
 
     def finish(self) -> None:  # noqa: B027 - most averages are settled at any time
         """Settles the average: training is over."""
+
+    def outcome(self) -> str:
+        """What came of it, in words, once it is settled; nothing where there is nothing to say."""
+        return ""
 
     @property
     @abstractmethod

@@ -39,6 +39,8 @@ class SWAD(Averaging):
             weighing the same; `paper` averages every iterate of the valley once.
     """
 
+    follows_loss = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -98,6 +100,17 @@ class SWAD(Averaging):
             self._total, self._running = self._running, Mean()
         self._segments = {}
         self._settled = True
+
+    def outcome(self) -> str:
+        """Where the valley was, or that there was none."""
+        if self.valley.start is None:
+            return (
+                f"the validation loss did not converge within {self.valley.looks} looks: the "
+                "average is of no valley. Train longer, or look more often (averaging.every)."
+            )
+        begins = self.valley.start * self.every
+        ends = "and ended before the run did" if self.finished else "and lasted to the end"
+        return f"the loss valley begins after step {begins} {ends}"
 
     @property
     def serving(self) -> bool:

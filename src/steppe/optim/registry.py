@@ -10,6 +10,7 @@ import copyreg
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from inspect import Parameter, signature
 from typing import Any, cast
 
@@ -113,6 +114,7 @@ class OptimizerSpec:
         return cls
 
 
+@cache
 def _options(cls: type) -> tuple[str, ...]:
     """Return the names of the constructor's options, those it hands on to its parents included."""
     names: dict[str, None] = {}

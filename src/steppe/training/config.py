@@ -18,15 +18,11 @@ from steppe.domains import DatasetSpec, dataset_spec, import_plugins
 from steppe.errors import UserError, unknown
 from steppe.optim import optimizer_spec
 
-from .draws import draw_hparams
+from .draws import FROM_NOTHING, draw_hparams
 from .loggers import check_loggers
 
 VERSION = 2
 """Of the format of `config.json`; raised when an older steppe would misread it."""
-
-FROM_NOTHING = 20.0
-"""Learning rates for a network that starts from nothing, over those of the space `fair`, which are
-for fine-tuning. For Adam this gives 1e-3, DomainBed's default for small images."""
 
 _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
 """DomainBed's."""
@@ -76,6 +72,9 @@ class RunConfig(BaseModel):
         0, ge=0, lt=2**64, description="seeds initial weights, batches, augmentation, dropout"
     )
 
+    draw: int | None = Field(None, ge=0, description="DomainBed's hparams_seed, if one was drawn")
+    space: str | None = Field(None, description="what it was drawn from")
+
     algorithm: Named = Named(name="ERM")
     optimizer: Named
     averaging: Named = Named(name="none")
@@ -102,7 +101,7 @@ class RunConfig(BaseModel):
     workers: int | None = Field(None, ge=0, description="processes that read images; none: auto")
     root: str | None = Field(None, description="the data folder; none: $STEPPE_DATA or ./data")
     loggers: tuple[str, ...] = Field((), description="tensorboard, wandb, mlflow")
-    plugins: tuple[str, ...] = Field((), description="modules that register datasets")
+    plugins: tuple[str, ...] = Field((), description="modules that register datasets or algorithms")
 
     @field_validator("targets", "sources", "loggers", "plugins", mode="before")
     @classmethod
@@ -202,6 +201,9 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         value = "" if not where else f" {where}={first['input']!r}:"
         raise UserError(f"config:{value} {message}") from None
     algorithm.check_batch(config.batch_size // config.accumulate)
+    sources = config.sources or [name for name in spec.domains if name not in config.targets]
+    if sources:  # if none is left, whoever opens the data says so
+        algorithm.check_domains(len(sources))
     if config.augment and spec.channels != 3:
         raise UserError(f"augment=true needs images of 3 channels; {spec.name} has {spec.channels}")
     return config
@@ -333,7 +335,7 @@ def configure(
     if resumed is not None:
         values = resumed.model_dump()
     elif file is not None:
-        values = read_config(file).model_dump()
+        values = read_config(file).model_dump(exclude={"version"})  # what is written now is new
         for key in ("dataset", "weights"):
             if options.get(key, values[key]) != values[key]:
                 raise UserError(
@@ -353,10 +355,12 @@ def configure(
         config.trial_seed,
         algorithm=config.algorithm.name,
     )
-    for axis in ("optimizer", "algorithm"):
+    axes = ("optimizer", "algorithm")
+    for axis in axes:
         drawn[axis] = {**getattr(config, axis).options, **drawn[axis]}
-    # The texts once more, because they come last; but not one that is a whole axis.
-    later = [text for text in texts if text.partition("=")[0].strip() not in _DEFAULTS]
+    # The texts once more, because they come last; but not one that is a whole axis: it was drawn.
+    later = [text for text in texts if text.partition("=")[0].strip() not in axes]
+    drawn |= {"draw": draw, "space": space or "domainbed"}
     return make_config(apply_overrides({**values, **drawn}, later))
 
 

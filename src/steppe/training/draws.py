@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,10 @@ from steppe.algorithms import algorithm_spec
 from steppe.domains import DatasetSpec, seed_hash
 from steppe.optim import run_space, search_space
 from steppe.optim.search import Distribution, Fixed, Hyperparameter, LogUniform
+
+FROM_NOTHING = 20.0
+"""Learning rates for a network that starts from nothing, over those of the spaces `fad` and `fair`,
+which are for fine-tuning. For Adam this gives 1e-3, DomainBed's default for small images."""
 
 _SEED_NAMES = {"dropout": "resnet_dropout"}
 """Names under which DomainBed seeds a draw, where they are not ours."""
@@ -56,12 +63,13 @@ def draw_hparams(
     if space == "domainbed" and not dataset.pretrained:
         own |= _DOMAINBED_SMALL
         run["dropout"] = _NO_DROPOUT  # its network for them has none
+    elif not dataset.pretrained:
+        own["lr"] = _scaled(own["lr"], FROM_NOTHING)
 
     def draw(name: str, default: float | int | None, distribution: Distribution) -> Any:
         if hparams_seed == 0:
             return default
-        seed = seed_hash(seed_hash(hparams_seed, trial_seed), name)
-        return distribution.sample(np.random.RandomState(seed))
+        return _sample(distribution, seed_hash(seed_hash(hparams_seed, trial_seed), name))
 
     def draw_all(hypers: Mapping[str, Hyperparameter], names: Mapping[str, str]) -> dict[str, Any]:
         return {
@@ -84,3 +92,18 @@ def draw_hparams(
             },
         },
     }
+
+
+@lru_cache(maxsize=2**16)  # of a sweep, the same for every target
+def _sample(distribution: Distribution, seed: int) -> float | int:
+    return distribution.sample(np.random.RandomState(seed))
+
+
+def _scaled(hyper: Hyperparameter, factor: float) -> Hyperparameter:
+    """A hyper-parameter with its default and its range so many times as large."""
+    old = hyper.distribution
+    if not isinstance(old, LogUniform):
+        raise TypeError(f"only a LogUniform can be scaled, not {old}")
+    shift = math.log(factor, old.base)
+    moved = replace(old, low_exp=old.low_exp + shift, high_exp=old.high_exp + shift)
+    return Hyperparameter(hyper.default * factor, moved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from .processes import find_device
 
 Which = Literal["last", "best"]
 
+log = logging.getLogger("steppe")
+
 
 class TrainedModel(nn.Module):
     """A run's model, in evaluation mode.
@@ -43,17 +46,24 @@ class TrainedModel(nn.Module):
         classes: the class names, in the order of the logits.
         image_size: height and width it was trained at.
         step: the step after which its weights were saved.
+        averaged: whether they are an average.
         algorithm: the algorithm that trained it, with the network inside.
     """
 
     def __init__(
-        self, algorithm: Algorithm, classes: tuple[str, ...], image_size: int, step: int
+        self,
+        algorithm: Algorithm,
+        classes: tuple[str, ...],
+        image_size: int,
+        step: int,
+        averaged: bool = False,
     ) -> None:
         super().__init__()
         self.algorithm = algorithm
         self.classes = classes
         self.image_size = image_size
         self.step = step
+        self.averaged = averaged
         self.eval()
 
     @property
@@ -98,15 +108,19 @@ def load_model(
     """
     directory = RunDirectory(Path(run))
     config, data = directory.config(), directory.data()
+    import_plugins(config.plugins)  # they know names of algorithms and datasets
     found = _checkpoint(directory, which)
     # The weights of the file replace those it was begun with.
     start = config.model_copy(update={"weights": "none"})
     algorithm = setup.build(start, len(data["classes"]), data["channels"], len(data["sources"]))
     algorithm.load_state_dict(found.model)
-    # What a run goes on from is not what it predicts with, where weights are averaged.
-    averaging = found.state.get("averaging", {})  # 'best' has none: its weights are averaged
-    algorithm.load_state_dict(averaging.get("served") or {}, strict=False)
-    model = TrainedModel(algorithm, tuple(data["classes"]), config.image_size, found.step)
+    # What a run goes on from is not what it predicts with, where weights are averaged. What was
+    # validated best is: only averages are candidates then.
+    served = found.state.get("averaging", {}).get("served") or {}
+    algorithm.load_state_dict(served, strict=False)
+    averaged = bool(served) or (which == "best" and config.averaging.name != "none")
+    classes = tuple(data["classes"])
+    model = TrainedModel(algorithm, classes, config.image_size, found.step, averaged)
     return model.to(find_device(device))
 
 
@@ -204,6 +218,11 @@ def _check_ensemble(
 ) -> None:
     """Refuses runs that cannot be summed, or that were trained on what they are to be tested on."""
     first, *others = zip(runs, models, strict=True)
+    if len({Path(run).resolve() for run in runs}) < len(runs):
+        raise UserError("a run is in the ensemble twice: name each once")
+    for run, model in zip(runs, models, strict=True):
+        if not model.averaged and RunDirectory(Path(run)).config().averaging.name != "none":
+            log.warning("%s is not finished: its weights are not averaged yet", os.fspath(run))
     for run, model in others:
         for what in ("classes", "image_size", "channels"):
             ours, theirs = getattr(first[1], what), getattr(model, what)
@@ -213,7 +232,7 @@ def _check_ensemble(
                     f"{what} differ, {theirs} and {ours}"
                 )
         configs = [RunDirectory(Path(each)).config() for each in (first[0], run)]
-        if not elsewhere and configs[0].targets != configs[1].targets:
+        if not elsewhere and {*configs[0].targets} != {*configs[1].targets}:
             raise UserError(
                 f"{os.fspath(run)} held out {', '.join(configs[1].targets)} and "
                 f"{os.fspath(first[0])} {', '.join(configs[0].targets)}: choose runs with the same "
@@ -229,7 +248,6 @@ def _whole_domains(
 ) -> Iterator[tuple[Domain, Iterator[Batch]]]:
     """The domains to evaluate a model on, and their images in batches."""
     config = RunDirectory(Path(run)).config()
-    import_plugins(config.plugins)  # they know datasets' names
     if data is None:
         dataset = load(config.dataset, root or config.root, packed=config.packed)
         found, domains = dataset.classes, dataset.domains
@@ -325,7 +343,7 @@ def export_run(
         "classes": json.dumps(model.classes),
         "image_size": str(config.image_size),
         "step": str(model.step),
-        "averaging": config.averaging.name,
+        "averaging": config.averaging.name if model.averaged else "none",
         "mean": json.dumps(network.mean.flatten().tolist()),
         "std": json.dumps(network.std.flatten().tolist()),
         "config": json.dumps(_public(config.model_dump(mode="json"))),

@@ -212,4 +212,6 @@ def summary(record: Mapping[str, Any]) -> str:
         elif scores:
             shown = ", ".join(f"{name}: {100 * value:.1f}" for name, value in scores.items())
             parts.append(f"{title} {shown}")
+    if record.get("averaged"):
+        parts.append("(averaged weights)")
     return "  ".join(parts)

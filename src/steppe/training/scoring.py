@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from steppe.domains import Split
@@ -97,9 +98,11 @@ class Scoring:
         config, rank, world = self._config, self._processes.rank, self._processes.world
         device = self._processes.device
         augmented = config.augment and config.augment_validation and part == VALIDATION
+        # Lists of files go class by class, and some algorithms look at a batch as a whole.
+        shuffled = np.random.default_rng(0).permutation(split.parts[part])
         batches = evaluation_batches(
             split.domain,
-            split.parts[part][rank::world],
+            shuffled[rank::world],
             View(config.image_size, augmented),
             BATCH,
             # More numbers than training seeds with: never the same draws.

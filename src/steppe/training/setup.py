@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from steppe.algorithms import Algorithm, Objective, build_algorithm
 from steppe.domains import Arrays, Dataset, Split, data_folder, load, split_dataset
 from steppe.domains.pool import cores
+from steppe.errors import UserError
 from steppe.optim import build_optimizer, optimizer_spec
 
 from .backbones import build_network
@@ -65,8 +66,14 @@ def build(config: RunConfig, n_classes: int, channels: int, n_sources: int) -> A
 
 def optimizer(chosen: Named, objective: Objective, model: nn.Module) -> Optimizer:
     """The optimizer of an objective: that of the run, with what the objective changes of it."""
-    known = optimizer_spec(chosen.name).options
-    changed = {name: value for name, value in objective.options.items() if name in known}
+    spec = optimizer_spec(chosen.name)
+    changed = {name: value for name, value in objective.options.items() if name in spec.options}
+    for name in changed:
+        if name in chosen.options and name not in spec.defaults:  # given by the user, not drawn
+            raise UserError(
+                f"optimizer.{name} is the algorithm's to set here: leave it out (DANN and CDANN "
+                "have algorithm.beta1)"
+            )
     options = {**chosen.options, **changed}
     by_factor: dict[float, list[nn.Parameter]] = {}
     for parameter in objective.parameters:

@@ -98,12 +98,13 @@ class Trainer:
         self.optimizers = {
             objective.name: setup.optimizer(config.optimizer, objective, self.parallel)
             for objective in self.objectives
+            if objective.optimizer is None
         }
         self.scaler = precision.scaler(config.precision, self.device)
         averaging = config.averaging
         self.averaging = build_averaging(averaging.name, self.algorithm, **averaging.options)
         self.scoring = Scoring(config, self.splits, processes, self.workers, self._predict)
-        if self.averaging.due(0, last=True) and not self.scoring.validates:
+        if self.averaging.follows_loss and not self.scoring.validates:
             raise UserError(
                 f"averaging {averaging.name!r} follows the validation loss, and the source domains "
                 "have no validation images: choose another split or averaging"
@@ -232,7 +233,7 @@ class Trainer:
             if not objective.active(self.done):
                 continue
             autocast = precision.autocast(self.config.precision, self.device)
-            optimizer = self.optimizers[objective.name]
+            optimizer = self.optimizers[objective.optimizer or objective.name]
             if objective.reset(self.done):
                 forget(optimizer)
             began = time.perf_counter()
@@ -245,6 +246,7 @@ class Trainer:
                 self.losses.add({_TITLES.get(objective.name, objective.name): of_part.total})
                 self.losses.add(of_part.parts)
         self.algorithm.commit(prepared[0], mean_state(firsts, self.processes))
+        self._share_statistics()
         self.averaging.update()
         self.done += 1
 
@@ -311,7 +313,8 @@ class Trainer:
             self._diverged(f"{wrong[0]} became {flat[wrong[0]]} at step {step}")
         self.recorded = True
         # An average that is only made at the end is what the run is for, whatever came before it.
-        value = validation_accuracy(record) if averaged or not self._averages_later else None
+        candidate = averaged or not self.averaging.follows_loss
+        value = validation_accuracy(record) if candidate else None
         better = value is not None and (self.best is None or value > self.best[0])
         if value is not None and better:
             self.best = (value, step)
@@ -332,10 +335,6 @@ class Trainer:
         for logger in self._loggers:
             logger.record(record["step"], values)
 
-    @property
-    def _averages_later(self) -> bool:
-        return self.config.averaging.name != "none" and not self.averaging.serving
-
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
         self.algorithm.eval()
@@ -347,6 +346,8 @@ class Trainer:
     def _finish_average(self, interrupts: Interrupts) -> None:
         """Settles the average, and estimates batch-norm statistics that it has none of."""
         self.averaging.finish()
+        if self.processes.first and self.averaging.outcome():
+            log.info("%s: %s", self.config.averaging.name, self.averaging.outcome())
         if not self.averaging.needs_statistics:
             return
         steps = min(STATISTICS_STEPS, self.config.steps)
@@ -362,10 +363,20 @@ class Trainer:
 
         with self.averaging.applied():
             reestimate(self.algorithm, self._predict, images())
-        for norm in unfrozen(self.algorithm):
-            for statistic in (norm.running_mean, norm.running_var):
-                if statistic is not None:
-                    statistic.copy_(self.processes.sum(statistic / self.processes.world))
+            self._share_statistics()
+
+    def _share_statistics(self) -> None:
+        """Gives all processes the mean of their batch-norm statistics: a run has one network."""
+        if self.processes.world == 1:
+            return
+        norms = unfrozen(self.algorithm)
+        found = [t for norm in norms for t in (norm.running_mean, norm.running_var)]
+        shared = [t for t in found if t is not None]
+        if shared:
+            flat = torch.cat([t.flatten() for t in shared]) / self.processes.world
+            means = self.processes.sum(flat).split([t.numel() for t in shared])
+            for statistic, mean in zip(shared, means, strict=True):
+                statistic.copy_(mean.view_as(statistic))
 
     def _predict(self, images: Tensor) -> Tensor:
         images = self.algorithm.network.normalize(images)
@@ -374,8 +385,9 @@ class Trainer:
             return self.algorithm.predict(images)
 
     def _save(self) -> None:
-        # One process's generators are not another's: all of them are kept.
+        # One process's generators and losses are not another's: all of them are kept.
         generators = self.processes.gather(randomness.get_state(self.device))
+        losses = self.processes.gather(self.losses.state_dict())
         if not self.processes.first:
             return
         state = {
@@ -387,7 +399,7 @@ class Trainer:
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "averaging": self.averaging.state_dict(),
             "best": self.best,
-            "losses": self.losses.state_dict(),
+            "losses": losses,
             "generators": generators,
         }
         checkpoint.save(self.dir.checkpoints, self.done - 1, self.algorithm.state_dict(), state)
@@ -412,12 +424,14 @@ class Trainer:
             optimizer.load_state_dict(state["optimizers"][name])
         if self.scaler:
             self.scaler.load_state_dict(state["scaler"])
-        if found.format > 1:  # before, there was no averaging
+        losses = state["losses"]
+        if found.format > 1:  # before, there was no averaging, and the first process's losses
             self.averaging.load_state_dict(state["averaging"])
             self.looked = state["looked"]
+            losses = losses[self.processes.rank]
         self.done, self.recorded = state["done"], state["recorded"]
         self.best = state["best"]
-        self.losses.load_state_dict(state["losses"], self.device)
+        self.losses.load_state_dict(losses, self.device)
         randomness.set_state(state["generators"][self.processes.rank], self.device)
         log.info("resumed after step %d from %s", found.step, found.path)
 

@@ -1,0 +1,269 @@
+// The figures. Each returns the nodes of its section, or null to be left out.
+
+const ACCURACY = "accuracy on the target, %", VALIDATION = "accuracy on validation, %";
+const spread = (one) => (finite(one.err) ? one.err : 0);
+const reach = (one, mean) => [mean - spread(one), mean + spread(one)];
+// Options for the distinct values of a key: { label, items }.
+const grouped = (items, key) => distinct(items.map((item) => text(item[key]))).map((label) =>
+  ({ label, items: items.filter((item) => text(item[key]) === label) }));
+
+function cost() {
+  const all = list(data.cost);
+  const milliseconds = (row) => (finite(row.seconds_per_step) ? 1e3 * row.seconds_per_step : null);
+  const measures = [
+    { label: "milliseconds per step", brief: "ms/step", of: milliseconds, digits: 1 },
+    { label: "relative time of a step", brief: "relative", of: (row) => row.relative, digits: 2 },
+    { label: "passes per step", brief: "passes", of: (row) => row.passes, digits: 0 },
+    { label: "memory, GB", brief: "memory, GB", of: (row) => row.memory_gb, digits: 2 },
+  ].filter(({ of }) => all.some((row) => finite(of(row))));
+  if (!measures.length) return [nothing("No timed runs yet.")];
+
+  const drawn = chart((width) => {
+    const { of, label } = measure.value;
+    const rows = dataset.value.items.filter((row) => finite(of(row)) && finite(row.accuracy));
+    const plot = frame(width, {
+      label: "accuracy against cost",
+      x: { title: label, values: rows.map(of), log: wide(rows.map(of)) },
+      y: { title: ACCURACY, values: rows.flatMap((row) => reach(row, row.accuracy)) },
+    });
+    const points = rows.map((row) => ({
+      row, x: plot.x(of(row)), y: plot.y(row.accuracy), name: text(row.name), title: text(row.name),
+      entries: [
+        { name: "accuracy", value: withError(row.accuracy, row.err) },
+        ...measures.map((m) => ({ name: m.label, value: fixed(m.of(row), m.digits) })),
+      ],
+    }));
+    let top = -Infinity, front = "";
+    for (const { row, x, y } of [...points].sort((a, b) => a.x - b.x || a.y - b.y)) {
+      if (row.accuracy <= top) continue;
+      front += front ? `H${x}V${y}` : `M${x} ${y}`;
+      top = row.accuracy;
+    }
+    plot.svg.append(s("path", { class: "front", d: front }));
+    for (const { row, x, y, name } of points) {
+      plot.svg.append(group(name, whiskers([[x, ...reach(row, row.accuracy).map(plot.y)]]),
+        s("path", { class: "marks", d: outline(look(name).marker, x, y, 6) })));
+    }
+    plot.svg.append(...labels(points, plot.box));
+    hoverPoints(plot.svg, points);
+    return plot.svg;
+  });
+  const host = h("div"), columns = [
+    { title: "method", get: (row) => text(row.name), show: (row) => nameCell(text(row.name)) },
+    {
+      title: "accuracy", get: (row) => row.accuracy, print: fixed, best: "high",
+      show: (row) => measured(row.accuracy, row.err),
+    },
+    ...measures.map(({ brief, of, digits }) =>
+      ({ title: brief, get: of, print: (value) => fixed(value, digits), best: digits && "low" })),
+  ];
+  const refresh = () => {
+    host.replaceChildren(table({ label: "cost", columns, rows: dataset.value.items }));
+    drawn.redraw();
+  };
+  const dataset = choice("dataset", refresh).set(grouped(all, "dataset"));
+  const measure = choice("cost", drawn.redraw).set(measures);
+  refresh();
+  const caption = "Up and to the left is better. The line joins the methods that no cheaper one " +
+    "reaches.";
+  return [figure(caption, [dataset, measure], null, drawn), host];
+}
+
+function curves() {
+  const all = list(data.curves).filter((entry) => list(entry.series).length);
+  const has = (key) => all.some((entry) =>
+    list(entry.series).some((one) => list(one[key]).some(finite)));
+  const kinds = [
+    { key: "test", label: ACCURACY, write: (value) => fixed(value, 2) },
+    { key: "val", label: VALIDATION, write: (value) => fixed(value, 2) },
+    { key: "loss", label: "training loss", write: (value) => short(value) },
+  ].filter(({ key }) => has(key));
+  if (!kinds.length) return [nothing("No learning curves yet.")];
+
+  const drawn = chart((width) => {
+    const { key, label, write } = kind.value;
+    const shown = list(place.value.series).filter((one) => names.shown(text(one.name)))
+      .map((one) => ({ name: text(one.name), points: pointsOf(one.steps, one[key]) }));
+    const last = extent(shown.flatMap(({ points }) => points.map((point) => point[0])))[1];
+    const series = shown.map(({ name, points }) =>
+      ({ name, points: points.filter((point) => point[0] >= part.value.from * last) }));
+    const ys = series.flatMap(({ points }) => points.map((point) => point[1]));
+    const plot = frame(width, {
+      label: `learning curves, ${label}`,
+      x: { title: "step", values: series.flatMap(({ points }) => points.map((point) => point[0])) },
+      y: { title: label, values: ys, log: key === "loss" && wide(ys) },
+    });
+    const longest = series.reduce((n, { points }) => Math.max(n, points.length), 1);
+    lines(plot, series, Math.ceil(longest / 8));
+    hoverLines(plot.svg, plot, series, (step) => `step ${step.toLocaleString("en")}`, write);
+    return plot.svg;
+  });
+  const names = legend(drawn.redraw);
+  const refresh = () => {
+    const series = list(place.value.series);
+    names.update(distinct(series.map((one) => text(one.name))),
+      ranking(series.flatMap((one) => list(one.val).map((value) => [text(one.name), value]))));
+    drawn.redraw();
+  };
+  const place = choice("target", refresh).set(all.map((entry) =>
+    ({ label: `${text(entry.dataset)} / ${text(entry.target)}`, series: entry.series })));
+  const kind = choice("show", drawn.redraw).set(kinds);
+  const part = choice("steps", drawn.redraw).set(
+    [{ label: "all", from: -Infinity }, { label: "second half", from: 0.5 }]);
+  refresh();
+  const caption = "Means over trials of the selected hyper-parameters. Point at the figure for " +
+    "values; a name shows or hides its line.";
+  return [figure(caption, [place, kind, part], names, drawn)];
+}
+
+function bars() {
+  const all = list(data.bars).filter((entry) => list(entry.groups).length);
+  if (!all.length) return [nothing("No results per domain yet.")];
+  const valuesOf = (entry) => list(entry.groups).flatMap((one) => list(one.values).map((value) =>
+    ({ ...value, name: text(value.name), target: text(one.target) })));
+
+  const drawn = chart((width) => {
+    const { zero } = axis.value, categories = list(dataset.value.groups).map((g) => text(g.target));
+    const values = valuesOf(dataset.value).filter((v) => finite(v.mean) && names.shown(v.name));
+    const plot = frame(width, {
+      label: "accuracy per target domain",
+      x: { title: "target", values: [], categories: distinct(categories) },
+      y: { title: ACCURACY, zero, values: values.flatMap((value) => reach(value, value.mean)) },
+    });
+    const shown = distinct(values.map(({ name }) => name)), points = [];
+    const room = Math.min(28, (0.84 * plot.step) / Math.max(1, shown.length));
+    const half = Math.max(0.5, room / 2 - 1), size = Math.min(4.5, Math.max(2, room / 2));
+    shown.forEach((name, i) => {
+      const shift = room * (i + 0.5 - shown.length / 2);
+      const own = values.filter((value) => value.name === name).map((value) => ({
+        x: plot.x(value.target) + shift, y: plot.y(value.mean), value, title: value.target,
+        entries: [{ name, value: withError(value.mean, value.err) }],
+      }));
+      const bar = ({ x, y }) => `M${x - half} ${plot.y(0)}V${y}h${2 * half}V${plot.y(0)}`;
+      points.push(...own);
+      plot.svg.append(group(name,
+        zero ? s("path", { class: "bar", d: own.map(bar).join("") }) : null,
+        whiskers(own.map(({ x, value }) => [x, ...reach(value, value.mean).map(plot.y)])),
+        s("path", {
+          class: "marks", d: own.map(({ x, y }) => outline(look(name).marker, x, y, size)).join(""),
+        })));
+    });
+    hoverPoints(plot.svg, points);
+    return plot.svg;
+  });
+  const names = legend(drawn.redraw);
+  const refresh = () => {
+    const values = valuesOf(dataset.value).map((value) => [value.name, value.mean]);
+    names.update(distinct(values.map(([name]) => name)), ranking(values));
+    drawn.redraw();
+  };
+  const dataset = choice("dataset", refresh).set(
+    all.map((entry) => ({ label: text(entry.dataset), groups: entry.groups })));
+  const axis = choice("axis", drawn.redraw).set(
+    [{ label: "bars from zero", zero: true }, { label: "points, enlarged", zero: false }]);
+  refresh();
+  return [figure("Mean and standard error over trials.", [dataset, axis], names, drawn)];
+}
+
+function sensitivity() {
+  const all = list(data.sensitivity).flatMap((entry) => list(entry.points).map((point) => ({
+    ...point, name: text(entry.name), dataset: text(entry.dataset), hparams: point.hparams ?? {},
+  })));
+  if (!all.length) return [nothing("No hyper-parameter draws yet.")];
+
+  const drawn = chart((width) => {
+    const { key, categories } = parameter.value ?? {}, { of, label } = measure.value;
+    const read = ({ hparams }) => (categories ? text(hparams[key]) : hparams[key]);
+    const shown = target.value.items.filter((point) =>
+      names.shown(point.name) && finite(of(point)) && key in point.hparams &&
+      (categories || finite(read(point))));
+    const xs = categories ? [] : shown.map(read);
+    const plot = frame(width, {
+      label: `accuracy against ${key}`,
+      x: { title: text(key), values: xs, log: wide(xs), categories },
+      y: { title: label, values: shown.map(of) },
+    });
+    // Side by side where they would hide each other.
+    const shift = (i) => (categories ? (((i % 9) - 4) * plot.step) / 20 : 0);
+    const points = shown.map((point, i) => ({
+      name: point.name, x: plot.x(read(point)) + shift(i), y: plot.y(of(point)),
+      title: `${point.name}, ${text(point.target)}`,
+      entries: [
+        { name: ACCURACY, value: fixed(point.accuracy, 2) },
+        { name: VALIDATION, value: fixed(point.validation, 2) },
+        { name: text(point.choice), value: `trial ${text(point.trial)}` },
+        ...Object.entries(point.hparams).slice(0, 14).map(([name, value]) =>
+          ({ name, value: clip(text(value), 140), near: name === key })),
+      ],
+    }));
+    for (const { label: name, items } of grouped(points, "name")) {
+      const { marker } = look(name);
+      plot.svg.append(group(name, s("path", {
+        class: "cloud", d: items.map(({ x, y }) => outline(marker, x, y, 3.5)).join(""),
+      })));
+    }
+    hoverPoints(plot.svg, points);
+    return plot.svg;
+  });
+  const names = legend(drawn.redraw);
+  const refresh = () => {
+    const points = dataset.value.items;
+    target.set([{ label: "all", items: points }, ...grouped(points, "target")]);
+    const options = distinct(points.flatMap(({ hparams }) => Object.keys(hparams))).map((key) => {
+      const values = points.map(({ hparams }) => hparams[key]).filter((v) => v !== undefined);
+      const written = distinct(values.map(text)).sort();
+      const numbers = values.every((value) => value === null || typeof value === "number");
+      return { label: key, key, categories: numbers ? null : written, varies: written.length > 1 };
+    });
+    const varied = options.filter(({ varies }) => varies);
+    parameter.set(varied.length ? varied : options);
+    names.update(distinct(points.map(({ name }) => name)),
+      ranking(points.map(({ name, validation }) => [name, validation])));
+    drawn.redraw();
+  };
+  const dataset = choice("dataset", refresh).set(grouped(all, "dataset"));
+  const parameter = choice("against", drawn.redraw), target = choice("target", drawn.redraw);
+  const measure = choice("show", drawn.redraw).set([
+    { label: ACCURACY, of: (point) => point.accuracy },
+    { label: VALIDATION, of: (point) => point.validation },
+  ]);
+  refresh();
+  const caption = "One mark for each run of the search. Point at it for its hyper-parameters.";
+  return [figure(caption, [dataset, parameter, target, measure], names, drawn)];
+}
+
+function flatness() {
+  const all = list(data.flatness);
+  if (!all.length) return null;
+  const columns = [
+    { title: "method", get: (row) => text(row.name), show: (row) => nameCell(text(row.name)) },
+    { title: "largest eigenvalue", get: (row) => row.lambda_max, print: short, best: "low" },
+    { title: "trace", get: (row) => row.trace, print: short, best: "low" },
+    { title: "run", get: (row) => row.run, kind: "text" },
+  ];
+  const spectra = all.map((row) => {
+    const values = list(row.spectrum).filter(finite).sort((a, b) => b - a);
+    return { name: text(row.name), points: pointsOf(values.map((_, i) => i + 1), values) };
+  }).filter(({ points }) => points.length);
+
+  const drawn = chart((width) => {
+    const series = spectra.filter(({ name }) => names.shown(name));
+    const ys = series.flatMap(({ points }) => points.map((point) => point[1]));
+    const plot = frame(width, {
+      label: "spectrum of the Hessian",
+      x: { title: "rank", values: series.flatMap(({ points }) => points.map((point) => point[0])) },
+      y: { title: "eigenvalue", values: ys, log: wide(ys) },
+    });
+    lines(plot, series, 1);
+    hoverLines(plot.svg, plot, series, (rank) => `eigenvalue ${rank}`, short);
+    return plot.svg;
+  });
+  const names = legend(drawn.redraw);
+  names.update(distinct(spectra.map(({ name }) => name)),
+    ranking(spectra.map(({ name, points }) => [name, -points[0][1]])));
+  return [
+    nothing("Curvature of the training loss at the selected weights; smaller is flatter."),
+    spectra.length ? figure("Eigenvalues of the Hessian, largest first.", [], names, drawn) : null,
+    table({ label: "flatness", columns, rows: all }),
+  ];
+}

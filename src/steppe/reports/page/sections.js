@@ -1,0 +1,144 @@
+// What the page consists of.
+
+function results() {
+  if (nothingDone) {
+    return [h("p", { class: "note" },
+      "No finished runs yet. Make the report again when the first runs are done.")];
+  }
+  const parts = list(data.tables).flatMap((result) =>
+    [h("h3", {}, text(result.dataset)), resultTable(result, text(result.dataset))]);
+  return [
+    nothing(`Accuracy on the target in percent, mean ${PLUS_MINUS} standard error over trials. ` +
+      `The best of each column is bold; ${DASH} marks what is missing.`),
+    ...(data.across ? [h("h3", {}, "All datasets"), resultTable(data.across, "all datasets")] : []),
+    ...parts,
+  ];
+}
+
+// A table with a picture in it: all intervals share one axis, which is the table's last line.
+function comparisons() {
+  const rows = list(data.comparisons).filter((row) => finite(row.difference));
+  if (!rows.length) return [nothing("No two methods share enough finished runs to be compared.")];
+  const width = innerWidth < 640 ? 170 : 220;
+  const ends = rows.flatMap((row) => [row.low, row.high, row.difference]);
+  const axis = scale(ends.filter(finite), 8, width - 8, { zero: true, apart: 35 });
+  const drawn = (row) => {
+    const known = finite(row.low) && finite(row.high);
+    const clear = known && (row.low > 0 || row.high < 0);
+    const [low, high, middle] = [row.low, row.high, row.difference].map(axis.at);
+    return s("svg", { width, height: 36, class: clear ? "c0" : "c6", "aria-hidden": "true" },
+      s("path", { class: "zero", d: `M${axis.at(0)} -60V96` }),
+      known ? s("path", { class: "stroke", d: `M${low} 18H${high}m0 -5v10M${low} 13v10` }) : null,
+      s("path", { class: clear ? "marks" : "hollow", d: outline(MARKERS[3], middle, 18, 5) }));
+  };
+  const signed = (value) => (value > 0 ? "+" : "") + fixed(value, 2);
+  const title = (row) => `${text(row.a)} ${MINUS} ${text(row.b)}`;
+  const levels = distinct(rows.map((row) => row.level).filter(finite));
+  const interval = levels.length === 1 ? `${short(levels[0] * 100)}% interval` : "interval";
+  const columns = [
+    {
+      title: "comparison", get: title,
+      show: (row) => [h("span", { class: "name", title: title(row) }, title(row))],
+    },
+    {
+      title: "difference", get: ({ difference }) => difference, kind: "plot",
+      show: (row) => [drawn(row)],
+    },
+    { title: "points", get: ({ difference }) => difference, print: signed },
+    {
+      title: interval, get: (row) => row.low,
+      show: (row) => [`${signed(row.low)} to ${signed(row.high)}`],
+    },
+    { title: "n", get: (row) => row.n },
+    { title: "over", get: (row) => row.what, kind: "text" },
+  ];
+  const ticks = axis.ticks.map(({ at, label }) => s("text", { x: at, y: 14 }, label));
+  const foot = h("tfoot", {}, h("tr", {}, h("td"), h("td", { class: "plot" },
+    s("svg", { width, height: 22, "aria-hidden": "true", "text-anchor": "middle" }, ...ticks)),
+  h("td", { colspan: 4 })));
+  return [
+    nothing("Paired differences in percent points. A filled marker: the interval leaves zero " +
+      "out; a hollow one: the difference may be chance."),
+    table({ label: "comparisons", columns, rows, foot }),
+  ];
+}
+
+const SELECTIONS = {
+  "train-val": "training-domain validation: the step and the hyper-parameters with the best " +
+    "accuracy on held-out images of the source domains",
+  "leave-one-out": "leave-one-domain-out validation: the step and the hyper-parameters that do " +
+    "best on source domains held out in turn",
+  oracle: "oracle: hyper-parameters chosen at the last step with images of the target, which " +
+    "are not to be had in earnest",
+};
+
+function provenance() {
+  const problems = list(data.problems);
+  const facts = [
+    ["selection", Object.hasOwn(SELECTIONS, data.selection ?? "")
+      ? SELECTIONS[data.selection] : text(data.selection)],
+    ["made", text(data.made)],
+    ...Object.entries(data.versions ?? {}).map(([name, version]) => [name, text(version)]),
+  ];
+  return [
+    nothing("The command that made this page:"),
+    h("pre", { tabindex: "0" }, h("code", {}, text(data.command))),
+    h("dl", {}, ...facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+    h("h3", {}, `Problems (${problems.length.toLocaleString("en")})`),
+    problems.length
+      ? h("ul", { class: "problems", tabindex: "0", "aria-label": "problems" },
+        ...problems.map((problem) => h("li", {}, text(problem))))
+      : nothing("None."),
+  ];
+}
+
+const SECTIONS = [ // of the page, heading, of the data
+  ["results", "Results", results, null],
+  ["comparisons", "Comparisons", comparisons, data.comparisons],
+  ["cost", "Accuracy against cost", cost, data.cost],
+  ["curves", "Learning curves", curves, data.curves],
+  ["domains", "Per domain", bars, data.bars],
+  ["sensitivity", "Hyper-parameter sensitivity", sensitivity, data.sensitivity],
+  ["flatness", "Flatness", flatness, data.flatness],
+  ["provenance", "Provenance", provenance, null],
+];
+const rows = list(data.tables).flatMap((result) => list(result.rows));
+const nothingDone = !rows.length && !data.across;
+
+function about() {
+  const runs = rows.reduce((sum, row) => sum + (finite(row.runs) ? row.runs : 0), 0);
+  const made = text(data.made).replace(/^(\d{4}-\d\d-\d\d)T(\d\d:\d\d).*Z$/, "$1 $2 UTC");
+  return [
+    plural(list(data.tables).length, "dataset"),
+    plural(distinct(rows.map(rowName)).length, "method"),
+    plural(runs, "run"), `selection: ${text(data.selection)}`, `made ${made}`,
+  ].join(" \u00b7 ");
+}
+
+function themeButton() {
+  const button = document.getElementById("theme"), root = document.documentElement;
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const dark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
+  const name = () => { button.textContent = dark() ? "light" : "dark"; };
+  button.addEventListener("click", () => {
+    root.dataset.theme = dark() ? "light" : "dark";
+    name();
+  });
+  system.addEventListener("change", name);
+  button.hidden = false;
+  name();
+}
+
+for (const row of rows) look(rowName(row)); // colours in the order of the tables
+document.getElementById("about").textContent = about();
+themeButton();
+for (const [id, title, make, source] of SECTIONS) {
+  if (nothingDone && source !== null && !list(source).length) continue; // one empty note is enough
+  const nodes = make();
+  if (nodes === null) continue;
+  document.getElementById("report").append(
+    h("section", { id }, h("h2", {}, title), ...nodes.filter((node) => node !== null)));
+  document.getElementById("contents").append(h("a", { href: `#${id}` }, title));
+}
+for (const { redraw } of charts) redraw();
+addEventListener("resize", () => { for (const { fit } of charts) fit(); });

@@ -1,0 +1,75 @@
+"""A report as text, in any of the formats."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+
+from rich.console import Console
+
+from steppe.errors import UserError
+
+from .page import render_page
+from .render import (
+    Grid,
+    cost_grid,
+    matrix_grid,
+    paired_grid,
+    to_csv,
+    to_latex,
+    to_markdown,
+    to_terminal,
+)
+from .report import Report
+from .tables import Table
+
+
+def write(report: Report, form: str) -> str:
+    """The text of a report.
+
+    Args:
+        report: from `build_report`.
+        form: `terminal`, `markdown`, `latex`, `csv`, `json` or `html`.
+    """
+    if not report.selected.runs and form != "html":
+        raise UserError(f"{report.title}: no run there has a record yet")
+    return FORMATS[form](report)
+
+
+def _sections(report: Report) -> list[Table | Grid]:
+    """Everything that is a table, in the order in which it is read."""
+    found: list[Table | Grid] = [*report.tables]
+    if report.across:
+        found.append(report.across)
+    found += [matrix_grid(matrix) for matrix in report.matrices]
+    if report.cost:
+        found.append(cost_grid(report.cost))
+    if report.comparisons:
+        found.append(paired_grid(report.comparisons))
+    return found
+
+
+def _terminal(report: Report) -> str:
+    console = Console(width=max(80, shutil.get_terminal_size((120, 40)).columns))
+    with console.capture() as capture:
+        for section in _sections(report):
+            console.print(to_terminal(section))
+    return capture.get()
+
+
+def _json(report: Report) -> str:
+    data = report.page_data()
+    kept = ("command", "versions", "made", "problems", "comparisons", "cost")
+    values = {**report.to_json(), **{key: data[key] for key in kept}, "best": report.best}
+    return json.dumps(values, indent=2) + "\n"
+
+
+FORMATS: dict[str, Callable[[Report], str]] = {
+    "terminal": _terminal,
+    "markdown": lambda report: "\n".join(to_markdown(section) for section in _sections(report)),
+    "latex": lambda report: "\n".join(to_latex(section) for section in _sections(report)),
+    "csv": lambda report: to_csv(report.tables),
+    "json": _json,
+    "html": lambda report: render_page(report.page_data()),
+}

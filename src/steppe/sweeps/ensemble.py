@@ -1,0 +1,76 @@
+"""Ensembles of a sweep's runs: with moving averages, EoA."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from steppe.errors import UserError
+from steppe.training import EnsembleScores, evaluate_ensemble
+
+from .plan import AXES, Sweep
+from .store import Job
+
+FILE = "ensembles.json"
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """The finished runs of a sweep that differ only in trial and draw, as one model.
+
+    Attributes:
+        axes: what they have in common.
+        runs: their names.
+        scores: by target domain.
+    """
+
+    axes: dict[str, str]
+    runs: tuple[str, ...]
+    scores: dict[str, EnsembleScores]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        scores = {domain: value.to_json(self.runs) for domain, value in self.scores.items()}
+        return {**self.axes, "runs": list(self.runs), "scores": scores}
+
+
+def ensembles(sweep: Sweep, device: str = "auto") -> Iterator[Ensemble]:
+    """Evaluate the ensemble of every target, algorithm, optimizer and averaging.
+
+    All finished runs of all trials and draws take part, each with the weights that were validated
+    best, on all images of the targets.
+    """
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, axes in sweep.axes.items():
+        if Job(sweep.folder(name)).result.exists():
+            groups[tuple(str(axes[axis]) for axis in AXES)].append(name)
+    if not groups:
+        raise UserError(f"{sweep.path} has no finished runs yet: see 'steppe sweep status'")
+    for key, names in groups.items():
+        folders = [Job(sweep.folder(name)).result for name in names]
+        found = evaluate_ensemble(folders, which="best", device=device)
+        yield Ensemble(dict(zip(AXES, key, strict=True)), tuple(names), found)
+
+
+def save(sweep: Sweep, found: list[Ensemble]) -> None:
+    """Writes them to the sweep's folder."""
+    text = json.dumps([ensemble.to_json() for ensemble in found], indent=2) + "\n"
+    (sweep.path / FILE).write_text(text)
+
+
+def table(found: list[Ensemble]) -> Table:
+    """The ensembles for the terminal, next to the mean of their members; in percent."""
+    shown = Table(*AXES, "models", "mean member", "ensemble")
+    for ensemble in found:
+        scores = ensemble.scores.values()
+        whole = sum(s.ensemble.accuracy for s in scores) / len(scores)
+        members = [m.accuracy for s in scores for m in s.members]
+        values = (sum(members) / len(members), whole)
+        row = [*ensemble.axes.values(), str(len(ensemble.runs))]
+        shown.add_row(*row, *(f"{100 * value:.1f}" for value in values))
+    return shown

@@ -1,0 +1,232 @@
+"""A sweep, planned: every run of a grid, with its full config in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from steppe import __version__
+from steppe.algorithms import algorithm_spec
+from steppe.averaging import averaging_spec
+from steppe.domains import DatasetSpec, dataset_spec, import_plugins, seed_hash
+from steppe.durable import durable, sync_folder
+from steppe.errors import UserError
+from steppe.optim import optimizer_spec
+from steppe.optim.search import get_space
+from steppe.training import RunConfig, configure
+
+VERSION = 1
+"""Of the format of `sweep.json`."""
+AXES = ("dataset", "targets", "algorithm", "optimizer", "averaging")
+"""What a sweep varies, besides trials and draws."""
+_FILE = "sweep.json"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is varied: one run for every combination.
+
+    Attributes:
+        datasets: names, or folders DOMAIN/CLASS/IMAGE.
+        algorithms: names.
+        optimizers: names.
+        averaging: names.
+        trials: seeds of the split, counted from 0.
+        draws: hyper-parameters, counted from 0, which are the defaults.
+        targets: what is held out: each target of the dataset (`single`), or also each with one
+            more domain (`pairs`), which leave-one-domain-out selection needs.
+        space: what hyper-parameters are drawn from.
+        overrides: ``key=value`` texts for every run.
+        options: other config keys for every run, such as `root`.
+    """
+
+    datasets: tuple[str, ...]
+    algorithms: tuple[str, ...] = ("ERM",)
+    optimizers: tuple[str, ...] = ("adam",)
+    averaging: tuple[str, ...] = ("none",)
+    trials: int = 3
+    draws: int = 20
+    targets: Literal["single", "pairs"] = "single"
+    space: str = "domainbed"
+    overrides: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A planned sweep.
+
+    Attributes:
+        path: its folder.
+        axes: for every run, in the order in which they are taken, where it lies in the grid.
+        retries: how often a run that failed is tried again.
+        facts: what `sweep.json` says besides: the grid, the command, versions.
+    """
+
+    path: Path
+    axes: Mapping[str, Mapping[str, Any]]
+    retries: int
+    facts: Mapping[str, Any]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its runs."""
+        return tuple(self.axes)
+
+    def folder(self, name: str) -> Path:
+        """The folder of a run."""
+        return self.path / "runs" / name
+
+
+def target_sets(spec: DatasetSpec, targets: str) -> list[tuple[str, ...]]:
+    """What a sweep holds out of a dataset, in a fixed order.
+
+    Examples:
+        >>> len(target_sets(dataset_spec("PACS"), "single"))
+        4
+        >>> target_sets(dataset_spec("PACS"), "pairs")[4]
+        ('art_painting', 'cartoon')
+        >>> len(target_sets(dataset_spec("PACS"), "pairs"))
+        10
+    """
+    sets = [frozenset(held_out) for held_out in spec.targets]
+    if targets == "pairs":
+        sets += [held_out | {d} for held_out in sets for d in spec.domains if d not in held_out]
+    if any(len(held_out) >= len(spec.domains) for held_out in sets):
+        raise UserError(f"{spec.name} has too few domains to hold out {targets}")
+    unique = dict.fromkeys(sets)
+    return [tuple(d for d in spec.domains if d in held_out) for held_out in unique]
+
+
+def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
+    """The runs of a grid: a readable name and the config of each.
+
+    Seeds are DomainBed's: a hash of dataset, algorithm, targets, draw and trial. Optimizers and
+    averaging are not in it, so that runs which differ in nothing else are paired.
+    """
+    import_plugins(grid.options.get("plugins", ()))
+    get_space(grid.space)
+    algorithms = _known(grid.algorithms, lambda name: algorithm_spec(name).name)
+    optimizers = _known(grid.optimizers, lambda name: optimizer_spec(name.lower()).name)
+    averaging = _known(grid.averaging, lambda name: averaging_spec(name).name)
+    for dataset in grid.datasets:
+        spec = dataset_spec(dataset)
+        axes = product(
+            range(grid.trials), algorithms, optimizers, averaging, target_sets(spec, grid.targets)
+        )
+        for trial, algorithm, optimizer, average, held_out in axes:
+            numbers = [spec.domains.index(domain) for domain in held_out]
+            for draw in range(grid.draws):
+                options = {
+                    **grid.options,
+                    "dataset": dataset,
+                    "targets": held_out,
+                    "algorithm": algorithm,
+                    "optimizer": optimizer,
+                    "averaging": average,
+                    "trial_seed": trial,
+                    "seed": seed_hash(spec.name, algorithm, numbers, draw, trial),
+                }
+                config = configure(options, grid.overrides, draw=draw, space=grid.space)
+                yield _name(config), config
+
+
+def _known(names: Sequence[str], find: Any) -> list[str]:
+    found = [find(name) for name in names]
+    for name in found:
+        if found.count(name) > 1:
+            raise UserError(f"{name!r} is given twice")
+    if not found:
+        raise UserError("an axis of the sweep is empty: name at least one of each")
+    return found
+
+
+def _axes(config: RunConfig) -> dict[str, Any]:
+    return {
+        "dataset": Path(config.dataset).name,
+        "targets": "+".join(config.targets),
+        "algorithm": config.algorithm.name,
+        "optimizer": config.optimizer.name,
+        "averaging": config.averaging.name,
+        "trial": config.trial_seed,
+        "draw": config.draw,
+        "steps": config.steps,
+    }
+
+
+def _name(config: RunConfig) -> str:
+    axes = _axes(config)
+    parts = (str(axes[axis]) for axis in AXES)
+    text = "-".join((*parts, f"trial{axes['trial']}", f"draw{axes['draw']}"))
+    return re.sub(r"[^\w.+-]", "_", text)
+
+
+def write_plan(
+    grid: Grid, path: Path, *, retries: int = 1, command: str = "", extend: bool = False
+) -> Sweep:
+    """Write a plan: `sweep.json`, and a folder with `config.json` for every run.
+
+    Args:
+        grid: what is varied.
+        path: the sweep's folder.
+        retries: how often a run that failed is tried again.
+        command: what was typed, for the record.
+        extend: add to the plan that the folder has; runs that it has already stay as they are.
+    """
+    old: Sweep | None = None
+    if (path / _FILE).exists():
+        if not extend:
+            raise UserError(
+                f"{path} holds a sweep already: add --extend to add runs to it, or choose another "
+                "folder"
+            )
+        old = read_plan(path)
+    elif path.exists() and any(path.iterdir()):
+        raise UserError(f"{path} is not empty and holds no sweep: choose another folder")
+    planned: dict[str, RunConfig] = {}
+    for name, config in jobs(grid):
+        if name in planned:
+            raise UserError(f"two runs would both be called {name}: plan them in two sweeps")
+        planned[name] = config
+    new = {name: config for name, config in planned.items() if not old or name not in old.axes}
+    for name, config in new.items():
+        folder = path / "runs" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(config.to_json())
+    os.sync()  # at once: thousands of files, one by one, would take minutes
+    facts = {
+        "version": VERSION,
+        "steppe": __version__,
+        "grids": [*(old.facts["grids"] if old else ()), asdict(grid)],
+        "commands": [*(old.facts["commands"] if old else ()), command],
+        "retries": retries,
+        "runs": {**(old.axes if old else {}), **{n: _axes(config) for n, config in new.items()}},
+    }
+    # Last: a plan that was cut off is no plan.
+    with durable(path / f".{_FILE}.writing") as file:
+        file.write((json.dumps(facts, indent=1) + "\n").encode())
+    (path / f".{_FILE}.writing").replace(path / _FILE)
+    sync_folder(path)
+    return read_plan(path)
+
+
+def read_plan(path: Path) -> Sweep:
+    """Read a planned sweep."""
+    try:
+        facts = json.loads((path / _FILE).read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is not a sweep: plan one with 'steppe sweep plan {path} ...'"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{path / _FILE} is damaged, not JSON: {error}") from None
+    if facts["version"] > VERSION:
+        raise UserError(f"{path} was planned by a newer steppe: pip install -U steppe")
+    runs = facts.pop("runs")
+    return Sweep(path, runs, facts["retries"], facts)

@@ -1,0 +1,212 @@
+"""How far a sweep is: counts, speed, the time that is left, what failed."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from steppe.errors import UserError, unknown
+
+from . import store
+from .plan import AXES, Sweep
+from .store import Event, Job
+
+STATES = ("planned", "running", "lost", "done", "failed", "cancelled")
+RECENT_SECONDS = 3600.0
+"""Throughput is that of the last hour."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that failed for good."""
+
+    name: str
+    attempts: int
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far a sweep is.
+
+    Attributes:
+        counts: the number of runs in each state.
+        axes: the same for every value of every axis.
+        runs_per_hour: finished in the last hour, or since the first was claimed.
+        seconds_left: an estimate from the runs that are done, or None before the first.
+        running: the runs at work, and for how many seconds.
+        failures: the runs that failed for good.
+    """
+
+    counts: Mapping[str, int]
+    axes: Mapping[str, Mapping[str, Mapping[str, int]]]
+    runs_per_hour: float
+    seconds_left: float | None
+    running: Mapping[str, float]
+    failures: tuple[Failure, ...]
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to be done."""
+        return not any(self.counts[state] for state in ("planned", "running", "lost"))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def look(sweep: Sweep, stale: float = store.STALE_SECONDS) -> Status:
+    """Looks at every run of a sweep."""
+    now = store.clock(sweep.path)
+    states: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    running: dict[str, float] = {}
+    ends: list[float] = []
+    first = now
+    failures = []
+    for name in sweep.names:
+        job = Job(sweep.folder(name))
+        events = job.events()
+        state = states[name] = store.state_of(job, events, now, sweep.retries, stale)
+        claims = [event for event in events if event.kind == "claim"]
+        if claims:
+            first = min(first, claims[0].time)
+        if state == "done":
+            seconds[name] = _worked(events)
+            ends.append(events[-1].time)
+        elif state == "running":
+            running[name] = max(0.0, now - claims[-1].time)
+        elif state == "failed":
+            facts = events[-1].facts
+            failures.append(Failure(name, len(claims), facts["error"], facts["traceback"]))
+    span = min(RECENT_SECONDS, max(now - first, 1.0))
+    recent = sum(end > now - span for end in ends)
+    axes: dict[str, dict[str, Counter[str]]] = {axis: defaultdict(Counter) for axis in AXES}
+    for name, state in states.items():
+        for axis in AXES:
+            axes[axis][str(sweep.axes[name][axis])][state] += 1
+    counts = Counter(states.values())
+    return Status(
+        {state: counts[state] for state in STATES},
+        {axis: {value: dict(c) for value, c in values.items()} for axis, values in axes.items()},
+        3600 * recent / span,
+        _seconds_left(sweep, states, seconds, running),
+        running,
+        tuple(failures),
+    )
+
+
+def _worked(events: list[Event]) -> float:
+    """The seconds that attempts worked on a run, until it was done."""
+    total = 0.0
+    for event, after in itertools.pairwise(events):
+        if event.kind == "claim":
+            total += max(0.0, after.time - event.time)
+    return total
+
+
+def _seconds_left(
+    sweep: Sweep,
+    states: Mapping[str, str],
+    seconds: Mapping[str, float],
+    running: Mapping[str, float],
+) -> float | None:
+    """What is left takes as long as runs like it did, shared by the workers that are at work."""
+    if not seconds:
+        return None
+
+    def kind(name: str) -> tuple[Any, ...]:
+        axes = sweep.axes[name]
+        return axes["dataset"], axes["algorithm"], axes["optimizer"], axes["steps"]
+
+    known: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for name, value in seconds.items():
+        known[kind(name)].append(value)
+    overall = sum(seconds.values()) / len(seconds)
+    left = 0.0
+    for name, state in states.items():
+        if state in ("planned", "running", "lost"):
+            alike = known.get(kind(name))
+            expected = sum(alike) / len(alike) if alike else overall
+            left += max(0.0, expected - running.get(name, 0.0))
+    return left / max(len(running), 1)
+
+
+def show(sweep: Sweep, status: Status) -> Group:
+    """The status for the terminal."""
+    total = sum(status.counts.values())
+    done = status.counts["done"]
+    states = ", ".join(f"{n:,} {state}" for state, n in status.counts.items() if n)
+    left = status.seconds_left
+    time_left = "?" if left is None else str(timedelta(seconds=round(left)))
+    lines = [
+        Text(f"{sweep.path}: {states}"),
+        Text(
+            f"{done:,} of {total:,} runs ({done / max(total, 1):.0%}), "
+            f"{status.runs_per_hour:,.1f} an hour, {time_left} left"
+            if not status.over
+            else f"{done:,} of {total:,} runs done"
+        ),
+    ]
+    table = Table("", "", *STATES, box=None)
+    for axis, values in status.axes.items():
+        if len(values) > 1:
+            for value, counts in values.items():
+                row = (f"{counts.get(state, 0):,}" if counts.get(state) else "" for state in STATES)
+                table.add_row(axis, value, *row)
+                axis = ""
+    parts: list[Any] = [*lines]
+    if table.row_count:
+        parts.append(table)
+    parts += [
+        Text(f"failed after {f.attempts} attempts: {f.name}: {f.error}", style="red")
+        for f in status.failures
+    ]
+    return Group(*parts)
+
+
+def watch(sweep: Sweep, console: Console, stale: float, seconds: float = 2.0) -> None:
+    """Shows the status in place, again and again, until the sweep is over."""
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            status = look(sweep, stale)
+            live.update(show(sweep, status), refresh=True)
+            if status.over:
+                return
+            time.sleep(seconds)
+
+
+def retry(sweep: Sweep, names: tuple[str, ...] = ()) -> list[str]:
+    """Lets runs that failed or were cancelled be tried again; returns which."""
+    return _change(sweep, names, ("failed", "cancelled"), "retry")
+
+
+def cancel(sweep: Sweep, names: tuple[str, ...] = ()) -> list[str]:
+    """Takes runs out that are planned, lost or at work; returns which."""
+    return _change(sweep, names, ("planned", "running", "lost"), "cancelled")
+
+
+def _change(sweep: Sweep, names: tuple[str, ...], states: tuple[str, ...], kind: str) -> list[str]:
+    for name in names:
+        if name not in sweep.axes:
+            raise UserError(unknown("run", name, sweep.names).partition(" Known:")[0])
+    now = store.clock(sweep.path)
+    changed = []
+    for name in names or sweep.names:
+        job = Job(sweep.folder(name))
+        events = job.events()
+        state = store.state_of(job, events, now, sweep.retries, store.STALE_SECONDS)
+        if state in states and job.note(events[-1].number + 1 if events else 1, kind):
+            changed.append(name)
+    return changed

@@ -1,0 +1,539 @@
+"""The report page, in a real browser: what it shows, what it does, and what it never does."""
+
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
+
+from steppe.reports.page import render_page
+from tests.reports.page_sample import EMPTY, HOSTILE, NAMES, hostile, sample
+
+Open = Callable[..., Page]
+PHONE = {"viewport": {"width": 360, "height": 740}}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        message = "no chromium on the path: apt-get install chromium"
+        if os.environ.get("STEPPE_NEEDS_BROWSER"):
+            pytest.fail(message)
+        pytest.skip(message)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
+    """Opens a report; whatever the test does there, nothing may be complained of or requested."""
+    complaints: list[str] = []
+    requests: list[str] = []
+    pages = []
+
+    def opened(data: dict[str, Any], **options: Any) -> Page:
+        file = tmp_path / f"{len(pages)}.html"
+        file.write_text(render_page(data), encoding="utf-8")
+        page = browser.new_page(**{"viewport": {"width": 1100, "height": 900}, **options})
+        page.set_default_timeout(5000)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(error.stack or error.message))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(file.as_uri())
+        pages.append((page, file.as_uri()))
+        return page
+
+    yield opened
+    probes = [page.evaluate("window.pwned") for page, _ in pages]
+    for page, _ in pages:
+        page.close()
+    assert complaints == []
+    assert [url for url in requests if not url.startswith("data:")] == [url for _, url in pages]
+    assert probes == [None] * len(pages)
+
+
+def keep(page: Page, name: str, tmp_path: Path) -> None:
+    folder = Path(os.environ.get("STEPPE_ARTIFACTS") or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=folder / f"report-{name}.png", full_page=True)
+
+
+def column(table: Locator, index: int) -> list[str]:
+    return [
+        text.strip()
+        for text in table.locator(f"tbody tr > :nth-child({index + 1})").all_inner_texts()
+    ]
+
+
+def chart(page: Page, section: str) -> Locator:
+    drawn = page.locator(f"#{section} .chart svg")
+    drawn.scroll_into_view_if_needed()
+    return drawn
+
+
+def choose(page: Page, section: str, label: str, option: str) -> None:
+    page.locator(f"#{section} .controls label", has_text=re.compile(f"^{label}")).locator(
+        "select"
+    ).select_option(option)
+
+
+def axis(drawn: Locator, which: str) -> Callable[[float], float]:
+    """From a value to its place on the screen, by two of the axis' own labels."""
+    labels = drawn.locator(f".{which}-ticks text").all()
+    (one, here), (two, there) = (
+        (float(label.inner_html().replace("−", "-")), label.bounding_box())
+        for label in (labels[0], labels[-1])
+    )
+    side, length = ("x", "width") if which == "x" else ("y", "height")
+    here, there = (box[side] + box[length] / 2 for box in (here, there))
+    return lambda value: here + (value - one) / (two - one) * (there - here)
+
+
+def tip(page: Page) -> str:
+    return page.locator("#tip").inner_text() if page.locator("#tip").is_visible() else ""
+
+
+def test_the_file_cannot_be_broken_out_of() -> None:
+    data = hostile() | {"command": "\udcff.jsonl"}  # a file name that is not UTF-8
+    page = render_page(data)
+    assert page.isascii()
+    assert len(re.findall("<script", page, re.IGNORECASE)) == 2
+    assert len(re.findall("</script", page, re.IGNORECASE)) == 2
+    assert "<!--" not in page
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    read = json.loads(found[1], parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert read["command"] == "\udcff.jsonl"
+    assert read["title"] == data["title"]
+
+
+def test_names_of_files_that_are_not_text_can_be_saved(show: Open) -> None:
+    page = show(sample(n_methods=2) | {"title": "run \udcff", "command": "a\udcff b"})
+    assert page.locator("h1").inner_text() == "run �"
+
+
+def test_hostile_texts_are_shown_and_run_nothing(show: Open) -> None:
+    page = show(hostile() | {"problems": list(HOSTILE)})
+    assert page.title() == HOSTILE[0]
+    assert page.locator(".problems li").all_text_contents() == list(HOSTILE)
+    assert page.locator("script").count() == 2
+    assert page.locator("img, iframe, object, base, form").count() == 0
+    # Whatever can be pointed at, chosen or pressed.
+    tips = set()
+    for drawn in page.locator(".chart svg").all():
+        for key in ("ArrowRight", "End", "ArrowLeft"):
+            drawn.press(key)
+            tips.add(tip(page))
+    assert all(any(text[:20] in tip for tip in tips) for text in HOSTILE[:3])
+    page.evaluate(
+        """() => document.querySelectorAll("select").forEach((menu) => {
+          for (let i = 0; i < menu.options.length; i++) {
+            menu.selectedIndex = i;
+            menu.dispatchEvent(new Event("change"));
+          }
+        })"""
+    )
+    page.evaluate(
+        "document.querySelectorAll('thead button, .legend button').forEach(b => b.click())"
+    )
+
+
+def test_the_policy_stops_what_a_mistake_would_let_in(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(render_page(sample(n_methods=2)), encoding="utf-8")
+    page = browser.new_page()
+    page.goto(file.as_uri())
+    server = socket.create_server(("127.0.0.1", 0))
+    server.setblocking(False)
+    blocked = page.evaluate(
+        """async (address) => {
+          const seen = [];
+          addEventListener("securitypolicyviolation", (e) => seen.push(e.effectiveDirective));
+          const script = document.createElement("script");
+          script.textContent = "window.pwned = 1";
+          const image = new Image();
+          image.src = `${address}/x.png`;
+          const style = document.createElement("style");
+          style.textContent = "body { display: none }";
+          document.body.append(script, image, style);
+          await fetch(address).catch(() => null);
+          await new Promise((done) => setTimeout(done, 50));
+          return [seen.sort(), window.pwned ?? null];
+        }""",
+        f"http://127.0.0.1:{server.getsockname()[1]}",
+    )
+    page.close()
+    assert blocked == [["connect-src", "img-src", "script-src-elem", "style-src-elem"], None]
+    with server, pytest.raises(BlockingIOError):  # nobody knocked
+        server.accept()
+
+
+def test_a_report_of_nothing(show: Open) -> None:
+    page = show(EMPTY)
+    assert "No finished runs yet" in page.locator("#results").inner_text()
+    assert page.locator("section").evaluate_all("all => all.map(s => s.id)") == [
+        "results",
+        "provenance",
+    ]
+    # Empty insides, and keys that are not there at all.
+    bare = dict.fromkeys(EMPTY)
+    hollow = {
+        "tables": [{"dataset": None, "columns": None, "rows": []}, {"rows": [{"cells": None}]}],
+        "across": {"rows": [None]},
+        "cost": [{}],
+        "curves": [{"series": [{"name": None, "steps": [1, None], "val": [None, None]}]}],
+        "bars": [{"groups": [{"target": None, "values": [{}]}]}],
+        "sensitivity": [{"points": [{}]}],
+        "flatness": [{"spectrum": None}],
+        "comparisons": [{"difference": None}, {"difference": 1.0}],
+    }
+    for data in ({}, bare, hollow):
+        assert show(data).locator("#provenance").is_visible()
+
+
+def test_tables_sort_by_number_and_mark_the_best(show: Open) -> None:
+    data = sample()
+    table = data["tables"][0]
+    # As text, 100 comes before 9.5 and 99.46 after 99.5. Three are best as printed; one is of a
+    # single trial.
+    means = [100.04, 9.5, 99.5, None, 99.96, 100.0, 99.46]
+    for row, mean in zip(table["rows"], means, strict=True):
+        row["cells"]["photo"] = None if mean is None else {"mean": mean, "err": 0.3, "n": 3}
+    table["rows"][6]["cells"]["photo"] |= {"n": 1, "err": 0.0}
+    page = show(data)
+    shown = page.locator("#results table").nth(1)
+    assert column(shown, 0) == list(NAMES)
+    printed = ["100.0 ± 0.3", "9.5 ± 0.3", "99.5 ± 0.3", "–", "100.0 ± 0.3", "100.0 ± 0.3", "99.5"]
+    written = [cell.removesuffix("\n(best)") for cell in column(shown, 3)]
+    assert written == printed
+    best = shown.locator("tbody tr > :nth-child(4)").evaluate_all(
+        "cells => cells.map(c => c.classList.contains('best'))"
+    )
+    assert best == [True, False, False, False, True, True, False]
+
+    def order(reverse: bool) -> list[str]:
+        known = [pair for pair in zip(NAMES, means, strict=True) if pair[1] is not None]
+        return [name for name, _ in sorted(known, key=lambda pair: pair[1], reverse=reverse)] + [
+            "gam"
+        ]
+
+    def directions() -> list[str]:
+        return shown.locator("thead th").evaluate_all("all => all.map(h => h.ariaSort)")
+
+    photo = shown.locator("thead button", has_text="photo")
+    photo.click()
+    assert column(shown, 0) == order(reverse=True)
+    assert directions() == ["none"] * 3 + ["descending"] + ["none"] * 5
+    photo.press("Enter")
+    assert column(shown, 0) == order(reverse=False)
+    assert directions()[3] == "ascending"
+    shown.locator("thead button", has_text="method").press("Space")
+    assert column(shown, 0) == sorted(NAMES, key=str.lower)
+    assert directions() == ["ascending"] + ["none"] * 8
+
+
+def test_long_tables_can_be_filtered_by_what_the_names_leave_out(show: Open) -> None:
+    page = show(sample(n_methods=12, datasets=("PACS",)))
+    assert not page.locator("#cost label", has_text="dataset").is_visible()  # nothing to choose
+    first = page.locator("#results .controls input").first
+    first.fill("erm fad")
+    rows = page.locator("#results table").first.locator("tbody tr:visible")
+    assert rows.locator(".name").all_inner_texts() == ["fad", "fad swad"]
+    first.fill("")
+    assert rows.count() == 12
+
+
+def test_learning_curves_answer_the_pointer(show: Open) -> None:
+    data = sample()
+    page = show(data)
+    drawn = chart(page, "curves")
+    series = data["curves"][0]["series"]
+    x, y = axis(drawn, "x"), axis(drawn, "y")
+    step = series[0]["steps"][5]
+    page.mouse.move(x(step) + 3, y(series[3]["test"][5]))
+    lines = tip(page).splitlines()
+    assert lines[0] == f"step {step:,}"
+    expected = sorted(((one["test"][5], one["name"]) for one in series), reverse=True)
+    assert " ".join(lines[1:]).split() == " ".join(f"{n} {v:.2f}" for v, n in expected).split()
+    # The cross stands at the step, the marks at the values.
+    cross = drawn.locator(".hover .cross").bounding_box()
+    assert abs(cross["x"] + cross["width"] / 2 - x(step)) < 2
+    heights = sorted(
+        box["y"] + box["height"] / 2
+        for box in map(Locator.bounding_box, drawn.locator(".hover .marks").all())
+    )
+    assert heights == pytest.approx(sorted(y(value) for value, _ in expected), abs=2)
+    page.mouse.move(0, 0)
+    assert not tip(page)
+    # The keyboard does the same, and another target and measure show their own numbers.
+    choose(page, "curves", "target", "OfficeHome / sketch")
+    choose(page, "curves", "show", "training loss")
+    drawn = chart(page, "curves")
+    drawn.press("Home")
+    drawn.press("ArrowRight")
+    other = data["curves"][7]["series"][2]
+    assert tip(page).startswith(f"step {other['steps'][1]:,}")
+    assert f"{other['loss'][1]:.4g}" in tip(page)
+    drawn.press("Escape")
+    assert not tip(page)
+
+
+def test_a_name_hides_its_series(show: Open) -> None:
+    page = show(sample())
+    drawn = chart(page, "curves")
+    button = page.locator("#curves .legend button", has_text="CORAL adam")
+    assert drawn.locator(".series").count() == len(NAMES)
+    button.click()
+    assert button.get_attribute("aria-pressed") == "false"
+    drawn = chart(page, "curves")
+    assert drawn.locator(".series").count() == len(NAMES) - 1
+    drawn.press("End")
+    assert "CORAL" not in tip(page)
+    assert "fad swad" in tip(page)
+    # The choice outlives a change of the measure, and the next press undoes it.
+    choose(page, "curves", "show", "training loss")
+    assert drawn.locator(".series").count() == len(NAMES) - 1
+    button.click()
+    assert button.get_attribute("aria-pressed") == "true"
+    assert chart(page, "curves").locator(".series").count() == len(NAMES)
+
+
+def test_a_missing_value_leaves_a_gap(show: Open) -> None:
+    data = sample(n_methods=1)
+    data["curves"][0]["series"][0] |= {"steps": [0, 1, 2, 3, 4], "test": [1.0, 2.0, None, 4.0, 5.0]}
+    path = chart(show(data), "curves").locator(".series .stroke").get_attribute("d")
+    assert re.sub("[^A-Z]", "", path) == "MLML"
+
+
+def test_cost_and_domains_answer_the_pointer(show: Open) -> None:
+    data = sample()
+    page = show(data)
+    row = data["cost"][2]
+    assert row["name"] == "sam"
+    drawn = chart(page, "cost")
+    page.mouse.move(
+        axis(drawn, "x")(1e3 * row["seconds_per_step"]), axis(drawn, "y")(row["accuracy"])
+    )
+    assert tip(page).splitlines()[0] == "sam"
+    for number in (
+        f"{row['accuracy']:.1f} ± {row['err']:.1f}",
+        f"{1e3 * row['seconds_per_step']:.1f}",
+        f"{row['memory_gb']:.2f}",
+    ):
+        assert number in tip(page)
+    value = data["bars"][1]["groups"][2]["values"][4]
+    choose(page, "domains", "dataset", "OfficeHome")
+    for option in ("bars from zero", "points, enlarged"):
+        choose(page, "domains", "axis", option)
+        drawn = chart(page, "domains")
+        mark = drawn.locator(".series").nth(4).locator(".marks")
+        # One path for the four targets, which stand at equal distances; its third mark is meant.
+        box = mark.bounding_box()
+        center = box["x"] + box["width"] / 2
+        label = [b.bounding_box() for b in drawn.locator(".x-ticks text").all()]
+        middle = [b["x"] + b["width"] / 2 for b in label]
+        page.mouse.move(center + (middle[2] - middle[0]) / 4, axis(drawn, "y")(value["mean"]))
+        assert tip(page).split() == [
+            "photo",
+            value["name"],
+            f"{value['mean']:.1f}",
+            "±",
+            f"{value['err']:.1f}",
+        ]
+
+
+def test_sensitivity_chooses_its_axis(show: Open) -> None:
+    data = sample()
+    page = show(data)
+    points = [p for entry in data["sensitivity"][:7] for p in entry["points"]]
+
+    def marks() -> int:
+        paths = (
+            chart(page, "sensitivity")
+            .locator(".cloud")
+            .evaluate_all("all => all.map(p => p.getAttribute('d'))")
+        )
+        return sum(path.count("M") for path in paths)
+
+    def title() -> str:
+        return chart(page, "sensitivity").locator("> text").first.text_content()
+
+    assert title() == "lr (log scale)"
+    assert marks() == len(points)
+    choose(page, "sensitivity", "target", "photo")
+    assert marks() == sum(p["target"] == "photo" for p in points)
+    choose(page, "sensitivity", "against", "batch_size")
+    assert title() == "batch_size"  # 8 to 45: not wide
+    choose(page, "sensitivity", "against", "nonlinear")
+    assert chart(page, "sensitivity").locator(".x-ticks text").all_text_contents() == [
+        "false",
+        "true",
+    ]
+    choose(page, "sensitivity", "against", "resnet_dropout")
+    drawn = chart(page, "sensitivity")
+    photo = [p for p in points if p["target"] == "photo"]
+    highest = max(photo, key=lambda p: p["accuracy"])
+    x, y = axis(drawn, "x"), axis(drawn, "y")
+    page.mouse.move(x(highest["hparams"]["resnet_dropout"]), y(highest["accuracy"]))
+    assert f"{highest['accuracy']:.2f}" in tip(page)
+    assert f"{highest['choice']} trial {highest['trial']}" in " ".join(tip(page).split())
+
+
+def test_comparisons_show_what_may_be_chance(show: Open) -> None:
+    data = sample()
+    rows = data["comparisons"]
+    page = show(data)
+    table = page.locator("#comparisons table")
+    assert column(table, 0) == [f"{row['a']} − {row['b']}" for row in rows]
+    assert column(table, 2) == [f"{row['difference']:+.2f}".replace("-", "−") for row in rows]
+    filled = table.locator("tbody .plot").evaluate_all(
+        "all => all.map(c => !!c.querySelector('.marks'))"
+    )
+    assert filled == [row["low"] > 0 or row["high"] < 0 for row in rows]
+    assert len(set(filled)) == 2
+    # In pixels, the intervals' lengths are as the numbers.
+    boxes = [stroke.bounding_box()["width"] for stroke in table.locator(".plot .stroke").all()]
+    lengths = [row["high"] - row["low"] for row in rows]
+    scale = (boxes[0] - 1.75) / lengths[0]
+    assert [box - 1.75 for box in boxes] == pytest.approx(
+        [scale * length for length in lengths], abs=1.5
+    )
+
+
+def test_flatness_is_left_out_until_it_was_measured(show: Open) -> None:
+    page = show(sample())
+    assert "Flatness" in page.locator("nav").inner_text()
+    chart(page, "flatness").press("Home")
+    assert "eigenvalue 1" in tip(page)
+    assert "45" in tip(page)
+    assert "Flatness" not in show(sample() | {"flatness": []}).locator("body").inner_text()
+
+
+def test_provenance_names_command_versions_and_problems(show: Open) -> None:
+    data = sample()
+    text = show(data).locator("#provenance").inner_text()
+    for part in (data["command"], data["made"], *data["versions"].values(), *data["problems"]):
+        assert part in text
+    assert "training-domain validation" in text
+
+
+LUMINANCE = """() => {
+  const light = (colour) => {
+    const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    context.fillStyle = colour;
+    context.fillRect(0, 0, 1, 1);
+    const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].slice(0, 3)
+      .map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const marks = [...document.querySelectorAll("#curves .legend .marks")];
+  return {
+    page: light(getComputedStyle(document.body).backgroundColor),
+    text: [...document.querySelectorAll("p, td, th, .err")]
+      .map((node) => light(getComputedStyle(node).color)),
+    marks: marks.map((mark) => light(getComputedStyle(mark).fill)),
+  };
+}"""
+
+
+def test_light_and_dark(show: Open, tmp_path: Path) -> None:
+    def check(page: Page, dark: bool) -> None:
+        seen = page.evaluate(LUMINANCE)
+        assert (seen["page"] < 0.1) == dark
+
+        def contrast(value: float) -> float:
+            high, low = max(value, seen["page"]), min(value, seen["page"])
+            return (high + 0.05) / (low + 0.05)
+
+        # The bars of WCAG: text, and what figures are read by.
+        assert min(map(contrast, seen["text"])) >= 4.5
+        assert min(map(contrast, seen["marks"])) >= 3
+        assert len(set(seen["marks"])) == 7
+
+    for scheme in ("light", "dark"):
+        page = show(sample(), color_scheme=scheme)
+        check(page, dark=scheme == "dark")
+        keep(page, scheme, tmp_path)
+        page.locator("#theme").click()
+        check(page, dark=scheme != "dark")
+        page.emulate_media(media="print")
+        check(page, dark=False)
+        assert not page.locator("#theme, .controls").first.is_visible()
+
+
+def test_a_phone_never_scrolls_sideways(show: Open, tmp_path: Path) -> None:
+    for name, data in {"phone": sample(), "hostile": hostile()}.items():
+        page = show(data, **PHONE)
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+        if name == "phone":
+            keep(page, name, tmp_path)
+        for drawn in page.locator(".chart svg").all():
+            drawn.focus()
+            drawn.press("End")
+            if tip(page):  # a chart whose values were all lost has none
+                box = page.locator("#tip").bounding_box()
+                assert 0 <= box["x"] <= 360 - box["width"]
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+    table = page.locator("#results .scroll").nth(1)
+    first = table.locator("tbody th").first
+    before = first.bounding_box()["x"]
+    assert table.evaluate("t => { t.scrollLeft = 150; return t.scrollLeft; }") == 150
+    assert first.bounding_box()["x"] == before
+    # Turned on its side, the charts are drawn anew.
+    page.set_viewport_size({"width": 740, "height": 360})
+    page.wait_for_function("document.querySelector('.chart svg').viewBox.baseVal.width > 600")
+
+
+def test_focus_is_visible_and_motion_is_optional(show: Open) -> None:
+    page = show(sample(), reduced_motion="reduce")
+    assert (
+        page.evaluate("getComputedStyle(document.querySelector('.series')).transitionDuration")
+        == "0s"
+    )
+    for _ in range(3):
+        page.keyboard.press("Tab")
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+TIMES = """() => {
+  const timed = (act) => {
+    const from = performance.now();
+    act();
+    return performance.now() - from;
+  };
+  const every = (id) => [...document.querySelectorAll(`#${id} .tool`)]
+    .find((button) => button.textContent === "all").click();
+  const move = (id) => {
+    const svg = document.querySelector(`#${id} .chart svg`), box = svg.getBoundingClientRect();
+    for (let i = 0; i < 20; i++) {
+      const place = { clientX: box.left + 60 + 10 * i, clientY: box.top + 90 };
+      svg.dispatchEvent(new PointerEvent("pointermove", place));
+    }
+  };
+  return ["curves", "sensitivity"]
+    .flatMap((id) => [timed(() => every(id)), timed(() => move(id)) / 20]);
+}"""
+
+
+def test_a_crowd_is_quick_and_starts_with_the_best(show: Open) -> None:
+    data = sample(n_methods=40, datasets=("PACS",), n_steps=60, n_points=50)
+    page = show(data)
+    drawn = chart(page, "curves")
+    names = page.locator("#curves .legend button:not(.tool)[aria-pressed=true]").all_inner_texts()
+    ranked = sorted(data["curves"][0]["series"], key=lambda one: max(one["val"]), reverse=True)
+    assert set(names) == {one["name"] for one in ranked[:8]}
+    milliseconds = page.evaluate(TIMES)
+    print("redraw and hover, ms:", [round(value, 1) for value in milliseconds])
+    assert max(milliseconds) < 500  # some ten times what an idle core needs
+    assert drawn.locator(".series").count() == 40
+    assert page.locator("#sensitivity .cloud").count() == 40

@@ -1,0 +1,173 @@
+"""Tables as text: the JSON schema, marks for the best, and names that would break out."""
+
+import csv
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from steppe.reports import (
+    Cell,
+    Cost,
+    Matrix,
+    Paired,
+    Row,
+    Table,
+    TableRow,
+    cost_grid,
+    matrix_grid,
+    paired_grid,
+    to_csv,
+    to_json,
+    to_latex,
+    to_markdown,
+    to_terminal,
+)
+
+ADAM, FAD = Row("ERM", "adam", "none"), Row("ERM", "fad", "none")
+HOSTILE = Row(r"A\input{x}%$&_#^~", "[bold]|*x*<b>", "swad\nnew")
+
+
+def table(*rows):
+    return Table("PACS", "oracle", ("art_painting", "photo"), ("A", "P"), rows)
+
+
+def row(name, first, second, avg):
+    return TableRow(name, {"art_painting": first, "photo": second}, avg, (5001,), 12, "fad")
+
+
+TABLE = table(
+    row(ADAM, Cell(80.04, 1.23456789, 3), Cell(90.0, 0.0, 1), 85.02),
+    row(FAD, Cell(79.96, 0.5, 3), None, None),
+)
+
+
+def printed(rich_table):
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    console.print(rich_table)
+    return console.file.getvalue()
+
+
+def test_json_is_the_schema():
+    assert json.loads(to_json([TABLE])) == {
+        "tables": [
+            {
+                "dataset": "PACS",
+                "selection": "oracle",
+                "columns": ["art_painting", "photo"],
+                "rows": [
+                    {
+                        "algorithm": "ERM",
+                        "optimizer": "adam",
+                        "averaging": "none",
+                        "cells": {
+                            "art_painting": {"mean": 80.04, "err": 1.23456789, "n": 3},
+                            "photo": {"mean": 90.0, "err": 0.0, "n": 1},
+                        },
+                        "avg": 85.02,
+                        "steps": [5001],
+                        "runs": 12,
+                        "space": "fad",
+                    },
+                    {
+                        "algorithm": "ERM",
+                        "optimizer": "fad",
+                        "averaging": "none",
+                        "cells": {
+                            "art_painting": {"mean": 79.96, "err": 0.5, "n": 3},
+                            "photo": None,
+                        },
+                        "avg": None,
+                        "steps": [5001],
+                        "runs": 12,
+                        "space": "fad",
+                    },
+                ],
+            }
+        ]
+    }
+
+
+def test_markdown_marks_all_that_look_best():
+    lines = to_markdown(TABLE).splitlines()
+    assert lines[2] == "| optimizer | A | P | Avg. | steps | space | runs |"
+    assert lines[4] == "| adam | **80.0 ± 1.2** | **90.0** | **85.0** | 5001 | fad | 12 |"
+    assert lines[5] == "| fad | **80.0 ± 0.5** | – | – | 5001 | fad | 12 |"
+
+
+def test_latex_is_booktabs():
+    text = to_latex(TABLE)
+    assert text.splitlines()[1:] == [
+        r"\begin{tabular}{lrrrrrr}",
+        r"\toprule",
+        r"optimizer & A & P & Avg. & steps & space & runs \\",
+        r"\midrule",
+        r"adam & \textbf{80.0 $\pm$ 1.2} & \textbf{90.0} & \textbf{85.0} & 5001 & fad & 12 \\",
+        r"fad & \textbf{80.0 $\pm$ 0.5} & -- & -- & 5001 & fad & 12 \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
+def test_names_cannot_break_out():
+    odd = table(row(HOSTILE, Cell(1.0, 0.0, 1), Cell(1.0, 0.0, 1), 1.0))
+    latex = to_latex(odd).splitlines()[5]
+    assert latex.startswith(
+        r"A\textbackslash{}input\{x\}\%\$\&\_\#\textasciicircum{}\textasciitilde{} & "
+        r"[bold]\textbar{}*x*\textless{}b\textgreater{} & swad new & "
+    )
+    markdown = to_markdown(odd).splitlines()
+    assert len(markdown) == 5
+    assert r"| \[bold\]\|\*x\*\<b\> | swad new |" in markdown[4]
+    assert "[bold]|*x*<b>" in printed(to_terminal(odd))
+
+
+def test_the_terminal_shows_what_is_missing():
+    text = printed(to_terminal(TABLE))
+    assert "PACS, selected by validation on the test domain (oracle)" in text
+    adam, fad = (
+        next(n for n in text.splitlines() if n.split()[:1] == [o]) for o in ("adam", "fad")
+    )
+    assert adam.split() == ["adam", "80.0", "±", "1.2", "90.0", "85.0", "5001", "fad", "12"]
+    assert fad.split() == ["fad", "80.0", "±", "0.5", "–", "–", "5001", "fad", "12"]
+
+
+def test_csv_has_a_line_per_cell():
+    lines = list(csv.DictReader(io.StringIO(to_csv([TABLE]))))
+    assert len(lines) == 6
+    assert (lines[0]["target"], lines[0]["mean"], lines[0]["err"]) == (
+        "art_painting",
+        "80.04",
+        "1.23456789",
+    )
+    assert (lines[4]["optimizer"], lines[4]["target"], lines[4]["mean"]) == ("fad", "photo", "")
+    assert (lines[2]["target"], lines[2]["mean"], lines[2]["runs"]) == ("Avg.", "85.02", "12")
+
+
+def test_a_partial_cell_is_marked_and_explained():
+    text = to_markdown(table(row(ADAM, Cell(80.0, 1.0, 3, True), None, None)))
+    assert r"**80.0 ± 1.0\***" in text
+    assert text.rstrip().endswith(r"\* some targets are missing")
+
+
+def test_other_tables_have_grids():
+    cells = {ADAM: Cell(80.0, 1.0, 3), FAD: Cell(81.0, 1.0, 3)}
+    matrix = Matrix(
+        "all", "train-val", (("ERM", "none"), ("CORAL", "swad")), ("adam", "fad"), cells
+    )
+    lines = to_markdown(matrix_grid(matrix)).splitlines()
+    assert lines[4:] == ["| ERM | 80.0 ± 1.0 | **81.0 ± 1.0** |", "| CORAL + swad | – | – |"]
+    cost = Cost("PACS", FAD, 0.0526, 4.125, 4, None, cells[FAD])
+    assert to_markdown(cost_grid([cost])).splitlines()[4] == (
+        "| PACS | fad | 52.6 | 4.12 | 4 | – | 81.0 ± 1.0 |"
+    )
+    compared = Paired("fad", "adam", 1.5, 0.5, 0.25, 2.75, 0.95, 12, 4, "targets")
+    line = to_markdown(paired_grid([compared])).splitlines()[4]
+    assert line == "| fad - adam | **+1.5** | +0.2 to +2.8 | 12 pairs; interval over 4 targets |"
+    assert "fad - adam" in printed(to_terminal(paired_grid([compared])))
+
+
+@pytest.mark.parametrize("show", [to_markdown, to_latex, to_terminal])
+def test_empty_tables_are_shown(show):
+    assert show(table())

@@ -1,0 +1,115 @@
+"""What the page is given."""
+
+import itertools
+import json
+
+import pytest
+
+from steppe.reports import SELECTIONS, build_report, load_runs
+from steppe.reports.page import render_page
+from tests.reports.trees import DOMAINS, config, record, some_sweep, write_run
+
+KEYS = {
+    "title": str,
+    "command": str,
+    "made": str,
+    "versions": dict,
+    "selection": str,
+    "problems": list,
+    "tables": list,
+    "across": (dict, type(None)),
+    "comparisons": list,
+    "cost": list,
+    "curves": list,
+    "bars": list,
+    "sensitivity": list,
+    "flatness": list,
+}
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_page_data_has_the_agreed_shape(tmp_path, selection):
+    for number, (one, records) in enumerate(some_sweep(0, optimizers=("adam", "fad"))):
+        write_run(tmp_path / str(number), one, records)
+    report = build_report(load_runs(tmp_path), selection, "steppe report x", "Sweep")
+    data = json.loads(json.dumps(report.page_data(), allow_nan=False))
+    assert {key: isinstance(data[key], kind) for key, kind in KEYS.items()} == dict.fromkeys(
+        KEYS, True
+    )
+    assert (data["selection"], data["across"]) == (selection, None)
+    assert set(data["versions"]) == {"steppe", "torch", "python"}
+    (table,) = data["tables"]
+    assert table["rows"][0].keys() >= {"cells", "avg", "steps", "runs", "space"}
+    (comparison,) = data["comparisons"]
+    assert (comparison["a"], comparison["b"], comparison["n"]) == ("fad", "adam", 8)
+    assert comparison["low"] < comparison["difference"] < comparison["high"]
+    assert [c["name"] for c in data["cost"]] == ["adam", "fad"]
+    assert data["cost"][0].keys() == {
+        *("dataset", "name", "seconds_per_step", "relative", "passes", "memory_gb"),
+        *("accuracy", "err"),
+    }
+    assert [c["target"] for c in data["curves"]] == list(DOMAINS)
+    assert [g["target"] for g in data["bars"][0]["groups"]] == list(DOMAINS)
+    cell = table["rows"][1]["cells"]["photo"]
+    assert data["bars"][0]["groups"][2]["values"][1] == {
+        "name": "fad",
+        "mean": cell["mean"],
+        "err": cell["err"],
+    }
+    points = data["sensitivity"][0]["points"]
+    assert len(points) == 3 * 2 * 4  # draws, trials, targets: not the runs that hold out two
+    assert {p["hparams"]["lr"] for p in points} == {1.0, 0.1, 0.01}
+    assert render_page(data).startswith("<!")
+
+
+def test_curves_are_means_over_the_chosen_runs(tmp_path):
+    for trial, draw in itertools.product((0, 1), (0, 1)):
+        records = [
+            record(s, ("sketch",), lambda d, p, s=s, t=trial, d_=draw: 0.1 * s + 0.2 * t + 0.3 * d_)
+            for s in ((0, 1, 2) if trial else (0, 1))
+        ]
+        for one in records:
+            one["loss"] = {"total": 3.0 - trial} if one["step"] else {}
+        write_run(tmp_path / f"{trial}{draw}", config(("sketch",), trial, draw), records)
+    data = build_report(load_runs(tmp_path)).page_data()
+    (curve,) = data["curves"]
+    (series,) = curve["series"]
+    assert (series["name"], series["steps"], series["runs"]) == ("adam", [0, 1, 2], 2)
+    assert series["val"] == pytest.approx([40, 50, 70])  # draw 1 of both trials, then one alone
+    assert series["test"] == pytest.approx([40, 50, 70])
+    assert series["loss"] == [None, 2.5, 2.0]
+    (sensitivity,) = data["sensitivity"]
+    points = {(p["trial"], p["choice"]): p for p in sensitivity["points"]}
+    assert points.keys() == set(itertools.product((0, 1), ("draw 0", "draw 1")))
+    point = points[1, "draw 0"]
+    assert point["target"] == "sketch"
+    assert (point["accuracy"], point["validation"]) == pytest.approx((40, 40))
+
+
+def test_no_runs_at_all_make_an_empty_report(tmp_path):
+    data = build_report(load_runs(tmp_path)).page_data()
+    assert (data["tables"], data["across"], data["comparisons"], data["curves"]) == (
+        [],
+        None,
+        [],
+        [],
+    )
+    assert render_page(data)
+
+
+def test_what_a_reader_should_know_is_said(tmp_path):
+    records = [record(0, ("photo",), lambda d, p: 0.5)]
+    write_run(tmp_path / "a", config(("photo",), backbone="resnet18"), records, state="running")
+    write_run(tmp_path / "b", config(("photo",), backbone="resnet50"), records)
+    write_run(tmp_path / "c", config(("photo",), backbone="resnet50", seed=3), records)
+    write_run(tmp_path / "d", config(("photo",), split="appendix"), b"{\n")
+    problems = build_report(load_runs(tmp_path)).problems
+    wanted = (
+        "1 unreadable line (1)",
+        "1 run is not finished",
+        "1 run is a repetition",
+        "backbones",
+    )
+    for text in wanted:
+        assert sum(text in problem for problem in problems) == 1, text
+    assert len(problems) == 4

@@ -1,0 +1,198 @@
+"""Sweeps on this machine: workers die, two launchers share a plan, and nothing is lost."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from steppe.errors import Interrupted, UserError
+from steppe.sweeps import Grid, Job, Sweep, Worker, cancel, look, read_plan, retry, write_plan
+from steppe.sweeps.status import show
+from steppe.training import RunDirectory, train
+from steppe.training.trainer import Trainer
+from tests.training.test_resume import assert_same_run
+
+GRID = Grid(
+    ("RotatedDigits",),
+    optimizers=("sgd", "fad"),
+    trials=1,
+    draws=1,
+    overrides=("steps=30", "checkpoint_every=6", "batch_size=4"),
+)
+
+
+def plan(path: Path, **changes) -> Sweep:
+    return write_plan(Grid(**{**vars(GRID), **changes}), path)
+
+
+def launch(sweep: Sweep, *options: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "steppe", "sweep", "run", sweep.path, *options]
+    return subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def assert_complete(sweep: Sweep) -> None:
+    """Every run is done once, and its result is that of a run alone."""
+    for name in sweep.names:
+        job = Job(sweep.folder(name))
+        kinds = [event.kind for event in job.events()]
+        assert kinds.count("done") == 1
+        assert kinds[-1] == "done"
+        assert RunDirectory(job.result).state == "done"
+        assert not list(job.path.glob("attempt-*"))
+    for name in sweep.names[::4]:
+        alone = sweep.path / "alone" / name
+        train(Job(sweep.folder(name)).config().model_copy(update={"device": "cpu"}), alone)
+        assert_same_run(Job(sweep.folder(name)).result, alone)
+
+
+def test_two_launchers_and_workers_killed_at_random(tmp_path: Path) -> None:
+    sweep = plan(tmp_path / "sweep")
+    launchers = [launch(sweep, "--workers", 1, "--stale", 3) for _ in range(2)]
+    rng, killed = random.Random(0), 0
+    deadline = time.monotonic() + 240
+    while any(launcher.poll() is None for launcher in launchers):
+        assert time.monotonic() < deadline
+        time.sleep(rng.uniform(0.1, 0.6))
+        pids = set()
+        for name in sweep.names:
+            last = Job(sweep.folder(name)).last()
+            if last and last.kind == "claim":
+                pids.add(last.facts["pid"])
+        if pids and killed < 5:
+            os.kill(rng.choice(sorted(pids)), signal.SIGKILL)
+            killed += 1
+    for launcher in launchers:
+        out, err = launcher.communicate()
+        assert launcher.returncode == 0, out + err
+    assert killed == 5
+    assert_complete(sweep)
+    claims = sum(
+        event.kind == "claim" for name in sweep.names for event in Job(sweep.folder(name)).events()
+    )
+    assert claims > len(sweep.names)  # some were taken over
+
+
+def test_interrupted_and_run_again(tmp_path: Path) -> None:
+    sweep = plan(tmp_path / "sweep", overrides=("steps=3000", "checkpoint_every=500"))
+    launcher = launch(sweep, "--workers", 1)
+    deadline = time.monotonic() + 60
+    while not look(sweep).counts["running"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(1)
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=60)
+    assert launcher.returncode == 130
+    status = look(sweep)
+    assert status.counts["planned"] == len(sweep.names)  # what ran was given back
+    assert any(Job(sweep.folder(n)).last() for n in sweep.names)
+
+
+def failing(message: str):
+    def step(self, batches):
+        raise ValueError(message)
+
+    return step
+
+
+def test_a_failing_run_is_tried_again_and_then_shown(tmp_path, monkeypatch, capsys) -> None:
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
+    monkeypatch.setattr(Trainer, "step", failing("the fan stopped"))
+    assert Worker(sweep, "cpu").work() == 0
+    status = look(sweep)
+    assert status.counts["failed"] == 6
+    assert status.over
+    assert {failure.attempts for failure in status.failures} == {2}
+    assert "in step\n    raise ValueError(message)" in status.failures[0].traceback
+    from rich.console import Console
+
+    Console(width=200).print(show(sweep, status))
+    assert "ValueError: the fan stopped" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert len(retry(sweep)) == 6
+    assert look(sweep).counts["planned"] == 6
+    assert Worker(sweep, "cpu").work() == 6
+    assert look(sweep).counts["done"] == 6
+
+
+def test_cancelled_while_it_runs(tmp_path: Path, monkeypatch) -> None:
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
+    step = Trainer.step
+
+    def cancelled(self, batches):
+        step(self, batches)
+        if self.done == 3 and not look(sweep).counts["cancelled"]:
+            assert len(cancel(sweep)) == 6
+        time.sleep(0.02)
+
+    monkeypatch.setattr(Trainer, "step", cancelled)
+    assert Worker(sweep, "cpu", beat=0.05).work() == 0
+    assert look(sweep).counts["cancelled"] == 6
+    with pytest.raises(UserError, match="unknown run 'nothing'"):
+        cancel(sweep, ("nothing",))
+
+
+def test_a_stopped_worker_gives_its_run_back(tmp_path: Path, monkeypatch) -> None:
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
+    step = Trainer.step
+
+    def interrupted(self, batches):
+        step(self, batches)
+        if self.done == 10:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    with pytest.raises(Interrupted):
+        Worker(sweep, "cpu").work()
+    job = Job(sweep.folder(sweep.names[0]))
+    assert [event.kind for event in job.events()] == ["claim", "released"]
+    monkeypatch.undo()
+    assert Worker(sweep, "cpu", limit=1).work() == 1
+    assert "resumed after step 9" in (job.result / "log.txt").read_text()
+
+
+def test_status_counts_and_estimates(tmp_path: Path) -> None:
+    sweep = plan(tmp_path / "sweep", overrides=("steps=4",))
+    status = look(sweep)
+    assert status.counts["planned"] == 12
+    assert status.seconds_left is None
+    Worker(sweep, "cpu", limit=5).work()
+    status = look(read_plan(sweep.path))
+    assert (status.counts["done"], status.counts["planned"]) == (5, 7)
+    assert status.axes["optimizer"]["sgd"]["done"] == 5
+    assert status.seconds_left > 0
+    assert status.runs_per_hour > 100
+    assert json.loads(json.dumps(status.to_json()))["counts"]["done"] == 5
+
+
+def test_ensembles_of_a_sweep(tmp_path: Path) -> None:
+    """Trials and draws are members; EoA with `sma`."""
+    from steppe.sweeps import ensemble
+    from steppe.training import evaluate_ensemble
+
+    options = {"averaging": ("sma",), "trials": 2, "draws": 1, "overrides": ("steps=4",)}
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",), **options)
+    with pytest.raises(UserError, match="no finished runs yet"):
+        list(ensemble.ensembles(sweep))
+    Worker(sweep, "cpu").work()
+    found = list(ensemble.ensembles(sweep, "cpu"))
+    assert [e.axes["targets"] for e in found] == ["0", "15", "30", "45", "60", "75"]
+    last = found[-1]
+    assert len(last.runs) == 2
+    folders = [Job(sweep.folder(name)).result for name in last.runs]
+    assert evaluate_ensemble(folders, which="best", device="cpu") == last.scores
+    ensemble.save(sweep, found)
+    saved = json.loads((sweep.path / "ensembles.json").read_text())
+    assert saved[-1]["scores"]["75"]["ensemble"] == last.scores["75"].ensemble.to_json()
+    assert ensemble.table(found).row_count == 6
