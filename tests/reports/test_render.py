@@ -148,7 +148,11 @@ def test_csv_has_a_line_per_cell():
 def test_a_partial_cell_is_marked_and_explained():
     text = to_markdown(table(row(ADAM, Cell(80.0, 1.0, 3, True), None, None)))
     assert r"**80.0 ± 1.0\***" in text
-    assert text.rstrip().endswith(r"\* some targets are missing")
+    cells = {ADAM: Cell(80.0, 1.0, 3, True)}
+    matrix = matrix_grid(Matrix("PACS", "oracle", (("ERM", "none"),), ("adam",), cells))
+    cost = cost_grid([Cost("PACS", ADAM, 0.1, 1.0, 1, 1.0, cells[ADAM])])
+    for shown in (text, to_markdown(matrix), to_markdown(cost)):
+        assert shown.rstrip().endswith(r"\* some targets are missing")
 
 
 def test_other_tables_have_grids():

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -142,8 +142,11 @@ def _varies(table: Table, axis: str) -> bool:
 
 
 def _note(table: Table) -> str:
-    cells = [cell for row in table.rows for cell in row.cells.values() if cell is not None]
-    return "* some targets are missing" if any(cell.partial for cell in cells) else ""
+    return _partial_note(cell for row in table.rows for cell in row.cells.values())
+
+
+def _partial_note(cells: Iterable[Cell | None]) -> str:
+    return "* some targets are missing" if any(c is not None and c.partial for c in cells) else ""
 
 
 def cell_text(cell: Cell | None) -> str:
@@ -168,10 +171,9 @@ def matrix_grid(matrix: Matrix) -> Grid:
         texts = [Text(cell_text(c), c is not None and f"{c.mean:.1f}" == top) for c in cells]
         name = algorithm if averaging == "none" else f"{algorithm} + {averaging}"
         lines.append((Text(name), *texts))
-    title = _title(matrix.dataset, matrix.selection)
-    return Grid(
-        f"Optimizers by algorithm: {title}", ("algorithm", *matrix.optimizers), tuple(lines), 1
-    )
+    title = f"Optimizers by algorithm: {_title(matrix.dataset, matrix.selection)}"
+    note = _partial_note(matrix.cells.values())
+    return Grid(title, ("algorithm", *matrix.optimizers), tuple(lines), 1, note)
 
 
 def cost_grid(costs: Sequence[Cost]) -> Grid:
@@ -190,7 +192,8 @@ def cost_grid(costs: Sequence[Cost]) -> Grid:
         ]
         lines.append(tuple(map(Text, texts)))
     headings = ("dataset", "method", "ms/step", "relative", "passes", "GiB", "accuracy")
-    return Grid("Cost of a step", headings, tuple(lines), 2)
+    note = _partial_note(cost.accuracy for cost in costs)
+    return Grid("Cost of a step", headings, tuple(lines), 2, note)
 
 
 def paired_grid(comparisons: Sequence[Paired]) -> Grid:
