@@ -261,10 +261,12 @@ def trained_featurizer(folder: Path, penalty: float) -> Tensor:
     config = make_config(values)
     run.create(config)
     trainer = Trainer(config, run, Processes(torch.device("cpu")), Silent())
-    for batches in training_batches(trainer.sampling, 0, config.steps, 0, pin=False):
+    sagnet: Any = trainer.algorithm
+    style_before = sagnet.style.weight.clone()
+    for batches in training_batches(trainer.sampling, 0, config.steps):
         trainer.step(batches)
-    network = trainer.algorithm.network
-    return torch.cat([p.detach().flatten() for p in network.featurizer.parameters()])
+    assert not torch.equal(sagnet.style.weight, style_before)
+    return torch.cat([p.detach().flatten() for p in sagnet.network.featurizer.parameters()])
 
 
 def test_sagnets_penalty_counts_under_adam(tmp_path: Path):

@@ -55,7 +55,8 @@ def test_trained_here_and_loaded_there(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-c", program],
             cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # As for the installed command, this folder is not where Python looks for modules.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
             capture_output=True,
             text=True,
             timeout=120,

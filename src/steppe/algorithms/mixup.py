@@ -58,5 +58,5 @@ class Mixup(Algorithm):
             F.cross_entropy(logits, labels, reduction="none")
             for labels in (prepared.labels, prepared.draws["others"])
         )
-        losses = torch.lerp(theirs, ours, prepared.draws["shares"].to(ours.dtype))
+        losses = torch.lerp(theirs, ours, prepared.draws["shares"])
         return Losses(torch.stack([pair.mean() for pair in prepared.split(losses)]).mean())

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ def slots(per_gpu: int, threads: int) -> tuple[int, bool]:
     """How many workers the cluster has room for, and whether they have GPUs."""
     import ray
 
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    known: Callable[[], list[dict[str, Any]]] = ray.nodes
+    nodes = [node["Resources"] for node in known() if node["Alive"]]
     gpus = any(node.get("GPU") for node in nodes)
     room = 0
     for node in nodes:
@@ -183,12 +185,9 @@ def _error(task: Any) -> str | None:
     try:
         ray.get(task)
     except UserError as error:  # a second try would not help
-        raise UserError(
-            f"{error.__cause__ or error} (on a node of the Ray cluster: every node must see the "
-            "sweep's folder and the data at the same paths)"
-        ) from None
+        raise UserError(str(getattr(error, "cause", error))) from None
     except ray.exceptions.RayError as error:
-        return str(error).strip().rpartition("\n")[-1]
+        return str(error).strip().rpartition("\n")[-1].rstrip(".")
     return None
 
 
@@ -209,7 +208,13 @@ def _work(
     """A worker, in a process that Ray started."""
     # Elsewhere a worker inherits them; paths and plugins may depend on them.
     os.environ.update(variables)
-    os.chdir(here)
+    with suppress(FileNotFoundError):  # nothing depends on it, or what does will say so
+        os.chdir(here)
+    if not (path / "sweep.json").exists():
+        raise UserError(
+            f"{path} is not to be seen from {socket.gethostname()}, a node of the Ray cluster: "
+            "use a folder that every node sees at the same path"
+        )
     log = logging.getLogger("steppe")
     handler = logging.FileHandler(
         path / "workers" / f"ray-{socket.gethostname()}-{os.getpid()}.log"

@@ -76,7 +76,9 @@ def script(
         )
     for option in sbatch:
         if not option.startswith("-") or "\n" in option:
-            raise UserError(f"--sbatch={option} is no option of sbatch: --sbatch=--time=12:00:00 is")
+            raise UserError(
+                f"--sbatch={option} is no option of sbatch: --sbatch=--time=12:00:00 is"
+            )
     tasks = math.ceil(workers / per_gpu)
     log = str(home / "slurm").replace("%", "%%") + "/%A_%a.log"
     options = [
@@ -115,10 +117,11 @@ def _one(command: str) -> list[str]:
 
 def _several(command: str, number: int) -> list[str]:
     return [
-        f"# {number} workers share the GPU. They take runs until none is left. SIGTERM, from scancel",
-        "# or a minute before the job's time is up, has them save their runs and give them back.",
+        f"# {number} workers share the GPU. They take runs until none is left. SIGTERM, from",
+        "# scancel or a minute before the job's time is up, has them save their runs and give them",
+        "# back to the others.",
         'pids=""',
-        'trap \'kill -TERM $pids 2>/dev/null\' TERM',
+        "trap 'kill -TERM $pids 2>/dev/null' TERM",
         f"for _ in $(seq {number}); do",
         f"  {command} &",
         '  pids="$pids $!"',
