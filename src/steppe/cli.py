@@ -374,13 +374,15 @@ def sweep_run(
         Literal["local", "ray", "slurm"], typer.Option(help="What starts the workers.")
     ] = "local",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="How many; all GPUs or cores unless given.")
+        int | None,
+        typer.Option(min=1, help="How many; all GPUs or cores (Slurm: at most 16) else."),
     ] = None,
     per_gpu: Annotated[int, typer.Option(min=1, help="Workers that share a GPU.")] = 1,
     threads: Annotated[int, _THREADS] = 1,
     stale: Annotated[float, _STALE] = 60.0,
     address: Annotated[
-        str | None, typer.Option(help="Of a Ray cluster; one is started unless given.")
+        str | None,
+        typer.Option(help="Of a Ray cluster: $RAY_ADDRESS, or one that is started here."),
     ] = None,
     sbatch: Annotated[
         list[str] | None,

@@ -196,3 +196,33 @@ def test_ensembles_of_a_sweep(tmp_path: Path) -> None:
     saved = json.loads((sweep.path / "ensembles.json").read_text())
     assert saved[-1]["scores"]["75"]["ensemble"] == last.scores["75"].ensemble.to_json()
     assert ensemble.table(found).row_count == 6
+
+
+def test_a_signal_between_runs_leaves_no_claim_behind(tmp_path: Path, monkeypatch) -> None:
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
+    note = Job.note
+
+    def interrupted(self: Job, number: int, kind: str, **facts) -> bool:
+        done = note(self, number, kind, **facts)
+        if kind == "claim":
+            signal.raise_signal(signal.SIGTERM)
+        return done
+
+    monkeypatch.setattr(Job, "note", interrupted)
+    with pytest.raises(Interrupted):
+        Worker(sweep, "cpu").work()
+    assert look(sweep).counts["planned"] == 6
+    assert [e.kind for e in Job(sweep.folder(sweep.names[0])).events()] == ["claim", "released"]
+
+
+def test_a_run_that_kills_its_workers_has_failed(tmp_path: Path) -> None:
+    """Out of memory, say: nobody is left to say so. Like any failure, it is tried once more."""
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",), overrides=("steps=2",))
+    job = Job(sweep.folder(sweep.names[0]))
+    for number in (1, 2, 3):
+        assert job.note(number, "claim")
+    old = time.time() - 100
+    os.utime(job.path / "events/00003.json", (old, old))
+    assert Worker(sweep, "cpu").work() == 6
+    assert [e.kind for e in job.events()] == [*["claim"] * 3, "failed", "claim", "done"]
+    assert "3 workers died" in job.events()[3].facts["error"]

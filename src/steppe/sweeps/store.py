@@ -168,6 +168,16 @@ def _failures(events: list[Event]) -> int:
     return count
 
 
+def deaths(events: list[Event]) -> int:
+    """How many claims in a row, up to the last event, ended without a word."""
+    count = 0
+    for event in reversed(events):
+        if event.kind != "claim":
+            break
+        count += 1
+    return count
+
+
 def clock(path: Path) -> float:
     """The time by the clock of the file system, which all workers share."""
     probe = path / f".clock-{_me()}"

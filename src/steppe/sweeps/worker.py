@@ -17,6 +17,7 @@ import torch
 from steppe.domains import import_plugins
 from steppe.errors import Interrupted
 from steppe.training import train
+from steppe.training.interrupts import Interrupts
 
 from . import store
 from .plan import Sweep, read_plan
@@ -24,6 +25,8 @@ from .store import Claim, Job
 
 log = logging.getLogger("steppe")
 
+DEATHS = 3
+"""So many workers that died at one run, one after the other, are a failure of the run."""
 IDLE_SECONDS = 2.0
 """Between two looks, while other workers have all that is left."""
 
@@ -50,15 +53,20 @@ class Worker:
     def work(self) -> int:
         """Carries runs out until none is left; returns how many it finished."""
         finished = taken = 0
-        while self.limit is None or taken < self.limit:
-            claim = self._next()
-            if claim is None:
-                if not self._waiting():
-                    break
-                time.sleep(min(IDLE_SECONDS, self.stale / 2))
-                continue
-            taken += 1
-            finished += self._carry_out(claim)
+        with Interrupts() as interrupts:  # a run has its own; this is for the time between runs
+            while self.limit is None or taken < self.limit:
+                claim = self._next()
+                if interrupts.number is not None:
+                    if claim is not None:
+                        claim.release()
+                    raise Interrupted(interrupts.number)
+                if claim is None:
+                    if not self._waiting():
+                        break
+                    time.sleep(min(IDLE_SECONDS, self.stale / 2))
+                    continue
+                taken += 1
+                finished += self._carry_out(claim)
         return finished
 
     def _next(self) -> Claim | None:
@@ -73,6 +81,10 @@ class Worker:
             if state in ("done", "failed", "cancelled"):
                 job.settle(events[-1])
                 self._over.add(name)
+            elif state == "lost" and store.deaths(events) >= DEATHS:
+                # It may be what kills them, by taking all memory for example.
+                error = f"{DEATHS} workers died of it without a word: out of memory?"
+                job.note(events[-1].number + 1, "failed", error=error, traceback="")
             elif state in ("planned", "lost"):
                 claim = store.claim(job, events, device=self.device)
                 if claim is not None:
