@@ -7,6 +7,8 @@ annealed, averages begin and end, an adversary has its turns.
 
 from steppe.algorithms import algorithm_names
 
+NAMES = algorithm_names()
+"""Now, before an example of the guide adds one of its own."""
 OPTIMIZERS = ("sgd", "adam", "sam", "gam", "fad", "adahessian")
 AVERAGINGS = (
     {"name": "none"},
@@ -28,7 +30,7 @@ KILLED_AFTER = 5
 
 COMBINATIONS = [
     (algorithm, optimizer, AVERAGINGS[(i + j) % 3])
-    for i, algorithm in enumerate(algorithm_names())
+    for i, algorithm in enumerate(NAMES)
     for j, optimizer in enumerate(OPTIMIZERS)
 ]
 
