@@ -323,7 +323,9 @@ def sweep_plan(
     ] = None,
     root: Annotated[Path | None, _ROOT] = None,
     plugin: Annotated[list[str] | None, _PLUGINS] = None,
-    retries: Annotated[int, typer.Option(min=0, help="Times a failed run is tried again.")] = 1,
+    retries: Annotated[
+        int | None, typer.Option(min=0, help="Times a failed run is tried again: 1.")
+    ] = None,
     extend: Annotated[
         bool, typer.Option("--extend", help="Add to the sweep that DIR has.")
     ] = False,
@@ -487,11 +489,11 @@ def sweep_ensemble(
     console = Console(stderr=True)
     each = track(ensemble.ensembles(plan, device), "ensembles", console=console, transient=True)
     found = list(each)
-    ensemble.save(plan, found)
     if as_json:
         print(json.dumps([one.to_json() for one in found], indent=2))
     else:
         Console().print(ensemble.table(found))
+    ensemble.save(plan, found)
 
 
 @app.command()

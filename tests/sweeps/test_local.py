@@ -228,3 +228,51 @@ def test_a_run_that_kills_its_workers_has_failed(tmp_path: Path) -> None:
     assert Worker(sweep, "cpu").work() == 6
     assert [e.kind for e in job.events()] == [*["claim"] * 3, "failed", "claim", "done"]
     assert "3 workers died" in job.events()[3].facts["error"]
+
+
+def test_a_worker_on_the_wrong_machine_fails_no_sweep(tmp_path: Path, monkeypatch) -> None:
+    from steppe.sweeps import work
+    from steppe.sweeps.worker import REFUSALS
+
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
+    with pytest.raises(UserError, match="cannot be used"):
+        work(sweep.path, "cuda:99")
+    assert look(sweep).counts["planned"] == 6
+
+    def nothing(self, batches):
+        raise UserError("the images are not here")
+
+    monkeypatch.setattr(Trainer, "step", nothing)
+    with pytest.raises(UserError, match="the images are not here"):
+        Worker(sweep, "cpu").work()
+    tried = [len(Job(sweep.folder(name)).events()) // 2 for name in sweep.names]
+    assert sum(tried) == REFUSALS
+
+
+def test_a_sweep_extended_while_it_runs(tmp_path: Path, monkeypatch) -> None:
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",), overrides=("steps=2",))
+    step, grown = Trainer.step, []
+
+    def growing(self, batches):
+        if not grown:
+            options = {**vars(GRID), "overrides": ("steps=2",)}
+            grown.append(write_plan(Grid(**options), sweep.path, extend=True))
+        step(self, batches)
+
+    monkeypatch.setattr(Trainer, "step", growing)
+    assert Worker(sweep, "cpu").work() == 12
+    with pytest.raises(UserError, match="already, with another config"):
+        write_plan(GRID, sweep.path, extend=True)
+    assert read_plan(sweep.path).retries == 1
+
+
+def test_named_runs_that_cannot_be_changed_are_named(tmp_path: Path) -> None:
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",), overrides=("steps=2",))
+    Worker(sweep, "cpu", limit=1).work()
+    with pytest.raises(UserError, match="is done: only runs that are planned, running, lost"):
+        cancel(sweep, sweep.names[:1])
+
+
+def test_a_plan_that_was_cut_off_can_be_made_again(tmp_path: Path) -> None:
+    (tmp_path / "sweep/runs/half").mkdir(parents=True)
+    assert len(plan(tmp_path / "sweep").names) == 12

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steppe.sweeps import store
+from steppe.sweeps import Grid, look, store, write_plan
 from steppe.sweeps.store import Claim, Job, claim, state_of
 from steppe.training import RunDirectory, make_config, train
 from tests.training.test_resume import assert_same_run
@@ -212,3 +212,44 @@ def test_where_files_cannot_be_linked(job: Job, monkeypatch) -> None:
     (job.path / "events/00002.json").write_text('{"kind": "do')  # cut off by a crash
     assert state(job) == "planned"
     assert json.loads((job.path / "events/00001.json").read_text())["kind"] == "claim"
+
+
+def test_a_writer_that_was_only_cancelled_keeps_its_folder(job: Job) -> None:
+    """It may not have heard of it yet: the next one works on a copy, in a place of its own."""
+    alive = take(job)
+    (alive.folder / "checkpoint").mkdir()
+    (alive.folder / "records.jsonl").write_text("{}\n")
+    assert job.note(2, "cancelled")
+    assert job.note(3, "retry")
+    heir = take(job)
+    assert alive.folder.exists()
+    assert heir.folder != alive.folder
+    assert (heir.folder / "records.jsonl").exists()
+
+
+@pytest.mark.parametrize("half_copied", [False, True])
+def test_a_takeover_that_was_cut_off_loses_nothing(job: Job, half_copied: bool) -> None:
+    first = take(job)
+    train(job.config(), first.folder)
+    assert job.note(2, "claim")  # and dies: before its copy, or in the middle of it
+    if half_copied:
+        (job.path / ".attempt-00002.copying/checkpoint").mkdir(parents=True)
+    heir = take(job)
+    assert heir.number == 3
+    assert list((heir.folder / "checkpoint").glob("step-*"))
+
+
+def test_deaths_count_only_without_progress(job: Job) -> None:
+    for number, step in enumerate(["step-000010", "step-000020", "step-000020"], start=1):
+        assert job.note(number, "claim", step=step)
+    assert store.deaths(job.events()) == 2
+
+
+def test_a_commit_that_was_cut_off_is_finished_by_who_looks(tmp_path: Path) -> None:
+    sweep = write_plan(Grid(("RotatedDigits",), trials=1, draws=1), tmp_path / "sweep")
+    job = Job(sweep.folder(sweep.names[0]))
+    taken = take(job)
+    (taken.folder / "records.jsonl").touch()
+    assert job.note(2, "done", attempt=1)
+    assert look(sweep).counts["done"] == 1
+    assert job.result.exists()

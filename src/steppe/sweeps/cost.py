@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 from torch.nn import functional as F
 
 from steppe.domains import dataset_spec
@@ -96,7 +97,8 @@ def _seconds_per_image(config: RunConfig, channels: int, device: torch.device) -
     network = build_network(
         config.backbone, n_classes=10, image_size=config.image_size, channels=channels
     ).to(device)
-    n = _IMAGES[device.type]
+    n, threads = _IMAGES[device.type], torch.get_num_threads()
+    torch.set_num_threads(1)  # as workers do
     images = torch.zeros(n, channels, config.image_size, config.image_size, device=device)
     labels = torch.zeros(n, dtype=torch.int64, device=device)
     times = []
@@ -106,19 +108,21 @@ def _seconds_per_image(config: RunConfig, channels: int, device: torch.device) -
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
+    torch.set_num_threads(threads)
     return min(times) / n
 
 
 def table(cost: Cost) -> Table:
     """The cost for the terminal."""
     found: Mapping[str, Any] = cost.to_json()
-    shown = Table("dataset", "optimizer", "runs", "passes", f"on one {cost.device}, about")
+    one = "CPU core" if cost.device == "cpu" else cost.device
+    shown = Table("dataset", "optimizer", "runs", "passes", f"on one {one}, about")
     for part in (*cost.parts, None):
         values = asdict(part) if part else {"dataset": "all", "optimizer": "", **found}
         seconds = values["seconds"]
         time_taken = "" if seconds is None else str(timedelta(seconds=round(seconds)))
         shown.add_row(
-            values["dataset"],
+            Text(values["dataset"]),
             values["optimizer"],
             f"{values['runs']:,}",
             f"{values['passes']:,}",

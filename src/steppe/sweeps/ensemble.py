@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from steppe.errors import UserError
 from steppe.training import EnsembleScores, evaluate_ensemble
@@ -71,6 +72,6 @@ def table(found: list[Ensemble]) -> Table:
         whole = sum(s.ensemble.accuracy for s in scores) / len(scores)
         members = [m.accuracy for s in scores for m in s.members]
         values = (sum(members) / len(members), whole)
-        row = [*ensemble.axes.values(), str(len(ensemble.runs))]
-        shown.add_row(*row, *(f"{100 * value:.1f}" for value in values))
+        names = [Text(value) for value in ensemble.axes.values()]
+        shown.add_row(*names, str(len(ensemble.runs)), *(f"{100 * value:.1f}" for value in values))
     return shown

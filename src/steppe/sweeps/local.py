@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from steppe.domains.pool import cores
-from steppe.errors import Interrupted, RunError
+from steppe.errors import Interrupted, RunError, UserError
 from steppe.training.interrupts import Interrupts
 
-from .plan import Sweep
+from .plan import Sweep, read_plan
 from .status import Status, look
 
 LOOK_SECONDS = 1.0
@@ -38,6 +38,10 @@ def devices(workers: int | None, per_gpu: int) -> list[str]:
     gpus = torch.cuda.device_count()
     if gpus:
         slots = [f"cuda:{gpu}" for _ in range(per_gpu) for gpu in range(gpus)]
+        if workers and workers > len(slots):
+            raise UserError(
+                f"--workers {workers} is more than {gpus} GPUs have room for: raise --per-gpu"
+            )
         return slots[: workers or len(slots)]
     return ["cpu"] * (workers or cores())
 
@@ -84,11 +88,17 @@ def run_local(
                 log = logs / f"local-{os.getpid()}-{number}.log"
                 slots.append(_Slot(command, log, _start(command, log)))
             while True:
+                sweep = read_plan(sweep.path)  # it may have been extended
                 status = look(sweep, stale)
                 show(status)
                 alive = [slot for slot in slots if slot.process.poll() is None]
                 if status.over or interrupts.number is not None:
                     break
+                if not alive and status.counts["planned"]:  # given back after the last one left
+                    for slot in slots:
+                        if slot.process.poll() == 0:
+                            slot.process = _start(slot.command, slot.log)
+                            alive.append(slot)
                 for slot in slots:
                     if slot.process.poll() not in (None, 0):
                         done = status.counts["done"]

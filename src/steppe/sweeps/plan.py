@@ -19,12 +19,13 @@ from steppe.durable import durable, sync_folder
 from steppe.errors import UserError
 from steppe.optim import optimizer_spec
 from steppe.optim.search import get_space
-from steppe.training import RunConfig, configure
+from steppe.training import RunConfig, configure, read_config
 
 VERSION = 1
 """Of the format of `sweep.json`."""
 AXES = ("dataset", "targets", "algorithm", "optimizer", "averaging")
 """What a sweep varies, besides trials and draws."""
+RETRIES = 1
 _FILE = "sweep.json"
 
 
@@ -115,7 +116,7 @@ def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
     algorithms = _known(grid.algorithms, lambda name: algorithm_spec(name).name)
     optimizers = _known(grid.optimizers, lambda name: optimizer_spec(name.lower()).name)
     averaging = _known(grid.averaging, lambda name: averaging_spec(name).name)
-    for dataset in grid.datasets:
+    for dataset in _known(grid.datasets, str):
         spec = dataset_spec(dataset)
         axes = product(
             range(grid.trials), algorithms, optimizers, averaging, target_sets(spec, grid.targets)
@@ -168,14 +169,19 @@ def _name(config: RunConfig) -> str:
 
 
 def write_plan(
-    grid: Grid, path: Path, *, retries: int = 1, command: str = "", extend: bool = False
+    grid: Grid,
+    path: Path,
+    *,
+    retries: int | None = None,
+    command: str = "",
+    extend: bool = False,
 ) -> Sweep:
     """Write a plan: `sweep.json`, and a folder with `config.json` for every run.
 
     Args:
         grid: what is varied.
         path: the sweep's folder.
-        retries: how often a run that failed is tried again.
+        retries: how often a run that failed is tried again; once unless given.
         command: what was typed, for the record.
         extend: add to the plan that the folder has; runs that it has already stay as they are.
     """
@@ -187,7 +193,8 @@ def write_plan(
                 "folder"
             )
         old = read_plan(path)
-    elif path.exists() and any(path.iterdir()):
+    elif path.exists() and any(p.name != "runs" and p.name[0] != "." for p in path.iterdir()):
+        # (Runs alone are what a plan leaves that was cut off.)
         raise UserError(f"{path} is not empty and holds no sweep: choose another folder")
     planned: dict[str, RunConfig] = {}
     for name, config in jobs(grid):
@@ -195,6 +202,12 @@ def write_plan(
             raise UserError(f"two runs would both be called {name}: plan them in two sweeps")
         planned[name] = config
     new = {name: config for name, config in planned.items() if not old or name not in old.axes}
+    for name, config in planned.items():
+        if name not in new and config != read_config(path / "runs" / name / "config.json"):
+            raise UserError(
+                f"{path} has {name} already, with another config: plan what differs in another "
+                "folder"
+            )
     for name, config in new.items():
         folder = path / "runs" / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -205,7 +218,7 @@ def write_plan(
         "steppe": __version__,
         "grids": [*(old.facts["grids"] if old else ()), asdict(grid)],
         "commands": [*(old.facts["commands"] if old else ()), command],
-        "retries": retries,
+        "retries": (old.retries if old else RETRIES) if retries is None else retries,
         "runs": {**(old.axes if old else {}), **{n: _axes(config) for n, config in new.items()}},
     }
     # Last: a plan that was cut off is no plan.

@@ -49,17 +49,18 @@ def submit(
     left = sum(status.counts[state] for state in ("planned", "running", "lost"))
     if not left:
         return f"{sweep.path}: nothing is left to be run"
-    number = workers or min(left, WORKERS)
+    number = per_gpu * math.ceil((workers or min(left, WORKERS)) / per_gpu)
     path = sweep.path.resolve() / "slurm" / "sweep.sbatch"
     text = script(sweep, number, per_gpu, threads, stale, sbatch)
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
+    gpus = "" if "gpus" in text or "gres" in text else " (no GPU is asked for: --sbatch=--gpus=1)"
     if dry_run:
-        return f"{path}: {number} workers; submit them with: sbatch {shlex.quote(str(path))}"
+        return f"{path}: {number} workers{gpus}; submit them with: sbatch {shlex.quote(str(path))}"
     job = _sbatch(path)
     few = "" if workers else f" (--workers N for another number; {left:,} runs are left)"
     return (
-        f"job {job}: {number} workers{few}, as {path} says; 'scancel {job}' ends them\n"
+        f"job {job}: {number} workers{few}{gpus}, as {path} says; 'scancel {job}' ends them\n"
         f"follow them with: steppe sweep status {shlex.quote(str(sweep.path))} --watch"
     )
 

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -83,6 +84,8 @@ def look(sweep: Sweep, stale: float = store.STALE_SECONDS) -> Status:
         if claims:
             first = min(first, claims[0].time)
         if state == "done":
+            with suppress(OSError):  # of someone who may only look
+                job.settle(events[-1])
             seconds[name] = _worked(events)
             ends.append(events[-1].time)
         elif state == "running":
@@ -164,15 +167,21 @@ def show(sweep: Sweep, status: Status) -> Group:
         if len(values) > 1:
             for value, counts in values.items():
                 row = (f"{counts.get(state, 0):,}" if counts.get(state) else "" for state in STATES)
-                table.add_row(axis, value, *row)
+                table.add_row(axis, Text(value), *row)
                 axis = ""
     parts: list[Any] = [*lines]
     if table.row_count:
         parts.append(table)
-    parts += [
-        Text(f"failed after {f.attempts} attempts: {f.name}: {f.error}", style="red")
-        for f in status.failures
-    ]
+    alike: dict[str, list[Failure]] = defaultdict(list)
+    for failure in status.failures:
+        alike[failure.error].append(failure)
+    for error, failures in alike.items():
+        first, more = failures[0], len(failures) - 1
+        others = f", and {more:,} more" if more else ""
+        text = f"failed after {first.attempts} attempts: {first.name}{others}: {error}"
+        parts.append(Text(text, style="red"))
+        if first.traceback:
+            parts.append(Text(first.traceback.rstrip(), style="dim"))
     return Group(*parts)
 
 
@@ -200,7 +209,8 @@ def cancel(sweep: Sweep, names: tuple[str, ...] = ()) -> list[str]:
 def _change(sweep: Sweep, names: tuple[str, ...], states: tuple[str, ...], kind: str) -> list[str]:
     for name in names:
         if name not in sweep.axes:
-            raise UserError(unknown("run", name, sweep.names).partition(" Known:")[0])
+            message = unknown("run", name, sweep.names).partition(" Known:")[0]
+            raise UserError(f"{message} {sweep.path / 'runs'} has all of them")
     now = store.clock(sweep.path)
     changed = []
     for name in names or sweep.names:
@@ -209,4 +219,6 @@ def _change(sweep: Sweep, names: tuple[str, ...], states: tuple[str, ...], kind:
         state = store.state_of(job, events, now, sweep.retries, store.STALE_SECONDS)
         if state in states and job.note(events[-1].number + 1 if events else 1, kind):
             changed.append(name)
+        elif names:
+            raise UserError(f"{name} is {state}: only runs that are {', '.join(states)} can be")
     return changed

@@ -107,11 +107,12 @@ class Job:
         text = json.dumps({"kind": kind, "time": time.time(), **facts}).encode()
         target = folder / f"{number:05d}.json"
         temporary = folder / f".{number:05d}.{_me()}"
-        temporary.write_bytes(text)
         try:
+            temporary.write_bytes(text)
             os.link(temporary, target)  # atomic everywhere, and whole at once
         except FileExistsError:
-            return False
+            # NFS may answer this to the one who made it, when the first answer was lost.
+            return temporary.stat().st_nlink > 1
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -139,8 +140,12 @@ class Job:
         """Finishes the commit of a worker that died in the middle of one."""
         if last is None or last.kind != "done" or self.result.exists():
             return
-        with suppress(FileNotFoundError):  # another one was quicker
+        try:
             self.attempt(last.facts["attempt"]).rename(self.result)
+        except FileNotFoundError:  # another one was quicker
+            return
+        for other in self.path.glob("attempt-*"):
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def state_of(job: Job, events: list[Event], now: float, retries: int, stale: float) -> str:
@@ -169,10 +174,10 @@ def _failures(events: list[Event]) -> int:
 
 
 def deaths(events: list[Event]) -> int:
-    """How many claims in a row, up to the last event, ended without a word."""
+    """How many claims in a row, up to the last event, ended without a word and without progress."""
     count = 0
     for event in reversed(events):
-        if event.kind != "claim":
+        if event.kind != "claim" or event.facts.get("step") != events[-1].facts.get("step"):
             break
         count += 1
     return count
@@ -181,11 +186,17 @@ def deaths(events: list[Event]) -> int:
 def clock(path: Path) -> float:
     """The time by the clock of the file system, which all workers share."""
     probe = path / f".clock-{_me()}"
-    probe.touch()
-    os.utime(probe)
-    now = probe.stat().st_mtime
-    probe.unlink(missing_ok=True)
-    return now
+    try:
+        probe.touch()
+        os.utime(probe)
+        return probe.stat().st_mtime
+    except OSError as error:
+        if error.errno != errno.EROFS and not isinstance(error, PermissionError):
+            raise
+        return time.time()  # of someone who may only look
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -214,8 +225,6 @@ class Claim:
         if not self.job.note(self.number + 1, "done", attempt=self.number, worker=_me()):
             return False
         self.job.settle(self.job.last())
-        for other in self.job.path.glob("attempt-*"):
-            shutil.rmtree(other, ignore_errors=True)
         return True
 
     def fail(self, error: str, traceback: str) -> bool:
@@ -232,18 +241,36 @@ class Claim:
 def claim(job: Job, events: list[Event], **facts: Any) -> Claim | None:
     """Takes a run, as these events left it; None if another worker was quicker."""
     number = events[-1].number + 1 if events else 1
+    claims = [event for event in events if event.kind == "claim"]
+    # Not always the last one: a worker may have died before it took over what was there.
+    earlier = next((e for e in reversed(claims) if job.attempt(e.number).exists()), None)
     facts |= {"worker": _me(), "host": socket.gethostname(), "pid": os.getpid()}
+    facts["step"] = _newest(job.attempt(earlier.number)) if earlier else None
     if not job.note(number, "claim", **facts):
         return None
     taken = Claim(job, number)
-    before = [event for event in events if event.kind == "claim"]
-    if before:
-        # A worker that gave the run back, or failed, is gone; one that fell silent may wake up.
-        gone = events[-1].kind != "claim"
-        _take_over(job.attempt(before[-1].number), taken.folder, gone)
+    if earlier:
+        _take_over(job.attempt(earlier.number), taken.folder, _gone(earlier, events))
     taken.folder.mkdir(exist_ok=True)
     (taken.folder / "heartbeat").touch()
     return taken
+
+
+def _newest(attempt: Path) -> str | None:
+    """The newest checkpoint of an attempt."""
+    return max((path.name for path in (attempt / "checkpoint").glob("step-*")), default=None)
+
+
+def _gone(claim: Event, events: list[Event]) -> bool:
+    """Whether the worker of a claim said itself that it is through.
+
+    One that fell silent may wake up. What others noted after its claim, that it was cancelled for
+    example, it may not know yet.
+    """
+    after = next((event for event in events if event.number == claim.number + 1), None)
+    if after is None or after.kind not in ("failed", "released"):
+        return False
+    return bool(after.facts.get("attempt") == claim.number)
 
 
 def _take_over(old: Path, new: Path, gone: bool) -> None:
@@ -253,13 +280,14 @@ def _take_over(old: Path, new: Path, gone: bool) -> None:
     if gone:
         old.rename(new)
         return
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
+    copied = new.with_name(f".{new.name}.copying")  # an attempt is there whole, or not at all
+    shutil.rmtree(copied, ignore_errors=True)
+    copied.mkdir()
     # Its writer may be alive and at work: what is cut off is dropped, and records come last, since
     # a checkpoint needs those before it.
     steps = sorted((old / "checkpoint").glob("step-*"), reverse=True)
     for folder in [*steps, old / "checkpoint" / "best"]:
-        copy = new / "checkpoint" / folder.name
+        copy = copied / "checkpoint" / folder.name
         try:
             shutil.copytree(folder, copy)
             checkpoint.load(copy)
@@ -267,7 +295,8 @@ def _take_over(old: Path, new: Path, gone: bool) -> None:
             shutil.rmtree(copy, ignore_errors=True)
     for name in ("config.json", "data.json", "log.txt", "records.jsonl"):
         with suppress(FileNotFoundError):
-            shutil.copy2(old / name, new / name)
+            shutil.copy2(old / name, copied / name)
+    copied.rename(new)
 
 
 def _me() -> str:

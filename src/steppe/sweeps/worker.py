@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from steppe.domains import import_plugins
-from steppe.errors import Interrupted
+from steppe.errors import Interrupted, UserError
 from steppe.training import train
 from steppe.training.interrupts import Interrupts
+from steppe.training.processes import find_device
 
 from . import store
 from .plan import Sweep, read_plan
@@ -27,6 +28,8 @@ log = logging.getLogger("steppe")
 
 DEATHS = 3
 """So many workers that died at one run, one after the other, are a failure of the run."""
+REFUSALS = 3
+"""A worker that cannot start so many runs in a row, for want of data say, would fail them all."""
 IDLE_SECONDS = 2.0
 """Between two looks, while other workers have all that is left."""
 
@@ -48,20 +51,21 @@ class Worker:
     stale: float = store.STALE_SECONDS
     beat: float = store.BEAT_SECONDS
     limit: int | None = None
-    _over: set[str] = field(default_factory=set)
+    _done: set[str] = field(default_factory=set)
+    _refused: int = 0
 
     def work(self) -> int:
         """Carries runs out until none is left; returns how many it finished."""
         finished = taken = 0
         with Interrupts() as interrupts:  # a run has its own; this is for the time between runs
             while self.limit is None or taken < self.limit:
-                claim = self._next()
+                claim, left = self._next()
                 if interrupts.number is not None:
                     if claim is not None:
                         claim.release()
                     raise Interrupted(interrupts.number)
                 if claim is None:
-                    if not self._waiting():
+                    if not left:
                         break
                     time.sleep(min(IDLE_SECONDS, self.stale / 2))
                     continue
@@ -69,31 +73,32 @@ class Worker:
                 finished += self._carry_out(claim)
         return finished
 
-    def _next(self) -> Claim | None:
-        """The first run that can be taken, taken."""
-        now = store.clock(self.sweep.path)
+    def _next(self) -> tuple[Claim | None, bool]:
+        """The first run that can be taken, taken; and whether runs are left that others have."""
+        self.sweep = read_plan(self.sweep.path)  # it may have been extended
+        now, left = store.clock(self.sweep.path), False
         for name in self.sweep.names:
-            if name in self._over:
+            if name in self._done:
                 continue
             job = Job(self.sweep.folder(name))
             events = job.events()
             state = store.state_of(job, events, now, self.sweep.retries, self.stale)
-            if state in ("done", "failed", "cancelled"):
+            if state == "done":
                 job.settle(events[-1])
-                self._over.add(name)
+                self._done.add(name)
             elif state == "lost" and store.deaths(events) >= DEATHS:
                 # It may be what kills them, by taking all memory for example.
-                error = f"{DEATHS} workers died of it without a word: out of memory?"
+                error = f"{DEATHS} workers died of it without a word or progress: out of memory?"
                 job.note(events[-1].number + 1, "failed", error=error, traceback="")
+                left = True
             elif state in ("planned", "lost"):
                 claim = store.claim(job, events, device=self.device)
                 if claim is not None:
-                    return claim
-        return None
-
-    def _waiting(self) -> bool:
-        """Whether runs are left that others have, and may yet lose."""
-        return len(self._over) < len(self.sweep.names)
+                    return claim, True
+                left = True
+            elif state == "running":
+                left = True
+        return None, left
 
     def _carry_out(self, claim: Claim) -> bool:
         name = claim.job.name
@@ -112,6 +117,12 @@ class Worker:
         except Exception as error:
             claim.fail(f"{type(error).__name__}: {error}", traceback.format_exc())
             log.error("%s: failed: %s", name, error)
+            self._refused = self._refused + 1 if isinstance(error, UserError) else 0
+            if self._refused == REFUSALS:
+                raise UserError(
+                    f"{REFUSALS} runs in a row failed here for the same kind of reason ({error}): "
+                    "mend that on this machine, then 'steppe sweep retry'"
+                ) from None
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()  # of a run that did not fit
             return False
@@ -119,6 +130,7 @@ class Worker:
             log.warning("%s: finished, but another worker has it: the result is dropped", name)
             return False
         log.info("%s: done", name)
+        self._refused = 0
         return True
 
     @contextmanager
@@ -128,8 +140,12 @@ class Worker:
 
         def beat() -> None:
             while not over.wait(self.beat):
-                if claim.held():
-                    claim.beat()
+                try:
+                    if claim.held():
+                        claim.beat()
+                        continue
+                except OSError as error:  # of a file system that is away for a moment
+                    log.warning("%s: no sign of life could be given: %s", claim.job.name, error)
                     continue
                 lost.set()
                 signal.raise_signal(signal.SIGTERM)  # the run hears it as it would a scheduler's
@@ -163,6 +179,7 @@ def work(
     Returns:
         How many runs this worker finished.
     """
+    find_device(device)  # before a run is taken that could not be carried out
     torch.set_num_threads(threads)
     beat = min(store.BEAT_SECONDS, stale / 4)
     return Worker(read_plan(path), device, stale, beat, limit).work()

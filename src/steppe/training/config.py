@@ -371,7 +371,10 @@ def read_config(path: Path) -> RunConfig:
     except ValueError as error:  # not JSON, or no text at all
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise UserError(f"{path} holds no config: expected an object with keys")
+        hint = (
+            ": of a list of chosen configs, take one's 'config'" if isinstance(values, list) else ""
+        )
+        raise UserError(f"{path} holds no config: expected an object with keys{hint}")
     try:
         _refuse_newer(values.get("version", VERSION))
         with suppress(ValidationError):
