@@ -82,7 +82,7 @@ def test_the_number_of_workers_is_bounded_and_follows_what_is_left(tmp_path):
     assert ": 16 workers (no GPU is asked for" in submit(many, None, 1, 1, 60, dry_run=True)
     for name in many.names[:20]:
         Job(many.folder(name)).note(1, "cancelled")
-    assert ": 4 workers;" in submit(many, None, 1, 1, 60, dry_run=True)
+    assert ": 4 workers (no GPU is asked for" in submit(many, None, 1, 1, 60, dry_run=True)
     for name in many.names[20:]:
         Job(many.folder(name)).note(1, "cancelled")
     assert submit(many, None, 1, 1, 60).endswith("nothing is left to be run")

@@ -3,7 +3,7 @@
 The names below are the public ones; the modules beside this file hold one idea each.
 """
 
-from .best import best_configs, write_best
+from .best import best_configs, best_json, write_best
 from .domainbed import Imported, import_domainbed
 from .render import (
     Grid,
@@ -58,6 +58,7 @@ __all__ = [
     "TableRow",
     "across_datasets",
     "best_configs",
+    "best_json",
     "build_report",
     "cost_grid",
     "cost_table",

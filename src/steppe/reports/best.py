@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .runs import Run
+from .runs import Run, plain
 from .tables import Runs, select_runs
 
 _OF_A_MACHINE = ("device", "workers", "root", "packed", "loggers")
@@ -20,7 +20,7 @@ def best_configs(runs: Runs, selection: str = "train-val") -> list[dict[str, Any
         selection: `train-val`, `leave-one-out` or `oracle`.
 
     Returns:
-        Plain values. ``config`` is what ``steppe train --config`` takes, in a file of its own.
+        Plain values; a number that is not finite is None. ``config`` is what ``steppe train --config`` takes, in a file of its own.
     """
     selected = select_runs(runs, selection)
     places = sorted(selected.chosen, key=lambda p: (p.dataset, p.row.order, p.column, p.trial))
@@ -35,8 +35,8 @@ def best_configs(runs: Runs, selection: str = "train-val") -> list[dict[str, Any
             "step": chosen.step,
             "validation": None if chosen.validation is None else 100 * chosen.validation,
             "accuracy": 100 * chosen.accuracy,
-            "hparams": dict(chosen.hparams),
-            "config": rerunnable(chosen.run),
+            "hparams": plain(chosen.hparams),
+            "config": plain(rerunnable(chosen.run)),
         }
         for place in places
         for chosen in (selected.chosen[place],)
@@ -51,5 +51,9 @@ def rerunnable(run: Run) -> dict[str, Any]:
 
 def write_best(path: Path, runs: Runs, selection: str = "train-val") -> None:
     """Writes `best_configs` as JSON."""
-    text = json.dumps(best_configs(runs, selection), indent=2, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(best_json(best_configs(runs, selection)), encoding="utf-8")
+
+
+def best_json(best: list[dict[str, Any]]) -> str:
+    """The JSON text of `best_configs`."""
+    return json.dumps(plain(best), indent=2, allow_nan=False, ensure_ascii=False) + "\n"

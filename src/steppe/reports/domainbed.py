@@ -19,7 +19,7 @@ from steppe.algorithms import algorithm_names, algorithm_spec
 from steppe.domains import dataset_names, dataset_spec
 from steppe.errors import UserError
 
-from .runs import finite, parse, unreadable_lines
+from .runs import finite, parse, plain, unreadable_lines
 
 _STEPS = 5001
 """Of every dataset in DomainBed, unless a run says otherwise."""
@@ -132,7 +132,9 @@ def _convert(folder: Path) -> _Converted:
     files = {
         "records.jsonl": text.encode(),
         "state": b"done\n" if done else b"planned\n",
-        "config.json": (json.dumps(config, indent=2, default=str) + "\n").encode(),
+        "config.json": (
+            json.dumps(plain(config), indent=2, allow_nan=False, default=str) + "\n"
+        ).encode(),
     }
     return _Converted(files, tuple(problems), len(wrong))
 
@@ -150,6 +152,8 @@ def _check_args(args: Mapping[str, Any], n_domains: int) -> None:
     tests = args["test_envs"]
     if not tests or not all(type(t) is int and 0 <= t < n_domains for t in tests):
         raise ValueError("test_envs name no domains")
+    if not isinstance(args["dataset"], str) or not args["dataset"]:
+        raise ValueError("no dataset")
     if not isinstance(args["algorithm"], str):
         raise ValueError("no algorithm")
     for key in ("trial_seed", "hparams_seed"):
@@ -193,8 +197,8 @@ def _record(data: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _accuracy(value: Any) -> float:
-    if (number := _finite(value)) is None:
-        raise ValueError("an accuracy is no number")
+    if (number := _finite(value)) is None or not 0 <= number <= 1:
+        raise ValueError("an accuracy is no number from 0 to 1")
     return number
 
 

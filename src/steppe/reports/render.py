@@ -68,6 +68,20 @@ def _cell_json(cell: Cell | None) -> dict[str, Any] | None:
     return {"mean": cell.mean, "err": cell.err, "n": cell.n, **partial}
 
 
+def matrix_json(matrix: Matrix) -> dict[str, Any]:
+    """Optimizers by algorithms as plain values."""
+    return {
+        "dataset": matrix.dataset,
+        "selection": matrix.selection,
+        "methods": [{"algorithm": a, "averaging": averaging} for a, averaging in matrix.methods],
+        "optimizers": list(matrix.optimizers),
+        "cells": [
+            [_cell_json(matrix.cells.get(Row(a, o, averaging))) for o in matrix.optimizers]
+            for a, averaging in matrix.methods
+        ],
+    }
+
+
 def to_json(tables: Sequence[Table]) -> str:
     """The JSON text of `tables_json`."""
     return json.dumps(tables_json(tables), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
@@ -120,7 +134,8 @@ def table_grid(table: Table) -> Grid:
     lines = []
     for row in table.rows:
         cells = [Text(cell_text(row.cells[c]), row.row in best[c]) for c in table.columns]
-        avg = Text(MISSING if row.avg is None else f"{row.avg:.1f}", row.row in best[None])
+        average = MISSING if row.avg is None else f"{row.avg:.1f}" + "*" * row.partial
+        avg = Text(average, row.row in best[None])
         own = [Text(getattr(row.row, axis)) for axis in axes]
         steps = ", ".join(map(str, row.steps))
         after = [Text(steps), Text(row.space or MISSING), Text(str(row.runs))]
@@ -167,8 +182,9 @@ def matrix_grid(matrix: Matrix) -> Grid:
     lines = []
     for algorithm, averaging in matrix.methods:
         cells = [matrix.cells.get(Row(algorithm, o, averaging)) for o in matrix.optimizers]
-        top = max((f"{cell.mean:.1f}" for cell in cells if cell), key=float, default="")
-        texts = [Text(cell_text(c), c is not None and f"{c.mean:.1f}" == top) for c in cells]
+        shown = [None if c is None or c.partial else f"{c.mean:.1f}" for c in cells]
+        top = max((text for text in shown if text), key=float, default="")
+        texts = [Text(cell_text(c), s == top) for c, s in zip(cells, shown, strict=True)]
         name = algorithm if averaging == "none" else f"{algorithm} + {averaging}"
         lines.append((Text(name), *texts))
     title = f"Optimizers by algorithm: {_title(matrix.dataset, matrix.selection)}"
@@ -176,8 +192,8 @@ def matrix_grid(matrix: Matrix) -> Grid:
     return Grid(title, ("algorithm", *matrix.optimizers), tuple(lines), 1, note)
 
 
-def cost_grid(costs: Sequence[Cost]) -> Grid:
-    """Time and memory against accuracy."""
+def cost_grid(costs: Sequence[Cost], selection: str | None = None) -> Grid:
+    """Time and memory against accuracy; the title says how that was selected, if given."""
     lines = []
     for cost in costs:
         memory = MISSING if cost.memory_gb is None else f"{cost.memory_gb:.2f}"
@@ -193,10 +209,14 @@ def cost_grid(costs: Sequence[Cost]) -> Grid:
         lines.append(tuple(map(Text, texts)))
     headings = ("dataset", "method", "ms/step", "relative", "passes", "GiB", "accuracy")
     note = _partial_note(cost.accuracy for cost in costs)
-    return Grid("Cost of a step", headings, tuple(lines), 2, note)
+    return Grid(f"Cost of a step{_chosen_by(selection)}", headings, tuple(lines), 2, note)
 
 
-def paired_grid(comparisons: Sequence[Paired]) -> Grid:
+def _chosen_by(selection: str | None) -> str:
+    return "" if selection is None else f", selected by {_SELECTED_BY[selection]}"
+
+
+def paired_grid(comparisons: Sequence[Paired], selection: str | None = None) -> Grid:
     """Differences in points, with their intervals; one that excludes zero is marked."""
     lines = []
     for c in comparisons:
@@ -206,7 +226,7 @@ def paired_grid(comparisons: Sequence[Paired]) -> Grid:
         lines.append((Text(f"{c.a} - {c.b}"), difference, Text(interval), Text(c.what)))
     level = f"{100 * comparisons[0].level:.0f} %" if comparisons else "95 %"
     headings = ("methods", "points", f"{level} interval", "over")
-    return Grid("Paired differences", headings, tuple(lines), 1)
+    return Grid(f"Paired differences{_chosen_by(selection)}", headings, tuple(lines), 1)
 
 
 def to_terminal(given: Table | Grid) -> RichTable:
@@ -217,7 +237,7 @@ def to_terminal(given: Table | Grid) -> RichTable:
         shown.caption = rich.text.Text(grid.note)
     for number, heading in enumerate(grid.headings):
         justify: Literal["left", "right"] = "left" if number < grid.names else "right"
-        shown.add_column(rich.text.Text(heading), justify=justify)
+        shown.add_column(rich.text.Text(heading), justify=justify, no_wrap=True)
     for line in grid.lines:
         # Not as str: names may hold what rich would take for markup.
         shown.add_row(*(rich.text.Text(text, style="bold" * best) for text, best in line))

@@ -16,12 +16,13 @@ from steppe.errors import UserError
 
 from . import render
 from .best import best_configs
-from .runs import Loaded, Row, Run, finite
-from .selection import Chosen, best_step, last_step, mean_of, validation_keys
+from .runs import Loaded, Row, Run, domain_pool, finite
+from .selection import Chosen, best_step, candidates, last_step, mean_of, validation_keys
 from .tables import (
     Cost,
     Matrix,
     Paired,
+    Place,
     Selected,
     Table,
     across_datasets,
@@ -115,6 +116,7 @@ class Report:
             "problems": list(self.problems),
             "tables": [render.table_json(table) for table in self.tables],
             "across": render.table_json(self.across) if self.across else None,
+            "matrices": [render.matrix_json(matrix) for matrix in self.matrices],
             "comparisons": [_comparison(c) for c in self.comparisons],
             "cost": [_cost(cost) for cost in self.cost],
             "curves": _curves(self.selected),
@@ -136,7 +138,38 @@ def build_report(
         title: its heading.
     """
     selected = select_runs(loaded.runs, selection)
-    return Report(title, command, selected, (*loaded.problems, *remarks(loaded.runs, selection)))
+    found = [*loaded.problems]
+    if loaded.pending:
+        n, total = loaded.without_records, loaded.without_records + len(loaded.runs)
+        found.append(
+            f"{n:,} of {total:,} runs {'has' if n == 1 else 'have'} no result yet "
+            f"({_first([path.name for path in loaded.pending])}): the tables are of the others"
+        )
+    found += remarks(loaded.runs, selection)
+    if selection == "leave-one-out":
+        found += _not_left_out(selected)
+    return Report(title, command, selected, tuple(found))
+
+
+def _not_left_out(selected: Selected) -> list[str]:
+    """Datasets whose runs are there, without those that leave-one-out validation needs."""
+    found = []
+    for dataset in selected.datasets:
+        own = [run for run in selected.runs if run.dataset == dataset]
+        columns = {targets: column for column, targets in target_sets(own).items()}
+        places = {
+            Place(dataset, run.row, columns[run.target_set], run.trial)
+            for run in own
+            if run.target_set in columns
+        }
+        missing = len(places.difference(selected.chosen))
+        if missing:
+            found.append(
+                f"{dataset}: {missing:,} of {len(places):,} numbers are missing, because "
+                "leave-one-out validation needs every run with one more domain held out: plan them "
+                "with 'steppe sweep plan ... --targets pairs'"
+            )
+    return found
 
 
 def remarks(runs: Sequence[Run], selection: str = "train-val") -> list[str]:
@@ -145,8 +178,15 @@ def remarks(runs: Sequence[Run], selection: str = "train-val") -> list[str]:
     unfinished = [run for run in runs if run.state != "done"]
     if unfinished:
         found.append(
-            f"{_runs(len(unfinished))} not finished ({unfinished[0].path}, ...): their records so "
-            "far count, as in DomainBed"
+            f"{_runs(len(unfinished))} not finished ({_first([r.path for r in unfinished])}): "
+            "records so far count, as in DomainBed"
+        )
+    without = [run for run in runs if run.averaging != "none" and not candidates(run)]
+    if without:
+        n = len(without)
+        found.append(
+            f"{n:,} run{'s have' if n > 1 else ' has'} no averaged record yet and "
+            f"{'are' if n > 1 else 'is'} left out ({_first([r.path for r in without])})"
         )
     alike = Counter((r.dataset, r.row, r.trial, r.target_set, r.space, r.choice) for r in runs)
     repeated = sum(n - 1 for n in alike.values())
@@ -166,6 +206,12 @@ def remarks(runs: Sequence[Run], selection: str = "train-val") -> list[str]:
                 f"{dataset}: {_runs(more)} for leave-one-out validation only, because others hold "
                 f"out fewer domains ({smallest})"
             )
+        pools = {domain_pool(run.config, run.targets) for run in runs if run.dataset == dataset}
+        if len(pools) > 1:
+            named = sorted("all" if pool is None else "+".join(pool) for pool in pools)
+            found.append(
+                f"{dataset}: runs with different sources (of the domains {'; '.join(named)})"
+            )
         by_split = {run.split for run in runs if run.dataset == dataset}
         if len(by_split) > 1:
             found.append(f"{dataset}: runs with different splits ({', '.join(sorted(by_split))})")
@@ -175,6 +221,10 @@ def remarks(runs: Sequence[Run], selection: str = "train-val") -> list[str]:
                 f"{dataset}: runs with different backbones ({', '.join(sorted(backbones))})"
             )
     return found
+
+
+def _first(names: Sequence[object]) -> str:
+    return f"{names[0]}, ..." if len(names) > 1 else str(names[0])
 
 
 def _runs(n: int) -> str:
@@ -204,6 +254,7 @@ def _cost(cost: Cost) -> dict[str, Any]:
         "memory_gb": cost.memory_gb,
         "accuracy": None if cost.accuracy is None else cost.accuracy.mean,
         "err": None if cost.accuracy is None else cost.accuracy.err,
+        "partial": cost.accuracy is not None and cost.accuracy.partial,
     }
 
 

@@ -131,8 +131,13 @@ class Loaded:
     problems: tuple[str, ...]
     """A line for every file of which something could not be read."""
     unreadable_lines: int = 0
-    without_records: int = 0
-    """Runs that are planned, or began and have not been evaluated yet."""
+    pending: tuple[Path, ...] = ()
+    """Folders of runs that are planned, or began and have not been evaluated yet."""
+
+    @property
+    def without_records(self) -> int:
+        """How many runs have nothing to report yet."""
+        return len(self.pending)
 
 
 def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
@@ -144,23 +149,26 @@ def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
         root: a folder; or several folders, or files of runs (`config.json`, `records.jsonl`).
     """
     roots = [Path(root)] if isinstance(root, str | Path) else [Path(item) for item in root]
-    folders: dict[Path, None] = {}
+    folders: dict[Path, Path] = {}
     for path in roots:
         if not path.exists():
             raise UserError(f"{path} does not exist: expected a folder with runs below it")
-        found = [path.parent] if path.is_file() else _run_folders(path)
-        folders |= dict.fromkeys(found)
-    runs, problems, unreadable, empty = [], [], 0, 0
+        for folder in [path.parent] if path.is_file() else _run_folders(path):
+            folders.setdefault(folder.resolve(), folder)  # one run, however it is reached
+    if not any((folder / "config.json").exists() for folder in folders):
+        where = ", ".join(map(str, roots))
+        raise UserError(f"no run (config.json) found at or below {where}")
+    runs, problems, unreadable, pending = [], [], 0, []
     with _no_collection():
-        for folder in sorted(folders, key=str):
+        for folder in sorted(folders.values(), key=str):
             found_run = _read_run(folder)
             problems += found_run.problems
             unreadable += found_run.unreadable
             if found_run.run is not None:
                 runs.append(found_run.run)
-            elif not found_run.problems:
-                empty += 1
-    return Loaded(tuple(runs), tuple(problems), unreadable, empty)
+            elif not found_run.problems and not (folder / "result" / "config.json").exists():
+                pending.append(folder)
+    return Loaded(tuple(runs), tuple(problems), unreadable, tuple(pending))
 
 
 @contextmanager
@@ -204,28 +212,51 @@ def _read_run(folder: Path) -> _Found:
         return _Found(None, [])
     except OSError as error:
         return _Found(None, [f"{file}: {error}"])
-    records, wrong = _read_records(data)
-    problems = [f"{file}: {unreadable_lines(wrong)}"] if wrong else []
-    if not records:
-        return _Found(None, problems, len(wrong))
     try:
         state = (folder / "state").read_text().strip()
     except (OSError, ValueError):
         state = "planned"
+    records, wrong = _read_records(data, whole=state == "done")
+    problems = [f"{file}: {unreadable_lines(wrong)}"] if wrong else []
+    if not records:
+        return _Found(None, problems, len(wrong))
     steps = facts.pop("steps") or records[-1].step + 1
     run = Run(path=folder, steps=steps, state=state, config=config, records=records, **facts)
     return _Found(run, problems, len(wrong))
 
 
 def parse(text: bytes) -> Any:
-    """Read JSON; NaN and Infinity are let through, as Python's own writer has them."""
+    """Read JSON; NaN and Infinity are let through, as Python's own writer has them.
+
+    Half a character (a lone surrogate) is not: no file could be written with it.
+    """
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
         try:
-            return json.loads(text)
+            value = json.loads(text)
+            json.dumps(value, ensure_ascii=False).encode()
         except RecursionError:
             raise ValueError("nested too deeply") from None
+        except UnicodeEncodeError:
+            raise ValueError("a name or value holds half a character (a lone surrogate)") from None
+        return value
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold: a number that is not finite becomes null.
+
+    Examples:
+        >>> plain({"lr": float("nan"), "betas": (0.9, float("inf"))})
+        {'lr': None, 'betas': [0.9, None]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def unreadable_lines(numbers: list[int]) -> str:
@@ -240,8 +271,13 @@ def unreadable_lines(numbers: list[int]) -> str:
     return f"{len(numbers)} unreadable line{'s' * (len(numbers) != 1)} ({named}{more})"
 
 
-def _read_records(data: bytes) -> tuple[tuple[Record, ...], list[int]]:
-    """The records by step, the last line of each counting; and the numbers of unreadable lines."""
+def _read_records(data: bytes, whole: bool) -> tuple[tuple[Record, ...], list[int]]:
+    """The records by step, the last line of each counting; and the numbers of unreadable lines.
+
+    Args:
+        data: the file.
+        whole: whether the run is done, so that nothing will be added.
+    """
     records: dict[int, Record] = {}
     wrong: list[int] = []
     lines = data.split(b"\n")
@@ -251,8 +287,8 @@ def _read_records(data: bytes) -> tuple[tuple[Record, ...], list[int]]:
         try:
             record = _record(parse(line))
         except (ValueError, TypeError, KeyError, AttributeError):
-            # What a crash cut off is no damage: a resumed run writes it again.
-            if number < len(lines):
+            # What a crash cut off is no damage while a resumed run may write it again.
+            if whole or number < len(lines):
                 wrong.append(number)
             continue
         records[record.step] = record
@@ -273,10 +309,10 @@ def _record(data: Any) -> Record:
             value = scores["accuracy"]
             if type(value) is not float:
                 value = _number(value)
+            if not 0.0 <= value <= 1.0:  # nor is NaN
+                raise ValueError("an accuracy is not between 0 and 1")
             key = (domain, part)
             accuracy[_keys.setdefault(key, key)] = value
-    if not math.isfinite(sum(accuracy.values())):
-        raise ValueError("an accuracy is not finite")
     losses = data.get("loss")
     loss = {k: v for k, v in losses.items() if finite(v)} if isinstance(losses, dict) else {}
     return Record(
@@ -313,6 +349,8 @@ def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
         targets = [name for name in targets.split(",") if name]
     if not isinstance(targets, list) or not targets:
         raise ValueError("no run's config: it names no targets")
+    if not all(isinstance(name, str) and name for name in targets):
+        raise ValueError(f"targets={targets!r}: expected names of domains")
     trial, draw, space = config.get("trial_seed", 0), config.get("draw"), config.get("space")
     for key, value in (("trial_seed", trial), ("draw", draw)):
         if type(value) is not int and (key, value) != ("draw", None):
@@ -321,10 +359,10 @@ def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
     named = {axis: _named(config, axis) for axis in AXES}
     return {
         "dataset": dataset,
-        "targets": tuple(map(str, targets)),
+        "targets": tuple(targets),
         **{axis: name for axis, (name, _) in named.items()},
         "trial": trial,
-        "choice": f"draw {draw}" if draw is not None else _digest(config, named),
+        "choice": _choice(config, named, targets),
         "draw": draw,
         "hparams": MappingProxyType(_hparams(config, named)),
         "steps": steps if type(steps) is int else None,
@@ -342,10 +380,29 @@ def _named(config: Mapping[str, Any], axis: str) -> tuple[str, dict[str, Any]]:
     return value.get("name", _DEFAULTS[axis]), {k: v for k, v in value.items() if k != "name"}
 
 
-def _digest(config: Mapping[str, Any], named: Mapping[str, tuple[str, dict[str, Any]]]) -> str:
+def _choice(
+    config: Mapping[str, Any], named: Mapping[str, tuple[str, dict[str, Any]]], targets: list[str]
+) -> str:
+    pool = domain_pool(config, targets)
+    if (draw := config.get("draw")) is not None:
+        return f"draw {draw}" + (f" of {'+'.join(pool)}" if pool else "")
     own = {k: v for k, v in config.items() if k not in NOT_HPARAMS and k not in AXES}
-    text = json.dumps([own, named], sort_keys=True)
+    text = json.dumps([own, named, *([pool] if pool else [])], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def domain_pool(config: Mapping[str, Any], targets: Iterable[str]) -> tuple[str, ...] | None:
+    """The domains that a run knows of, where its config names the sources; None for all.
+
+    Runs of leave-one-out validation move a domain from the sources to the targets: the pool is what
+    they have in common.
+    """
+    sources = config.get("sources")
+    if isinstance(sources, str):
+        sources = [name for name in sources.split(",") if name]
+    if not isinstance(sources, list) or not sources:
+        return None
+    return tuple(sorted({*map(str, sources), *targets}))
 
 
 def _hparams(

@@ -5,8 +5,8 @@ differ in what they look at to choose. Every rule takes the runs of one group (a
 a trial) and the domains that are held out in the end. Sums are taken in DomainBed's order, so that
 its ties are ties here too; of runs that are level the one with the highest draw wins, as there.
 
-Where a run has records of averaged weights, only those are candidates: the average is what the run
-is for.
+Where weights are averaged, only records of the average are candidates: it is what the run is for.
+A run that has none yet is left out.
 """
 
 from __future__ import annotations
@@ -182,8 +182,9 @@ SELECTIONS: dict[str, Selection] = {
 
 
 def candidates(run: Run) -> Sequence[Record]:
-    """The records that may be chosen: those of averaged weights where there are any."""
-    return [record for record in run.records if record.averaged] or run.records
+    """The records that may be chosen: of a run that averages its weights, the averaged ones only."""
+    averaged = [record for record in run.records if record.averaged]
+    return averaged if averaged or run.averaging != "none" else run.records
 
 
 def mean(values: Sequence[float]) -> float:

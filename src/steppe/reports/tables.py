@@ -52,6 +52,11 @@ class TableRow:
     space: str | None
     """What the hyper-parameters were drawn from."""
 
+    @property
+    def partial(self) -> bool:
+        """Whether a cell is partial, and so the average."""
+        return any(cell is not None and cell.partial for cell in self.cells.values())
+
 
 @dataclass(frozen=True)
 class Table:
@@ -65,7 +70,10 @@ class Table:
     rows: tuple[TableRow, ...]
 
     def best(self, column: str | None) -> frozenset[Row]:
-        """The methods with the highest mean in a column (None: of the averages), as shown."""
+        """The methods with the highest mean in a column (None: of the averages), as shown.
+
+        A mean that lacks some targets is of other things, and takes no part.
+        """
         means = {r.row: mean for r in self.rows if (mean := _mean_in(r, column)) is not None}
         top = max((f"{mean:.1f}" for mean in means.values()), key=float, default="")
         return frozenset(row for row, mean in means.items() if f"{mean:.1f}" == top)
@@ -73,9 +81,9 @@ class Table:
 
 def _mean_in(row: TableRow, column: str | None) -> float | None:
     if column is None:
-        return row.avg
+        return None if row.partial else row.avg
     cell = row.cells[column]
-    return None if cell is None else cell.mean
+    return None if cell is None or cell.partial else cell.mean
 
 
 class Place(NamedTuple):

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 
 from rich.console import Console
+from rich.measure import Measurement
 
 from steppe.errors import UserError
 
@@ -22,6 +23,7 @@ from .render import (
     to_terminal,
 )
 from .report import Report
+from .runs import plain
 from .tables import Table
 
 
@@ -44,32 +46,37 @@ def _sections(report: Report) -> list[Table | Grid]:
         found.append(report.across)
     found += [matrix_grid(matrix) for matrix in report.matrices]
     if report.cost:
-        found.append(cost_grid(report.cost))
+        found.append(cost_grid(report.cost, report.selected.selection))
     if report.comparisons:
-        found.append(paired_grid(report.comparisons))
+        found.append(paired_grid(report.comparisons, report.selected.selection))
     return found
 
 
 def _terminal(report: Report) -> str:
-    console = Console(width=max(80, shutil.get_terminal_size((120, 40)).columns))
+    tables = [to_terminal(section) for section in _sections(report)]
+    # A line that a narrow terminal folds can be read; a number that was cut off cannot.
+    roomy = Console(width=100_000)
+    natural = [Measurement.get(roomy, roomy.options, table).maximum for table in tables]
+    console = Console(width=max(80, shutil.get_terminal_size((120, 40)).columns, *natural))
     with console.capture() as capture:
-        for section in _sections(report):
-            console.print(to_terminal(section))
+        for table in tables:
+            console.print(table)
     return capture.get()
 
 
 def _json(report: Report) -> str:
     data = report.page_data()
-    kept = ("command", "versions", "made", "problems", "comparisons", "cost")
-    values = {**report.to_json(), **{key: data[key] for key in kept}, "best": report.best}
-    return json.dumps(values, indent=2) + "\n"
+    kept = ("selection", "across", "matrices", "comparisons", "cost")
+    about = ("command", "versions", "made", "problems")
+    values = {**report.to_json(), **{key: data[key] for key in (*kept, *about)}}
+    return json.dumps(plain({**values, "best": report.best}), indent=2, allow_nan=False) + "\n"
 
 
 FORMATS: dict[str, Callable[[Report], str]] = {
     "terminal": _terminal,
     "markdown": lambda report: "\n".join(to_markdown(section) for section in _sections(report)),
     "latex": lambda report: "\n".join(to_latex(section) for section in _sections(report)),
-    "csv": lambda report: to_csv(report.tables),
+    "csv": lambda report: to_csv([*report.tables, *([report.across] if report.across else [])]),
     "json": _json,
     "html": lambda report: render_page(report.page_data()),
 }

@@ -6,11 +6,12 @@ import base64
 import hashlib
 import html
 import json
-import math
 from collections.abc import Mapping
 from importlib import resources
 from string import Template
 from typing import Any
+
+from ..runs import plain
 
 __all__ = ["render_page"]
 
@@ -60,16 +61,5 @@ def _digest(text: str) -> str:
 
 def _embedded(data: Mapping[str, Any]) -> str:
     """JSON that cannot end the script element it stands in, nor begin a comment there."""
-    text = json.dumps(_plain(data), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(plain(data), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can hold: the loss of a run that diverged is NaN, which JSON has no word for."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
