@@ -535,7 +535,7 @@ def report(
     else:
         print(text, end="" if text.endswith("\n") else "\n")
     if best is not None:
-        best.write_text(json.dumps(made.best, indent=2) + "\n")
+        best.write_text(reports.best_json(made.best), encoding="utf-8")
     for problem in made.problems:
         print(f"steppe: {problem}", file=sys.stderr)
 

@@ -215,6 +215,30 @@ def test_unreadable_lines_are_counted_and_named(tmp_path):
     assert all([r.step for r in run.records] == [0, 100, 200] for run in runs)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"dataset": "PACS"', '"dataset": ""'), (": 0.5", ": 1.5"), (": 0.5", ": -0.5")],
+)
+def test_a_line_that_makes_no_sense_is_no_record(tmp_path, old, new):
+    src, dst = small(tmp_path)
+    file = src / "a" / "results.jsonl"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    imported = import_domainbed(src, dst)
+    assert (imported.n, imported.unreadable_lines) == (0, 3)
+    assert imported.problems[0] == f"{file}: 3 unreadable lines (1, 2, 3)"
+
+
+def test_an_imported_config_has_no_nan(tmp_path):
+    src, dst = small(tmp_path)
+    file = src / "a" / "results.jsonl"
+    file.write_text(file.read_text().replace('"hparams": {', '"hparams": {"odd": NaN, '))
+    assert import_domainbed(src, dst).problems == ()
+    text = (dst / "a" / "config.json").read_text()
+    assert "NaN" not in text
+    assert json.loads(text)["imported"]["hparams"]["odd"] is None
+
+
 def test_a_diverged_loss_is_no_reason_to_lose_the_line(tmp_path):
     src, dst = small(tmp_path)
     file = src / "a" / "results.jsonl"

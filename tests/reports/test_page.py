@@ -242,6 +242,34 @@ def test_tables_sort_by_number_and_mark_the_best(show: Open) -> None:
     assert directions() == ["ascending"] + ["none"] * 8
 
 
+def test_a_partial_mean_is_marked_and_never_the_best(show: Open) -> None:
+    data = sample(2, ("PACS",))
+    rows = data["tables"][0]["rows"]
+    for row, mean in zip(rows, (99.0, 60.0), strict=True):
+        row["cells"] = {c: {"mean": mean, "err": 1.0, "n": 3} for c in row["cells"]}
+        row["avg"] = mean
+    rows[0]["cells"]["photo"]["partial"] = True
+    cells = [[{"mean": 99.0, "err": 1.0, "n": 3, "partial": True}], [None]]
+    methods = [{"algorithm": a, "averaging": "swad"} for a in ("ERM", "CORAL")]
+    data["matrices"] = [
+        {"dataset": "all", "methods": methods, "optimizers": ["fad"], "cells": cells}
+    ]
+    page = show(data)
+    table = page.get_by_role("region", name="PACS", exact=True).locator("table")
+    photo, avg = 1 + list(rows[0]["cells"]).index("photo"), 1 + len(rows[0]["cells"])
+    for at in (photo, avg):
+        assert column(table, at)[0].endswith("*")
+        cell = table.locator(f"tbody tr:first-child > :nth-child({at + 1})")
+        assert "some targets are missing" in (cell.get_attribute("title") or "")
+        assert "best" not in (cell.get_attribute("class") or "")
+    assert "best" in (
+        table.locator("tbody tr:first-child > :nth-child(2)").get_attribute("class") or ""
+    )
+    matrix = page.get_by_role("region", name="Optimizers by algorithm: all datasets")
+    assert column(matrix.locator("table"), 0) == ["ERM + swad", "CORAL + swad"]
+    assert column(matrix.locator("table"), 1) == ["99.0 \u00b1 1.0*", "\u2013"]
+
+
 def test_long_tables_can_be_filtered_by_what_the_names_leave_out(show: Open) -> None:
     page = show(sample(n_methods=12, datasets=("PACS",)))
     assert not page.locator("#cost label", has_text="dataset").is_visible()  # nothing to choose

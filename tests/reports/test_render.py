@@ -146,10 +146,13 @@ def test_csv_has_a_line_per_cell():
 
 
 def test_a_partial_cell_is_marked_and_explained():
-    text = to_markdown(table(row(ADAM, Cell(80.0, 1.0, 3, True), None, None)))
-    assert r"**80.0 ± 1.0\***" in text
-    cells = {ADAM: Cell(80.0, 1.0, 3, True)}
-    matrix = matrix_grid(Matrix("PACS", "oracle", (("ERM", "none"),), ("adam",), cells))
+    partial, full = Cell(80.0, 1.0, 3, True), Cell(70.0, 1.0, 3)
+    text = to_markdown(table(row(ADAM, partial, full, 75.0), row(FAD, full, full, 70.0)))
+    assert r"| adam | 80.0 ± 1.0\* | **70.0 ± 1.0** | 75.0\* |" in text
+    assert "| fad | **70.0 ± 1.0** | **70.0 ± 1.0** | **70.0** |" in text
+    cells = {ADAM: partial, FAD: full}
+    matrix = matrix_grid(Matrix("PACS", "oracle", (("ERM", "none"),), ("adam", "fad"), cells))
+    assert r"| 80.0 ± 1.0\* | **70.0 ± 1.0** |" in to_markdown(matrix)
     cost = cost_grid([Cost("PACS", ADAM, 0.1, 1.0, 1, 1.0, cells[ADAM])])
     for shown in (text, to_markdown(matrix), to_markdown(cost)):
         assert shown.rstrip().endswith(r"\* some targets are missing")

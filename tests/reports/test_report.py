@@ -5,7 +5,15 @@ import json
 
 import pytest
 
-from steppe.reports import SELECTIONS, build_report, load_runs
+from steppe.reports import (
+    SELECTIONS,
+    Loaded,
+    best_json,
+    build_report,
+    load_runs,
+    write,
+    write_best,
+)
 from steppe.reports.page import render_page
 from tests.reports.trees import DOMAINS, config, record, some_sweep, write_run
 
@@ -18,6 +26,7 @@ KEYS = {
     "problems": list,
     "tables": list,
     "across": (dict, type(None)),
+    "matrices": list,
     "comparisons": list,
     "cost": list,
     "curves": list,
@@ -46,7 +55,7 @@ def test_page_data_has_the_agreed_shape(tmp_path, selection):
     assert [c["name"] for c in data["cost"]] == ["adam", "fad"]
     assert data["cost"][0].keys() == {
         *("dataset", "name", "seconds_per_step", "relative", "passes", "memory_gb"),
-        *("accuracy", "err"),
+        *("accuracy", "err", "partial"),
     }
     assert [c["target"] for c in data["curves"]] == list(DOMAINS)
     assert [g["target"] for g in data["bars"][0]["groups"]] == list(DOMAINS)
@@ -86,8 +95,8 @@ def test_curves_are_means_over_the_chosen_runs(tmp_path):
     assert (point["accuracy"], point["validation"]) == pytest.approx((40, 40))
 
 
-def test_no_runs_at_all_make_an_empty_report(tmp_path):
-    data = build_report(load_runs(tmp_path)).page_data()
+def test_no_runs_at_all_make_an_empty_report():
+    data = build_report(Loaded((), ())).page_data()
     assert (data["tables"], data["across"], data["comparisons"], data["curves"]) == (
         [],
         None,
@@ -113,3 +122,64 @@ def test_what_a_reader_should_know_is_said(tmp_path):
     for text in wanted:
         assert sum(text in problem for problem in problems) == 1, text
     assert len(problems) == 4
+
+
+def test_what_is_not_in_the_tables_is_said(tmp_path):
+    raw = [record(0, ("photo",), lambda d, p: 0.5)]
+    for name in ("x", "y"):
+        write_run(tmp_path / name, config(("photo",), averaging="swad"), raw)
+        write_run(tmp_path / f"{name}-planned", config(("photo",)), b"")
+    done = write_run(tmp_path / "sweep" / "result", config(("photo",)), raw)
+    (done.parent / "config.json").write_text((done / "config.json").read_text())
+    report = build_report(load_runs(tmp_path), "leave-one-out")
+    assert [p for p in report.problems if "repetition" not in p] == [
+        "2 of 5 runs have no result yet (x-planned, ...): the tables are of the others",
+        f"2 runs have no averaged record yet and are left out ({tmp_path / 'x'}, ...)",
+        "PACS: 2 of 2 numbers are missing, because leave-one-out validation needs every run with "
+        "one more domain held out: plan them with 'steppe sweep plan ... --targets pairs'",
+    ]
+    assert not build_report(load_runs(done.parent)).problems
+
+
+def test_json_has_every_table_and_no_nan(tmp_path):
+    """What a strict reader takes, whatever the hyper-parameters were."""
+    optimizers = ({"name": "adam", "lr": float("nan")}, {"name": "fad", "lr": float("inf")})
+    axes = itertools.product(("PACS", "VLCS"), ("ERM", "CORAL"), optimizers)
+    for number, (dataset, algorithm, optimizer) in enumerate(axes):
+        one = config(("photo",), 0, 1, dataset, algorithm=algorithm, optimizer=optimizer)
+        write_run(tmp_path / str(number), one, [record(0, ("photo",), lambda d, p: 0.5)])
+    report = build_report(load_runs(tmp_path))
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    data = json.loads(write(report, "json"), parse_constant=refuse)
+    assert data["selection"] == data["across"]["selection"] == "train-val"
+    assert data["across"]["rows"][0]["cells"].keys() == {"PACS", "VLCS"}
+    assert [m["dataset"] for m in data["matrices"]] == ["PACS", "VLCS", "all"]
+    matrix = data["matrices"][0]
+    assert [m["algorithm"] for m in matrix["methods"]] == ["ERM", "CORAL"]
+    assert set(matrix["optimizers"]) == {"adam", "fad"}
+    assert matrix["cells"][1][1] == {"mean": 50.0, "err": 0.0, "n": 1, "partial": True}
+    write_best(tmp_path / "best.json", report.selected)
+    text = (tmp_path / "best.json").read_text(encoding="utf-8")
+    assert text == best_json(report.best)
+    (best, *_) = json.loads(text, parse_constant=refuse)
+    assert (best["hparams"]["lr"], best["config"]["optimizer"]["lr"]) == (None, None)
+    assert "\nall,train-val,ERM,adam,none,VLCS,50.0," in write(report, "csv")
+
+
+def test_the_terminal_cuts_no_number_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    names = [f"a-domain-with-a-long-name-{i}" for i in range(12)]
+    for trial, target in itertools.product((0, 1), names):
+        records = [record(0, (target,), lambda d, p, t=trial: 0.5 + t / 10, names)]
+        write_run(tmp_path / f"{trial}{target}", config((target,), trial, 0, "Mine"), records)
+    report = build_report(load_runs(tmp_path), "oracle")
+    text = write(report, "terminal")
+    (line,) = [line for line in text.splitlines() if line.split()[:1] == ["adam"]]
+    assert line.count("55.0 ± 3.5") == 12
+    assert not any(cut in text for cut in ("…", "..."))
+    assert "Cost of a step, selected by validation on the test domain (oracle)" in " ".join(
+        text.split()
+    )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steppe.errors import UserError
-from steppe.reports import SELECTIONS, dataset_tables, load_runs, tables_json
+from steppe.reports import SELECTIONS, build_report, dataset_tables, load_runs, tables_json
 from tests.reports.trees import config, lines_of, record, some_sweep, write_run
 
 TARGETS = ("sketch",)
@@ -78,7 +78,7 @@ def test_runs_are_found_wherever_finished_ones_lie(tmp_path):
     loaded = load_runs(tmp_path)
     names = [str(run.path.relative_to(tmp_path)) for run in loaded.runs]
     assert names == ["deep/er/est", "runs/NAME/result", "x"]
-    assert (loaded.problems, loaded.without_records) == ((), 1)
+    assert (loaded.problems, loaded.without_records) == ((), 0)
     files = [tmp_path / "x" / "records.jsonl", str(tmp_path / "deep"), tmp_path / "x"]
     assert [run.path.name for run in load_runs(files).runs] == ["est", "x"]
 
@@ -97,6 +97,8 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path):
         ("[" * 100_000, ""),
         ('{"targets": ["a"]}', "no dataset"),
         ('{"dataset": "PACS", "targets": []}', "no targets"),
+        ('{"dataset": "PACS", "targets": ["a", 1]}', "targets=['a', 1]"),
+        ('{"dataset": "PACS", "targets": ["\\ud800"]}', "surrogate"),
         ('{"dataset": "PACS", "targets": ["a"], "trial_seed": "x"}', "trial_seed='x'"),
         ('{"dataset": "PACS", "targets": ["a"], "optimizer": 3}', "optimizer=3"),
         ('{"dataset": "PACS", "targets": ["a"], "optimizer": {"name": 3}}', "optimizer="),
@@ -128,6 +130,9 @@ WRONG_LINES = [
     b'{"step": 1, "domains": {"a": {"val": {"accuracy": null}}}}',
     b'{"step": 1, "domains": {"a": {"val": {"accuracy": NaN}}}}',
     b'{"step": 1, "domains": {"a": {"val": {"accuracy": true}}}}',
+    b'{"step": 1, "domains": {"a": {"val": {"accuracy": 1.5}}}}',
+    b'{"step": 1, "domains": {"a": {"val": {"accuracy": -0.1}}}}',
+    b'{"step": 1, "domains": {"\\ud800": {"val": {"accuracy": 0.5}}}}',
     b'{"step": 1, "domains": {"a": {"val": {"accuracy": 1%s}}}}' % (b"0" * 400),
 ]
 
@@ -138,9 +143,47 @@ def test_unreadable_lines_are_counted_and_named(tmp_path):
     loaded = load_runs(tmp_path)
     assert loaded.unreadable_lines == len(WRONG_LINES)
     assert loaded.problems == (
-        f"{tmp_path / 'a' / 'records.jsonl'}: 15 unreadable lines (1, 2, 3, 4, 5, ...)",
+        f"{tmp_path / 'a' / 'records.jsonl'}: 18 unreadable lines (1, 2, 3, 4, 5, ...)",
     )
     assert [r.step for r in loaded.runs[0].records] == [0, 100, 200]
+
+
+def test_a_cut_line_is_damage_once_the_run_is_done(tmp_path):
+    data = b"".join(lines_of(records())) + b'{"step": 30'
+    write_run(tmp_path / "a", config(TARGETS), data)
+    write_run(tmp_path / "b", config(TARGETS), data, state="running")
+    loaded = load_runs(tmp_path)
+    assert loaded.problems == (f"{tmp_path / 'a' / 'records.jsonl'}: 1 unreadable line (4)",)
+    assert [len(run.records) for run in loaded.runs] == [3, 3]
+
+
+def test_a_run_counts_once_however_it_is_reached(tmp_path):
+    folder = write_run(tmp_path / "a", config(TARGETS), records())
+    (tmp_path / "link").symlink_to(folder)
+    given = [folder, tmp_path / "link", tmp_path / "a" / ".." / "a" / "config.json"]
+    assert [run.path for run in load_runs(given).runs] == [folder]
+
+
+@pytest.mark.parametrize("name", ["", "notes.txt"])
+def test_a_folder_without_runs_is_an_error(tmp_path, name):
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(UserError, match=r"no run \(config\.json\) found at or below"):
+        load_runs(tmp_path / name)
+
+
+@pytest.mark.parametrize("draw", [None, 3])
+def test_sources_are_part_of_the_choice(tmp_path, draw):
+    """A run that holds out one of them as well is of the same choice."""
+    found = choices(
+        tmp_path,
+        config(("sketch",), draw=draw),
+        config(("sketch",), draw=draw, sources=["photo", "cartoon"]),
+        config(("sketch", "photo"), draw=draw, sources=["cartoon"]),
+        config(("sketch",), draw=draw, sources=["photo", "art_painting"]),
+    )
+    assert found[1] == found[2]
+    assert len(set(found)) == 3
+    assert any("different sources" in p for p in build_report(load_runs(tmp_path)).problems)
 
 
 def test_the_last_line_of_a_step_counts(tmp_path):
@@ -154,7 +197,7 @@ def tables_of(runs):
     """The tables of all selections, from folders with names drawn at random."""
     with tempfile.TemporaryDirectory() as folder:
         for name, (one, data) in runs.items():
-            write_run(Path(folder) / name, one, data)
+            write_run(Path(folder) / name, one, data, state="running")
         loaded = load_runs(folder)
         found = [tables_json(dataset_tables(loaded.runs, s)) for s in SELECTIONS]
         return found, loaded

@@ -167,6 +167,8 @@ def test_only_averaged_records_are_candidates():
     assert train_validation([averaged], targets).step == 1
     assert oracle([plain], targets).step == 2
     assert oracle([averaged], targets).step == 1
+    raw = dataclasses.replace(make_run(targets, 0, best_at(0)), averaging="swad")
+    assert [rule([raw], targets) for rule in SELECTIONS.values()] == [None] * 3
 
 
 def test_records_that_lack_a_part_are_passed_over():

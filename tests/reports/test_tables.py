@@ -52,6 +52,7 @@ def add(root, targets, trial=0, dataset="PACS", domains=DOMAINS, optimizer="adam
             targets,
             lambda d, p: number(*what, d) if p == "test" else 0.5,
             domains,
+            averaging != "none",
             seconds_per_step=9.0 if s == 0 else seconds,
             memory_gb=1.0 + s,
         )

@@ -20,7 +20,8 @@ def best_configs(runs: Runs, selection: str = "train-val") -> list[dict[str, Any
         selection: `train-val`, `leave-one-out` or `oracle`.
 
     Returns:
-        Plain values; a number that is not finite is None. ``config`` is what ``steppe train --config`` takes, in a file of its own.
+        Plain values; a number that is not finite is None. ``config`` is what
+        ``steppe train --config`` takes, in a file of its own.
     """
     selected = select_runs(runs, selection)
     places = sorted(selected.chosen, key=lambda p: (p.dataset, p.row.order, p.column, p.trial))

@@ -123,7 +123,7 @@ def _convert(folder: Path) -> _Converted:
             wrong.append(number)
     if wrong:
         problems.append(f"{file}: {unreadable_lines(wrong)}")
-    if first is None:
+    if first is None or not records:
         return _Converted({}, (*problems, f"{file}: no run in it"), len(wrong))
     done = (folder / "done").exists()
     last = max(record["step"] for record in records)

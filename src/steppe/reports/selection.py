@@ -182,7 +182,7 @@ SELECTIONS: dict[str, Selection] = {
 
 
 def candidates(run: Run) -> Sequence[Record]:
-    """The records that may be chosen: of a run that averages its weights, the averaged ones only."""
+    """The records that may be chosen: where weights are averaged, those of the average only."""
     averaged = [record for record in run.records if record.averaged]
     return averaged if averaged or run.averaging != "none" else run.records
 

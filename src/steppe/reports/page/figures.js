@@ -29,13 +29,16 @@ function cost() {
     const points = rows.map((row) => ({
       row, x: plot.x(of(row)), y: plot.y(row.accuracy), name: text(row.name), title: text(row.name),
       entries: [
-        { name: "accuracy", value: withError(row.accuracy, row.err) },
+        {
+          name: "accuracy",
+          value: withError(row.accuracy, row.err) + (row.partial === true ? "*" : ""),
+        },
         ...measures.map((m) => ({ name: m.label, value: fixed(m.of(row), m.digits) })),
       ],
     }));
     let top = -Infinity, front = "";
     for (const { row, x, y } of [...points].sort((a, b) => a.x - b.x || a.y - b.y)) {
-      if (row.accuracy <= top) continue;
+      if (row.partial === true || row.accuracy <= top) continue;
       front += front ? `H${x}V${y}` : `M${x} ${y}`;
       top = row.accuracy;
     }
@@ -52,7 +55,7 @@ function cost() {
     { title: "method", get: (row) => text(row.name), show: (row) => nameCell(text(row.name)) },
     {
       title: "accuracy", get: (row) => row.accuracy, print: fixed, best: "high",
-      show: (row) => measured(row.accuracy, row.err),
+      show: (row) => measured(row.accuracy, row.err), partial: (row) => row.partial === true,
     },
     ...measures.map(({ brief, of, digits }) =>
       ({ title: brief, get: of, print: (value) => fixed(value, digits), best: digits && "low" })),

@@ -9,9 +9,15 @@ function results() {
     [h("h3", {}, text(result.dataset)), resultTable(result, text(result.dataset))]);
   return [
     nothing(`Accuracy on the target in percent, mean ${PLUS_MINUS} standard error over trials. ` +
-      `The best of each column is bold; ${DASH} marks what is missing.`),
+      `The best of each column is bold; ${DASH} marks what is missing, ` +
+      "* a mean without some targets."),
     ...(data.across ? [h("h3", {}, "All datasets"), resultTable(data.across, "all datasets")] : []),
     ...parts,
+    ...list(data.matrices).flatMap((matrix) => {
+      const title = matrix.dataset === "all" ? "all datasets" : text(matrix.dataset);
+      const label = `Optimizers by algorithm: ${title}`;
+      return [h("h3", {}, label), matrixTable(matrix, label)];
+    }),
   ];
 }
 

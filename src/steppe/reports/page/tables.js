@@ -1,5 +1,6 @@
 // Tables. A column has a title, `get` (the value that it is sorted by), and perhaps `print` (that
-// value as text), `show` (text or nodes instead), `best` ("high" or "low"), a kind and a hint.
+// value as text), `show` (text or nodes instead), `best` ("high" or "low"), `partial` (whether
+// the value is a mean that lacks something), a kind and a hint.
 
 function table({ label, caption, columns, rows, foot = null }) {
   const body = h("tbody"), lines = rows.map((row) => ({ row, node: h("tr") }));
@@ -9,18 +10,24 @@ function table({ label, caption, columns, rows, foot = null }) {
     return h("th", { scope: "col", class: column.kind ?? null, "aria-sort": "none" }, button);
   });
   columns.forEach((column, at) => {
-    const { get, print = text, show = (row) => [print(get(row))] } = column;
-    const values = rows.map(get).filter(finite), [low, high] = extent(values);
+    const { get, print = text, show = (row) => [print(get(row))], partial = () => false } = column;
+    // Means of different targets are no contest.
+    const values = rows.filter((row) => !partial(row)).map(get).filter(finite);
+    const [low, high] = extent(values);
     const contest = column.best && values.length > 1;
     const winner = contest ? print(column.best === "high" ? high : low) : null;
     for (const { row, node } of lines) {
       // Equal as printed is equal: nobody should wonder why one 86.7 is bold and another is not.
-      const wins = finite(get(row)) && print(get(row)) === winner;
+      const wins = finite(get(row)) && !partial(row) && print(get(row)) === winner;
       const cell = at === 0
         ? h("th", { scope: "row" }, ...show(row))
         : h("td", { class: wins ? "best" : column.kind ?? null }, ...show(row));
       if (column.kind === "text") cell.title = cell.textContent;
       else if (column.hint) cell.title = column.hint(row);
+      if (finite(get(row)) && partial(row)) {
+        cell.append("*");
+        cell.title = [cell.title, "some targets are missing"].filter(Boolean).join("; ");
+      }
       if (wins) cell.append(h("span", { class: "hidden-text" }, " (best)"));
       node.append(cell);
     }
@@ -84,8 +91,12 @@ function resultTable(result, label) {
       show: (row) => measured(cell(row, column).mean, cell(row, column).err, cell(row, column).n),
       hint: (row) => plural(cell(row, column).n ?? 0, "trial"),
       best: "high",
+      partial: (row) => cell(row, column).partial === true,
     })),
-    { title: "Avg.", get: (row) => row.avg, print: fixed, best: "high" },
+    {
+      title: "Avg.", get: (row) => row.avg, print: fixed, best: "high",
+      partial: (row) => list(result.columns).some((column) => cell(row, column).partial === true),
+    },
     { title: "runs", get: (row) => row.runs },
     {
       title: "steps",
@@ -98,4 +109,24 @@ function resultTable(result, label) {
     columns.push({ title: "search space", get: (row) => row.space, kind: "text" });
   }
   return table({ label, columns, rows });
+}
+
+function matrixTable(matrix, label) {
+  const rows = list(matrix.methods).map((method, at) =>
+    ({ ...method, values: (matrix.cells ?? [])[at] ?? [] }));
+  const columns = list(matrix.optimizers).map((optimizer, at) => {
+    const cell = (row) => row.values[at] ?? {};
+    return {
+      title: text(optimizer),
+      get: (row) => cell(row).mean,
+      print: fixed,
+      show: (row) => measured(cell(row).mean, cell(row).err, cell(row).n),
+      hint: (row) => plural(cell(row).n ?? 0, "trial"),
+      best: "high",
+      partial: (row) => cell(row).partial === true,
+    };
+  });
+  const name = ({ algorithm, averaging }) =>
+    text(algorithm) + (averaging && averaging !== "none" ? ` + ${text(averaging)}` : "");
+  return table({ label, columns: [{ title: "algorithm", get: name }, ...columns], rows });
 }
