@@ -88,6 +88,7 @@ def run_local(
                 log = logs / f"local-{os.getpid()}-{number}.log"
                 slots.append(_Slot(command, log, _start(command, log)))
             while True:
+                began = time.monotonic()  # of thousands of runs, a look takes a while
                 sweep = read_plan(sweep.path)  # it may have been extended
                 status = look(sweep, stale)
                 show(status)
@@ -114,7 +115,7 @@ def run_local(
                             "'steppe sweep run' goes on"
                         )
                     break
-                time.sleep(LOOK_SECONDS)
+                time.sleep(max(LOOK_SECONDS, 5 * (time.monotonic() - began)))
         finally:
             _stop(slots, immediately=interrupts.number is not None)
         if interrupts.number is not None:

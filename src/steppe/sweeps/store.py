@@ -108,7 +108,8 @@ class Job:
         target = folder / f"{number:05d}.json"
         temporary = folder / f".{number:05d}.{_me()}"
         try:
-            temporary.write_bytes(text)
+            with checkpoint.full_disk_explained(target):
+                temporary.write_bytes(text)
             os.link(temporary, target)  # atomic everywhere, and whole at once
         except FileExistsError:
             # NFS may answer this to the one who made it, when the first answer was lost.
