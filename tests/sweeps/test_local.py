@@ -172,6 +172,7 @@ def test_status_counts_and_estimates(tmp_path: Path) -> None:
     Worker(sweep, "cpu", limit=5).work()
     status = look(read_plan(sweep.path))
     assert (status.counts["done"], status.counts["planned"]) == (5, 7)
+    assert not status.complete
     assert status.axes["optimizer"]["sgd"]["done"] == 5
     assert status.seconds_left > 0
     assert status.runs_per_hour > 100
@@ -261,6 +262,9 @@ def test_a_sweep_extended_while_it_runs(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(Trainer, "step", growing)
     assert Worker(sweep, "cpu").work() == 12
+    # Whoever waits with the plan as it was sees all of it.
+    assert look(sweep).counts["done"] == 12
+    assert look(sweep).complete
     with pytest.raises(UserError, match="already, with another config"):
         write_plan(GRID, sweep.path, extend=True)
     assert read_plan(sweep.path).retries == 1

@@ -69,4 +69,4 @@ def run(
                 sweep, workers=workers, per_gpu=per_gpu, threads=threads, stale=stale, show=refresh
             )
     console.print(show(sweep, status))
-    return status.counts["done"] == len(sweep.names)
+    return status.complete

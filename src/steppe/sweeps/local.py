@@ -17,7 +17,7 @@ from steppe.domains.pool import cores
 from steppe.errors import Interrupted, RunError, UserError
 from steppe.training.interrupts import Interrupts
 
-from .plan import Sweep, read_plan
+from .plan import Sweep
 from .status import Status, look
 
 LOOK_SECONDS = 1.0
@@ -89,7 +89,6 @@ def run_local(
                 slots.append(_Slot(command, log, _start(command, log)))
             while True:
                 began = time.monotonic()  # of thousands of runs, a look takes a while
-                sweep = read_plan(sweep.path)  # it may have been extended
                 status = look(sweep, stale)
                 show(status)
                 alive = [slot for slot in slots if slot.process.poll() is None]

@@ -19,7 +19,7 @@ from rich.text import Text
 from steppe.errors import UserError, unknown
 
 from . import store
-from .plan import AXES, Sweep
+from .plan import AXES, Sweep, read_plan
 from .store import Event, Job
 
 STATES = ("planned", "running", "lost", "done", "failed", "cancelled")
@@ -62,13 +62,19 @@ class Status:
         """Whether nothing is left to be done."""
         return not any(self.counts[state] for state in ("planned", "running", "lost"))
 
+    @property
+    def complete(self) -> bool:
+        """Whether every run is done."""
+        return self.counts["done"] == sum(self.counts.values())
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
 
 
 def look(sweep: Sweep, stale: float = store.STALE_SECONDS) -> Status:
-    """Looks at every run of a sweep."""
+    """Looks at every run of a sweep, as its plan is now: it may have been extended."""
+    sweep = read_plan(sweep.path)
     now = store.clock(sweep.path)
     states: dict[str, str] = {}
     seconds: dict[str, float] = {}
