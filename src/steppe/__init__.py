@@ -9,7 +9,7 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("algorithms", "domains", "optim", "training")
+_SUBPACKAGES = ("algorithms", "curvature", "domains", "optim", "training")
 
 
 def __getattr__(name: str) -> ModuleType:

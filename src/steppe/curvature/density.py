@@ -1,0 +1,109 @@
+"""The spectral density of a symmetric operator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from steppe.errors import UserError
+
+from .krylov import Krylov, random_vector, seeded
+from .operator import Symmetric
+from .progress import Progress, Report
+
+
+@dataclass(frozen=True)
+class Density:
+    r"""An estimate of how the eigenvalues are spread.
+
+    Each random vector gives a quadrature rule: nodes $\theta_i$ with weights $w_i \ge 0$ that add
+    up to 1, such that $\sum_i w_i f(\theta_i)$ estimates the mean of $f$ over the eigenvalues.
+
+    Attributes:
+        nodes: `probes x steps`, float64 on the CPU.
+        weights: alike; each row adds up to 1.
+        products: how many vectors were multiplied for it.
+    """
+
+    nodes: Tensor
+    weights: Tensor
+    products: int
+
+    def mean(self, function: Tensor) -> tuple[float, float]:
+        """The mean over the eigenvalues of a function, given at the nodes, and its standard error.
+
+        With one probe, the standard error is infinite: nothing is known about it.
+        """
+        of_probes = (self.weights * function).sum(1)
+        probes = len(of_probes)
+        stderr = float(of_probes.std()) / math.sqrt(probes) if probes > 1 else math.inf
+        return float(of_probes.mean()), stderr
+
+    def at(self, points: Tensor, width: float | None = None) -> Tensor:
+        """The density at some points, smoothed by a Gaussian.
+
+        Args:
+            points: where.
+            width: the Gaussian's standard deviation; 1 % of the spectrum's extent unless given.
+        """
+        if width is None:
+            width = float(self.nodes.max() - self.nodes.min()) / 100 or 1.0
+        if not width > 0:
+            raise UserError(f"width={width}: give a positive number")
+        points = points.to("cpu", torch.float64)
+        out = torch.zeros_like(points)
+        norm = len(self.nodes) * width * math.sqrt(2 * math.pi)
+        for node, weight in zip(self.nodes.flatten(), self.weights.flatten(), strict=True):
+            out += weight / norm * torch.exp(-0.5 * ((points - node) / width) ** 2)
+        return out
+
+
+def spectral_density(
+    op: Symmetric,
+    *,
+    probes: int = 4,
+    steps: int = 80,
+    seed: int = 0,
+    progress: Report | None = None,
+) -> Density:
+    r"""Estimate the spectral density by stochastic Lanczos quadrature.
+
+    From a random vector, Lanczos gives a small matrix whose eigenvalues are the nodes and whose
+    eigenvectors' first entries, squared, are the weights of a Gauss quadrature, exact for
+    polynomials of degree $2 \cdot \text{steps} - 1$ (Golub and Welsch, 1969). The mean over random
+    vectors is an unbiased estimate of the mean over eigenvalues, up to that exactness.
+
+    Args:
+        op: a `HessianOperator`, a `GaussNewtonOperator`, a symmetric matrix.
+        probes: random vectors: they set the statistical error.
+        steps: products per probe: they set the resolution.
+        seed: of the random vectors.
+        progress: called after each product.
+
+    Examples:
+        >>> found = spectral_density(torch.diag(torch.tensor([1.0, 1.0, 1.0, 3.0])), probes=20)
+        >>> mean, stderr = found.mean(found.nodes)
+        >>> abs(mean - 1.5) < 4 * stderr
+        True
+    """
+    if probes < 1 or steps < 1:
+        raise UserError(f"probes={probes}, steps={steps}: at least one of each is needed")
+    generator = seeded(op, seed)
+    steps = min(steps, op.shape[0])
+    nodes = torch.zeros(probes, steps, dtype=torch.float64)
+    weights = torch.zeros(probes, steps, dtype=torch.float64)
+    products = 0
+    for probe in range(probes):
+        space = Krylov(op, random_vector(op, generator)[None], steps + 1, generator)
+        while space.size < steps:
+            space.step()
+            if progress is not None:
+                done = products + space.products
+                progress(Progress(done / (probes * steps), done, f"probe {probe + 1} of {probes}"))
+        ritz = space.ritz()
+        nodes[probe], weights[probe] = ritz.values, ritz.coordinates[0] ** 2
+        products += space.products
+    return Density(nodes, weights, products)

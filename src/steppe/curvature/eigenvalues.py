@@ -1,0 +1,255 @@
+"""The extreme eigenvalues of a symmetric operator."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from steppe.errors import UserError, unknown
+
+from .krylov import Krylov, Ritz, random_vector, seeded
+from .operator import Symmetric
+from .power import power_iteration
+from .progress import Progress, Report
+
+Which = Literal["LA", "LM", "SA"]
+"""The largest, the largest in magnitude, or the smallest."""
+
+Method = Literal["lanczos", "power"]
+
+_AT_LEAST = 1 << 25
+"""Numbers in the basis that are never too many."""
+
+
+@dataclass(frozen=True)
+class Eigenvalues:
+    """Extreme eigenvalues, and how exact they are.
+
+    Attributes:
+        values: descending, float64 on the CPU.
+        residuals: the norms of `H v - value * v`, in the same order. An eigenvalue of the operator
+            lies within that distance of each value.
+        vectors: the eigenvectors, `n x k`, in the same order and on the operator's device; None
+            unless asked for.
+        products: how many vectors were multiplied for it.
+        converged: whether the solver stopped because its criterion was met.
+    """
+
+    values: Tensor
+    residuals: Tensor
+    vectors: Tensor | None
+    products: int
+    converged: bool
+
+
+def top_eigenvalues(
+    op: Symmetric,
+    k: int = 50,
+    which: Which | None = None,
+    *,
+    tol: float = 1e-3,
+    method: Method = "lanczos",
+    vectors: bool = False,
+    block_size: int = 1,
+    basis: int | None = None,
+    verify: int = 10,
+    max_products: int | None = None,
+    seed: int = 0,
+    progress: Report | None = None,
+) -> Eigenvalues:
+    r"""Compute `k` extreme eigenvalues.
+
+    Thick-restart Lanczos with full reorthogonalization, on the operator's device. It stops when
+    every residual $\|H v - \lambda v\|$ is at most `tol` times the largest eigenvalue in magnitude.
+    The error of an eigenvalue that stands apart is smaller still, of the order of the residual's
+    square over the distance to the next one.
+
+    A Krylov space from one vector holds one copy of an eigenvalue that is repeated. When all have
+    converged, the space is therefore widened by a random direction and built on for `verify` more
+    steps; if these bring up anything new, it goes on.
+
+    Args:
+        op: a `HessianOperator`, a `GaussNewtonOperator`, a symmetric matrix.
+        k: how many.
+        which: "LA", the largest (default), "SA", the smallest, or "LM", the largest in magnitude.
+        tol: the residual to reach, relative to the largest eigenvalue in magnitude. With
+            `method="power"`, the relative change between iterations at which to stop.
+        method: "lanczos", or "power" for power iteration with deflation, as in the paper. Power
+            iteration finds the largest in magnitude and at most 100 steps are spent on each, as in
+            the tool the paper used; look at the residuals.
+        vectors: whether to return the eigenvectors.
+        block_size: vectors to multiply at a time: fewer passes over the data, more products.
+        basis: vectors to keep in memory before a restart, at least `k + 2 * block_size`; three
+            times `k` unless given, and more where they are short.
+        verify: steps in which to look for repeated eigenvalues that were missed; 0: do not look.
+        max_products: stop after so many products and warn; `20 * k + 200` for each vector of a
+            block unless given.
+        seed: of the random start.
+        progress: called after each check of the residuals.
+
+    Examples:
+        >>> found = top_eigenvalues(torch.diag(torch.tensor([3.0, 1.0, 2.0, -5.0])), k=2)
+        >>> found.values.round(decimals=4)
+        tensor([3., 2.], dtype=torch.float64)
+    """
+    n = op.shape[0]
+    _check(n, k, which, tol, method, block_size, basis)
+    if method == "power":
+        return _power(op, k, which, tol, vectors, seed, progress)
+    which = which or "LA"
+    limit = (20 * k + 200) * block_size if max_products is None else max_products
+    rows = _rows(n, k, block_size) if basis is None else basis
+    generator = seeded(op, seed)
+    start = torch.stack([random_vector(op, generator) for _ in range(min(block_size, n))])
+    space = Krylov(op, start, rows, generator)
+    look = _Lookout(k, which, tol, verify)
+    due = 0
+    while True:
+        space.step()
+        full, spent = space.is_full, space.products >= limit
+        if space.size < min(due, n) and not (full or spent or space.is_exhausted):
+            continue
+        # A check costs a small eigendecomposition: more rarely as the basis grows.
+        due = space.size + max(1, space.size // 20)
+        ritz = space.ritz()
+        wanted = order(ritz.values, which)[:k]
+        if progress is not None:
+            progress(_progress(ritz, wanted, k, tol, space.products))
+        done = look.is_satisfied(space, ritz, wanted)
+        if done or spent:
+            if not done:
+                _warn(ritz, wanted, tol, limit)
+            return _result(space, ritz, wanted, vectors, done)
+        if space.is_full:
+            room = space.rows - 2 * space.block
+            space.restart(ritz, order(ritz.values, which)[: min(room, k + (space.rows - k) // 2)])
+
+
+def _rows(n: int, k: int, block_size: int) -> int:
+    """How many vectors to keep: a restart costs products, and small vectors cost no memory."""
+    return max(3 * k, k + 20 * block_size, _AT_LEAST // n)
+
+
+def order(values: Tensor, which: Which) -> Tensor:
+    """The indices of ascending values, the wanted ones first."""
+    if which == "LM":
+        return values.abs().argsort(descending=True)
+    indices = torch.arange(len(values))
+    return indices if which == "SA" else indices.flip(0)
+
+
+class _Lookout:
+    """Decides when to stop, and widens the space to look for what it may have missed."""
+
+    def __init__(self, k: int, which: Which, tol: float, verify: int) -> None:
+        self._k, self._tol, self._verify = k, tol, verify
+        self._until: int | None = None  # the products at which the present look ends
+        self._found: Tensor | None = None  # the values when it began
+
+    def is_satisfied(self, space: Krylov, ritz: Ritz, wanted: Tensor) -> bool:
+        if len(wanted) < self._k or not _converged(ritz, wanted, self._tol).all():
+            return False
+        if space.is_exhausted or not self._verify:
+            return True
+        if self._until is not None and space.products < self._until:
+            return False
+        values = ritz.values[wanted].sort().values
+        if self._found is not None:
+            scale = float(ritz.values.abs().max())
+            if (values - self._found).abs().max() <= self._tol * scale:
+                return True
+        self._found = values
+        if not space.widen():
+            # No room in the basis: it spans nearly everything, or is about to be restarted.
+            return False
+        self._until = space.products + self._verify * space.block
+        return False
+
+
+def _converged(ritz: Ritz, wanted: Tensor, tol: float) -> Tensor:
+    return ritz.residuals[wanted] <= tol * ritz.values.abs().max()
+
+
+def _result(
+    space: Krylov, ritz: Ritz, wanted: Tensor, vectors: bool, converged: bool
+) -> Eigenvalues:
+    chosen = wanted[ritz.values[wanted].argsort(descending=True)]
+    found = space.vectors(ritz.coordinates[:, chosen]).T if vectors else None
+    return Eigenvalues(
+        ritz.values[chosen], ritz.residuals[chosen], found, space.products, converged
+    )
+
+
+def _power(
+    op: Symmetric,
+    k: int,
+    which: Which | None,
+    tol: float,
+    vectors: bool,
+    seed: int,
+    progress: Report | None,
+) -> Eigenvalues:
+    if which not in (None, "LM"):
+        raise UserError(
+            f"which={which!r}: power iteration finds the largest eigenvalues in magnitude, 'LM'; "
+            "use method='lanczos' for others"
+        )
+    found = power_iteration(op, k, tol=tol, generator=seeded(op, seed), progress=progress)
+    chosen = found.values.argsort(descending=True)
+    rows = found.vectors[chosen.to(found.vectors.device)]
+    return Eigenvalues(
+        found.values[chosen],
+        found.residuals[chosen],
+        rows.T if vectors else None,
+        found.products,
+        found.converged,
+    )
+
+
+def _progress(ritz: Ritz, wanted: Tensor, k: int, tol: float, products: int) -> Progress:
+    """The share of the way, in orders of magnitude, that the residuals have come."""
+    scale = max(float(ritz.values.abs().max()), torch.finfo(torch.float64).tiny)
+    relative = (ritz.residuals[wanted] / scale).clamp(tol, 1)
+    ways = relative.log() / math.log(tol) if tol < 1 else torch.ones_like(relative)
+    good = int(_converged(ritz, wanted, tol).sum())
+    return Progress(float(ways.sum()) / k, products, f"{good} of {k} eigenvalues have converged")
+
+
+def _warn(ritz: Ritz, wanted: Tensor, tol: float, limit: int) -> None:
+    worst = float(ritz.residuals[wanted].max() / ritz.values.abs().max())
+    warnings.warn(
+        f"the eigenvalues have not all converged after {limit} products: the largest residual is "
+        f"{worst:.1e} of the largest eigenvalue and {tol:.1e} was asked for. Raise max_products, "
+        "or tol.",
+        stacklevel=3,
+    )
+
+
+def _check(
+    n: int,
+    k: int,
+    which: str | None,
+    tol: float,
+    method: str,
+    block_size: int,
+    basis: int | None,
+) -> None:
+    if which is not None and which not in get_args(Which):
+        raise UserError(unknown("which", which, get_args(Which)))
+    if method not in get_args(Method):
+        raise UserError(unknown("method", method, get_args(Method)))
+    if not 1 <= k <= n:
+        raise UserError(f"k={k}: the operator has {n} eigenvalues, ask for 1 to {n}")
+    if not tol > 0:
+        raise UserError(f"tol={tol}: a residual can be small, not zero: give a positive number")
+    if block_size < 1:
+        raise UserError(f"block_size={block_size}: a block has at least one vector")
+    if basis is not None and basis < min(n, k + 2 * block_size):
+        raise UserError(
+            f"basis={basis}: at least k + 2 * block_size = {k + 2 * block_size} vectors are needed"
+        )

@@ -1,0 +1,114 @@
+"""The generalized Gauss-Newton matrix of the mean loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steppe.errors import UserError
+
+from .hessian import derivatives
+from .operator import (
+    CurvatureOperator,
+    Differentiated,
+    LossFunction,
+    Parts,
+    gradient_parts,
+)
+
+
+class GaussNewtonOperator(CurvatureOperator):
+    r"""The generalized Gauss-Newton matrix $J^\top \nabla_z^2 L\, J$ of the mean loss.
+
+    Here $z$ are the outputs of the model and $J$ is their derivative by the parameters: the Hessian
+    without the curvature of the model itself. It is positive semi-definite where the loss is convex
+    in the outputs, as cross-entropy and squared error are. What the loss makes of the parameters
+    otherwise, a weight penalty for instance, is left out.
+
+    Args:
+        model: any module.
+        loss_fn: as for `HessianOperator`; may call the model several times.
+        batches: as for `HessianOperator`.
+        params: as for `HessianOperator`.
+        outputs: the module, the model or one inside it, whose outputs are $z$; the model unless
+            given. It must return a tensor.
+        keep_graphs: as for `HessianOperator`.
+        check: as for `HessianOperator`.
+        progress: as for `HessianOperator`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        batches: Iterable[Any],
+        params: Iterable[Tensor] | None = None,
+        *,
+        outputs: nn.Module | None = None,
+        keep_graphs: bool | None = None,
+        check: bool = True,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            loss_fn,
+            batches,
+            params,
+            keep_graphs=keep_graphs,
+            check=check,
+            progress=progress,
+        )
+        self._outputs = model if outputs is None else outputs
+
+    def _differentiate(self, batch: Any, number: int) -> Differentiated:
+        seen: list[Tensor] = []
+
+        def see(module: nn.Module, args: object, output: object) -> None:
+            if not isinstance(output, Tensor):
+                raise UserError(
+                    f"{type(module).__name__} returns {type(output).__name__} and not a tensor: "
+                    "name the module whose outputs the loss is made of in outputs="
+                )
+            seen.append(output)
+
+        with self._outputs.register_forward_hook(see):
+            loss = self._loss(batch, number)
+        if not seen:
+            raise UserError(
+                f"the loss does not call {type(self._outputs).__name__}: name the module whose "
+                "outputs it is made of in outputs="
+            )
+
+        def gradient() -> Parts:
+            return gradient_parts(loss, self.params, keep=True)
+
+        nothing: Parts = [None] * len(self.params)
+        z = [output for output in seen if output.requires_grad]
+        if not z:
+            return Differentiated(loss.detach(), gradient, lambda tangent: nothing)
+        _, curvature = derivatives(loss, z)
+        # J v, as the derivative by u of (J' u) . v, which is linear in u.
+        u = [torch.zeros_like(output, requires_grad=True) for output in z]
+        pulled: Parts = torch.autograd.grad(z, self.params, u, create_graph=True, allow_unused=True)
+        live = [(i, g) for i, g in enumerate(pulled) if g is not None]
+
+        def product(tangent: Sequence[Tensor]) -> Parts:
+            if not live:
+                return nothing
+            pushed: Sequence[Tensor] = torch.autograd.grad(
+                [g for _, g in live],
+                u,
+                [tangent[i] for i, _ in live],
+                retain_graph=True,
+                materialize_grads=True,
+            )
+            bent = [
+                torch.zeros_like(output) if part is None else part
+                for output, part in zip(z, curvature(pushed), strict=True)
+            ]
+            return torch.autograd.grad(z, self.params, bent, retain_graph=True, allow_unused=True)
+
+        return Differentiated(loss.detach(), gradient, product)

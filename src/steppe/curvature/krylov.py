@@ -1,0 +1,195 @@
+r"""Krylov spaces of a symmetric operator, built up, cut back and widened again.
+
+One mechanism serves the eigenvalues, the trace and the density: an orthonormal basis $V$ whose
+images under the operator are known, $H V = V T + Q\,C$, with the next block $Q$ orthogonal to $V$.
+The basis is kept orthonormal to rounding (every new vector is orthogonalized against all others,
+again where the first time cancelled much), so that $T = V^\top H V$ holds whatever the basis went
+through, and the residuals of the Ritz pairs are the norms of the columns of $C S$, for the
+eigenvectors $S$ of $T$.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .operator import Symmetric
+
+_CHUNK = 1 << 22
+"""Columns of the basis that are rotated at a time: a rotation in place needs little memory."""
+
+
+@dataclass(frozen=True)
+class Ritz:
+    """Approximate eigenpairs: those of the operator restricted to the basis.
+
+    Attributes:
+        values: ascending, float64 on the CPU.
+        coordinates: the vectors in the basis, in columns.
+        residuals: the norms of `H v - value * v`.
+    """
+
+    values: Tensor
+    coordinates: Tensor
+    residuals: Tensor
+
+
+class Krylov:
+    """A Krylov space that grows by a block at a time.
+
+    Args:
+        op: the operator.
+        start: the first block, `b x n`; made orthonormal.
+        rows: vectors to make room for, those of the next block included.
+        generator: draws new directions where the old ones are exhausted.
+    """
+
+    def __init__(self, op: Symmetric, start: Tensor, rows: int, generator: torch.Generator) -> None:
+        self._op, self._generator = op, generator
+        self._n = op.shape[0]
+        self.rows = min(rows, self._n)
+        # Whole, and once: a basis that grows by copies needs twice the memory.
+        self._basis = torch.empty(self.rows, self._n, dtype=op.dtype, device=op.device)
+        self._t = torch.zeros(self.rows, self.rows, dtype=torch.float64)
+        self.size = 0
+        """Vectors of the basis."""
+        self.block = 0
+        """Vectors of the next block, whose images are not known yet."""
+        self.products = 0
+        for vector in start:
+            self._append(vector.to(op.device, op.dtype, copy=True), self.block)
+            self.block += 1
+        self._coupling = torch.zeros(self.block, 0, dtype=torch.float64)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no room for another block."""
+        return self.block > 0 and min(self.size + 2 * self.block, self._n) > self.rows
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the basis spans the whole space, or all that can be reached: nothing is left."""
+        return self.block == 0
+
+    @property
+    def basis(self) -> Tensor:
+        """The vectors whose images are known, in rows."""
+        return self._basis[: self.size]
+
+    def step(self) -> None:
+        """Multiplies the next block and takes it into the basis."""
+        size, total = self.size, self.size + self.block
+        block = self._basis[size:total]
+        images = self._op @ block[0] if len(block) == 1 else self._op @ block.T
+        self.products += len(block)
+        images = images.reshape(self._n, -1).T.contiguous()
+        inside = torch.zeros(total, len(block), dtype=torch.float64)
+        outside = torch.zeros(len(block), len(block), dtype=torch.float64)
+        top = total
+        for column, image in enumerate(images):
+            coefficients, length = self._append(image, top)
+            inside[:, column] = coefficients[:total]
+            outside[: top - total, column] = coefficients[total:]
+            if length is not None:
+                outside[top - total, column] = length
+                top += 1
+        self._t[:total, size:total] = inside
+        self._t[size:total, :total] = inside.T
+        self._t[size:total, size:total] = (inside[size:] + inside[size:].T) / 2
+        self.size, self.block = total, top - total
+        self._coupling = torch.zeros(self.block, total, dtype=torch.float64)
+        self._coupling[:, size:] = outside[: self.block]
+
+    def ritz(self) -> Ritz:
+        """The Ritz pairs of the basis."""
+        values, coordinates = torch.linalg.eigh(self._t[: self.size, : self.size])
+        residuals = torch.linalg.vector_norm(self._coupling @ coordinates, dim=0)
+        return Ritz(values, coordinates, residuals)
+
+    def restart(self, ritz: Ritz, kept: Tensor) -> None:
+        """Cuts the basis back to some Ritz vectors (thick restart: Wu and Simon, 2000)."""
+        coordinates = ritz.coordinates[:, kept]
+        size, old = len(kept), self.size
+        rotation = coordinates.T.to(self._basis)
+        for columns in self._basis.split(_CHUNK, dim=1):  # views
+            next_block = columns[old : old + self.block].clone()
+            columns[:size] = rotation @ columns[:old]
+            columns[size : size + self.block] = next_block
+        self._t.zero_()
+        self._t[:size, :size] = torch.diag(ritz.values[kept])
+        self._coupling = self._coupling @ coordinates
+        self.size = size
+
+    def widen(self) -> bool:
+        """Adds a random direction to the next block; False where there is no room."""
+        top = self.size + self.block
+        if top + 1 > self.rows or self._append_random(top) is None:
+            return False
+        self.block += 1
+        nothing = torch.zeros(1, self.size, dtype=torch.float64)
+        self._coupling = torch.cat([self._coupling, nothing])
+        return True
+
+    def vectors(self, coordinates: Tensor) -> Tensor:
+        """Vectors of the basis' span, in rows, from their coordinates in columns."""
+        rotation = coordinates.T.to(self._basis)
+        out = torch.empty(len(rotation), self._n, dtype=self._basis.dtype, device=self._op.device)
+        torch.matmul(rotation, self.basis, out=out)
+        return out
+
+    def _append(self, vector: Tensor, top: int) -> tuple[Tensor, float | None]:
+        """Makes a vector orthonormal to the first `top` rows and writes it into the next one.
+
+        Returns:
+            Its coefficients, and the length of what was left of it: 0 where nothing was, and a
+            random direction was written instead; None where there is none either.
+        """
+        before = float(torch.linalg.vector_norm(vector))
+        coefficients, length = self._orthogonalize(vector, top)
+        # Below this, what is left is rounding.
+        if length > 16 * torch.finfo(vector.dtype).eps * before and top < self.rows:
+            self._basis[top] = vector.div_(length)
+            return coefficients, length
+        return coefficients, self._append_random(top)
+
+    def _append_random(self, top: int) -> float | None:
+        """Writes a random unit vector, orthogonal to the first `top` rows, into the next one."""
+        if top >= self.rows or top >= self._n:
+            return None
+        vector = random_vector(self._op, self._generator)
+        _, length = self._orthogonalize(vector.div_(self._n**0.5), top)
+        self._basis[top] = vector.div_(length)
+        return 0.0
+
+    def _orthogonalize(self, vector: Tensor, top: int) -> tuple[Tensor, float]:
+        """Subtracts from a vector, in place, its parts along the first `top` rows."""
+        basis = self._basis[:top]
+        total = torch.zeros(top, dtype=torch.float64)
+        length = float(torch.linalg.vector_norm(vector))
+        for _ in range(5):  # classical Gram-Schmidt, until nothing more is cancelled
+            coefficients = basis @ vector
+            vector.addmv_(basis.T, coefficients, alpha=-1)
+            total += coefficients.to("cpu", torch.float64)
+            length, before = float(torch.linalg.vector_norm(vector)), length
+            if length > 0.7 * before:
+                break
+        return total, length
+
+
+def random_vector(op: Symmetric, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers."""
+    return torch.randn(op.shape[0], generator=generator, dtype=op.dtype, device=op.device)
+
+
+def random_signs(op: Symmetric, generator: torch.Generator) -> Tensor:
+    """Rademacher numbers: 1 or -1 with equal probability."""
+    size = (op.shape[0],)
+    signs = torch.randint(0, 2, size, generator=generator, dtype=op.dtype, device=op.device)
+    return signs.mul_(2).sub_(1)
+
+
+def seeded(op: Symmetric, seed: int) -> torch.Generator:
+    """A generator of the solver's own: the global ones are left alone."""
+    return torch.Generator(op.device).manual_seed(seed)

@@ -1,0 +1,413 @@
+"""A symmetric matrix of second derivatives, known only through its products with vectors.
+
+The matrix belongs to the mean loss over all batches. A product costs one pass over the data: for
+each batch a forward pass, a first backward pass that can be differentiated, and one more backward
+pass for every vector of the block.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from steppe.errors import UserError
+
+from .determinism import check_buffers, check_repeatable
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+"""Maps a model and a batch to the mean loss of the batch."""
+
+Parts = Sequence[Tensor | None]
+"""A vector, parameter by parameter; None where the loss does not see the parameter."""
+
+Product = Callable[[Sequence[Tensor]], Parts]
+"""Multiplies the matrix of one batch with a vector, given and returned parameter by parameter."""
+
+
+class Symmetric(Protocol):
+    """What the solvers ask of a matrix; an operator has it, and so has a dense `torch.Tensor`."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Rows and columns."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the vectors it multiplies."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Of the vectors it multiplies."""
+        ...
+
+    def __matmul__(self, vectors: Tensor, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """The loss of a batch, with its graph.
+
+    Attributes:
+        loss: the mean over the batch.
+        gradient: computes the gradient by the parameters.
+        product: multiplies the matrix of the batch with a vector.
+    """
+
+    loss: Tensor
+    gradient: Callable[[], Parts]
+    product: Product
+
+
+class CurvatureOperator(ABC):
+    """Base of the operators: batches, parameters and the state of the model.
+
+    `operator @ v` takes a flat vector of length `n`, or `n x b` for a block of `b` vectors, which
+    share the forward and the first backward pass. The matrix is that of the weights as they are
+    when it is multiplied. While it computes, the model is in evaluation mode, in full fp32 (no
+    autocast, no TF32) and not compiled; afterwards everything is as it was.
+
+    Args:
+        model: any module.
+        loss_fn: `loss_fn(model, batch)` gives the mean loss of a batch, a scalar.
+        batches: gives the same batches every time it is iterated over: a list, or a loader that
+            does not shuffle or augment. A batch is a tensor, or a tuple, list or mapping whose
+            first tensor is as long as the batch; the mean over batches is weighted by that.
+        params: the parameters to differentiate by, for instance of one layer; those of the model
+            that require a gradient unless given.
+        keep_graphs: whether to keep every batch differentiated in memory, which saves the forward
+            and the first backward pass of all products but the first. Unless given, a single batch
+            is kept: its graph needs no more memory between products than within them.
+        check: whether to check, before the first product, that the loss of a batch is repeatable.
+        progress: called after each batch of a pass with its number, from 1.
+
+    Attributes:
+        products: how many vectors have been multiplied.
+        passes: how often the batches were read.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        batches: Iterable[Any],
+        params: Iterable[Tensor] | None = None,
+        *,
+        keep_graphs: bool | None = None,
+        check: bool = True,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        if isinstance(batches, Iterator):
+            raise UserError(
+                f"batches is a {type(batches).__name__}, which can be read only once: give a list "
+                "or a loader"
+            )
+        self.model, self.loss_fn, self.batches = model, loss_fn, batches
+        self.params = _checked(_chosen(model, params))
+        self.products = self.passes = 0
+        self._shapes = [p.shape for p in self.params]
+        self._lengths = [p.numel() for p in self.params]
+        self._progress = progress
+        self._checked = not check
+        self._keep = keep_graphs
+        self._kept: list[tuple[int, Differentiated]] = []
+        self._kept_for: object = None
+        self._images: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(n, n)`, with `n` the number of parameters."""
+        n = sum(self._lengths)
+        return n, n
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.params[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self.params[0].device
+
+    def __repr__(self) -> str:
+        n = self.shape[0]
+        return f"{type(self).__name__}({n} x {n}, {self.dtype}, {self.device})"
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        """The product with a vector, or with each column of a matrix."""
+        self._check_vectors(vectors)
+        rows = vectors.detach().reshape(self.shape[0], -1).T
+        out = torch.zeros(rows.shape, dtype=self.dtype, device=self.device)
+        tangents = [self.unflatten(row) for row in rows]
+        sums = [self.unflatten(row) for row in out]  # views: adding to them fills `out`
+        images = 0
+        with self._still():
+            for n, batch in self._batches():
+                for tangent, total in zip(tangents, sums, strict=True):
+                    _add(total, batch.product(tangent), n)
+                images += n
+                del batch  # before the next one needs its memory
+        self.products += len(rows)
+        return out.div_(images).T.reshape(vectors.shape)
+
+    def gradient(self) -> tuple[float, Tensor]:
+        """The mean loss and its gradient, as a flat vector."""
+        out = torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
+        total, loss, images = self.unflatten(out), 0.0, 0
+        with self._still():
+            for n, batch in self._batches(twice=False):
+                _add(total, batch.gradient(), n)
+                loss += float(batch.loss) * n
+                images += n
+                del batch
+        return loss / images, out.div_(images)
+
+    def loss(self) -> float:
+        """The mean loss."""
+        total, images = 0.0, 0
+        with self._still(), torch.no_grad():
+            for number, batch in enumerate(self._read()):
+                n = batch_size(batch)
+                total += float(self._loss(batch, number)) * n
+                images += n
+        return total / images
+
+    def unflatten(self, vector: Tensor) -> list[Tensor]:
+        """A flat vector as views in the shapes of the parameters."""
+        pieces = vector.split(self._lengths)
+        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+
+    @abstractmethod
+    def _differentiate(self, batch: Any, number: int) -> Differentiated:
+        """A batch, ready to be differentiated twice."""
+
+    def _batches(self, twice: bool = True) -> Iterator[tuple[int, Differentiated]]:
+        """Each batch with its size; `twice`: products are wanted as well as the gradient."""
+        if not self._checked:
+            self._probe()
+            self._checked = True
+        state = self._state()
+        if self._kept and self._kept_for == state:
+            yield from self._kept
+            return
+        self._kept = []
+        kept, keep = [], self._keep
+        for number, (batch, is_last) in enumerate(_until_last(self._read())):
+            if keep is None:
+                keep = is_last and number == 0
+            one = self._differentiate(batch, number) if twice or keep else self._once(batch, number)
+            if keep:
+                kept.append((batch_size(batch), one))
+            yield batch_size(batch), one
+            del one
+            if self._progress is not None:
+                self._progress(number + 1)
+        self._kept, self._kept_for = kept, state
+
+    def _once(self, batch: Any, number: int) -> Differentiated:
+        loss = self._loss(batch, number)
+        return Differentiated(loss.detach(), lambda: gradient_parts(loss, self.params), _no_product)
+
+    def _loss(self, batch: Any, number: int) -> Tensor:
+        """The loss of a batch, checked."""
+        loss: object = self.loss_fn(self.model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise UserError(
+                f"loss_fn must return the mean loss of a batch, a tensor with one number: got {got}"
+            )
+        if not torch.isfinite(loss.detach()):
+            raise UserError(
+                f"the loss of batch {number} is {float(loss)}: curvature is defined where the loss "
+                "is finite. Check the weights and the data."
+            )
+        return loss.reshape(())
+
+    def _read(self) -> Iterator[Any]:
+        """One pass over the batches."""
+        images = 0
+        for batch in self.batches:
+            images += batch_size(batch)
+            yield batch
+        if not images:
+            raise UserError("batches is empty: curvature needs at least one image")
+        if self._images not in (None, images):
+            raise UserError(
+                f"batches gave {self._images} images in one pass and {images} in another: give "
+                "the same ones every time"
+            )
+        self._images = images
+        self.passes += 1
+
+    def _state(self) -> object:
+        """Changes when the weights or the buffers do."""
+        tensors = [*self.model.parameters(), *self.model.buffers(), *self.params]
+        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+
+    def _probe(self) -> None:
+        """Refuses batches, models and losses that differ from one time to the next."""
+        first = next(iter(self.batches), None)
+        if first is None:
+            raise UserError("batches is empty: curvature needs at least one image")
+
+        def evaluate() -> tuple[Tensor, Parts]:
+            loss = self._loss(first, 0)
+            return loss.detach(), gradient_parts(loss, self.params)
+
+        with check_buffers(self.model):
+            loss, gradient = evaluate()
+        if not any(part is not None for part in gradient):
+            raise UserError(
+                "the loss does not depend on the parameters: is it detached, or computed under "
+                "no_grad, or from another model?"
+            )
+        check_repeatable(
+            self.model,
+            lambda: self._loss(first, 0),
+            before=(loss, gradient),
+            after=evaluate(),
+            batches=(first, next(iter(self.batches), None)),
+        )
+
+    def _check_vectors(self, vectors: Tensor) -> None:
+        n = self.shape[0]
+        if vectors.ndim not in (1, 2) or vectors.shape[0] != n:
+            raise UserError(
+                f"the operator has {n} rows: multiply a vector of that length, or {n} x b for b "
+                f"of them, not {tuple(vectors.shape)}"
+            )
+        if vectors.dtype != self.dtype or vectors.device != self.device:
+            raise UserError(
+                f"the parameters are {self.dtype} on {self.device} and the vector is "
+                f"{vectors.dtype} on {vectors.device}: convert it with .to()"
+            )
+
+    @contextmanager
+    def _still(self) -> Iterator[None]:
+        """The model and torch's switches as a product needs them, put back afterwards."""
+        # Flags rather than eval(), which some modules take as the occasion to merge weights.
+        training = [module for module in self.model.modules() if module.training]
+        frozen = [p for p in self.params if not p.requires_grad]
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # differentiated twice
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # alike
+            if self.device.type == "cuda":
+                stack.enter_context(_no_tf32())
+            try:
+                for module in training:
+                    module.training = False
+                for p in frozen:
+                    p.requires_grad_(True)
+                yield
+            finally:
+                for module in training:
+                    module.training = True
+                for p in frozen:
+                    p.requires_grad_(False)
+
+
+def batch_size(batch: Any) -> int:
+    """The length of a batch's first tensor."""
+    found = _first_tensor(batch)
+    if found is None or found.ndim == 0:
+        raise UserError(
+            f"a batch is a tensor, or a tuple, list or mapping with one; got {type(batch).__name__}"
+        )
+    return len(found)
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return next((t for part in batch if (t := _first_tensor(part)) is not None), None)
+    return None
+
+
+def _chosen(model: nn.Module, params: Iterable[Tensor] | None) -> list[Tensor]:
+    if params is None:
+        found: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        if not found:
+            raise UserError("no parameter of the model requires a gradient: name some in params=")
+        return found
+    if isinstance(params, Tensor):
+        raise UserError("params is one tensor: put it in a list")
+    found = list(params)
+    if not found:
+        raise UserError("params is empty: an operator needs at least one parameter")
+    if len({id(p) for p in found}) < len(found):
+        raise UserError("a parameter is in params twice: name each once")
+    return found
+
+
+def _checked(params: list[Tensor]) -> list[Tensor]:
+    kinds = {(p.dtype, p.device) for p in params}
+    if len(kinds) > 1:
+        raise UserError(
+            "the parameters differ in type or device: "
+            + ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+            + ". Convert the model, for instance with model.float()."
+        )
+    dtype = params[0].dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise UserError(
+            f"the parameters are {dtype}, which is too coarse for curvature: use model.float()"
+        )
+    if any(not p.is_leaf for p in params):
+        raise UserError("params must be the model's own parameters, not results computed from them")
+    return params
+
+
+def gradient_parts(loss: Tensor, params: Sequence[Tensor], keep: bool = False) -> Parts:
+    """The gradient of a loss; `keep`: its graph is needed again."""
+    if not loss.requires_grad:
+        return [None] * len(params)
+    parts: Parts = torch.autograd.grad(loss, params, retain_graph=keep, allow_unused=True)
+    return parts
+
+
+def _until_last(values: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """The values, and whether each is the last."""
+    held = next(values)  # there is one: an empty pass is an error already
+    for following in values:
+        yield held, False
+        held = following
+    yield held, True
+
+
+def _add(total: Sequence[Tensor], parts: Parts, weight: int) -> None:
+    """Adds what is there: a parameter that the loss does not see has no part."""
+    found = [(t, p.detach()) for t, p in zip(total, parts, strict=True) if p is not None]
+    if found:
+        torch._foreach_add_([t for t, _ in found], [p for _, p in found], alpha=weight)
+
+
+def _no_product(tangent: Sequence[Tensor]) -> Parts:
+    raise AssertionError("this batch was differentiated once only")
+
+
+@contextmanager
+def _no_tf32() -> Iterator[None]:
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [backend.allow_tf32 for backend in backends]
+    try:
+        for backend in backends:
+            backend.allow_tf32 = False
+        yield
+    finally:
+        for backend, allowed in zip(backends, before, strict=True):
+            backend.allow_tf32 = allowed

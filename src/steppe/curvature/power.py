@@ -1,0 +1,66 @@
+"""Power iteration with deflation, as the paper's tool does it: to reproduce, not to recommend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .krylov import random_vector
+from .operator import Symmetric
+from .progress import Progress, Report
+
+STEPS = 100
+"""The most steps spent on one eigenvalue."""
+
+
+@dataclass(frozen=True)
+class PowerResult:
+    """Eigenpairs in the order in which they were found, vectors in rows."""
+
+    values: Tensor
+    residuals: Tensor
+    vectors: Tensor
+    products: int
+    converged: bool
+
+
+def power_iteration(
+    op: Symmetric, k: int, *, tol: float, generator: torch.Generator, progress: Report | None
+) -> PowerResult:
+    """The eigenvalues of largest magnitude, one after the other.
+
+    Each starts from a random vector, is kept orthogonal to those found before, and stops when the
+    Rayleigh quotient changes by less than `tol` relative to itself, or after 100 steps.
+    """
+    n = op.shape[0]
+    found = torch.empty(k, n, dtype=op.dtype, device=op.device)
+    values, residuals = torch.zeros(k, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
+    products, converged = 0, True
+    for i in range(k):
+        vector = _normalized(_deflated(random_vector(op, generator), found[:i]))
+        value, settled = float("nan"), False
+        for _ in range(STEPS):
+            image = op @ vector
+            products += 1
+            value, before = float(vector @ image), value
+            residuals[i] = float(torch.linalg.vector_norm(image - value * vector))
+            values[i], found[i] = value, vector
+            settled = abs(value - before) <= tol * abs(before)
+            image = _deflated(image, found[:i])
+            if settled or not image.any():
+                break
+            vector = _normalized(image)
+        converged &= settled
+        if progress is not None:
+            progress(Progress((i + 1) / k, products, f"{i + 1} of {k} eigenvalues"))
+    return PowerResult(values, residuals, found, products, converged)
+
+
+def _deflated(vector: Tensor, found: Tensor) -> Tensor:
+    return vector - found.T @ (found @ vector)
+
+
+def _normalized(vector: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(vector, dim=0, eps=0.0)
