@@ -17,7 +17,14 @@ from steppe import __version__
 from steppe.errors import Interrupted, RunError, UserError
 
 # Import name -> extra; everything else comes with `bench`.
-_EXTRAS = {"mlflow": "loggers", "ray": "ray", "tensorboard": "loggers", "wandb": "loggers"}
+_EXTRAS = {
+    "curvlinops": "dev",
+    "mlflow": "loggers",
+    "pyhessian": "dev",
+    "ray": "ray",
+    "tensorboard": "loggers",
+    "wandb": "loggers",
+}
 
 
 def _missing(error: ModuleNotFoundError) -> str:
@@ -29,6 +36,7 @@ def _missing(error: ModuleNotFoundError) -> str:
 try:
     import rich  # noqa: F401  (typer runs without it, the commands do not)
     import typer
+    from typer.core import TyperGroup
 except ModuleNotFoundError as error:  # a plain `pip install steppe` brings torch and nothing else
     raise SystemExit(_missing(error)) from None
 
@@ -44,6 +52,23 @@ sweep_app = typer.Typer(help="Sweeps: many runs, on one machine or a cluster.")
 app.add_typer(sweep_app, name="sweep", no_args_is_help=True)
 import_app = typer.Typer(help="Results of other programs.")
 app.add_typer(import_app, name="import", no_args_is_help=True)
+
+
+class _MeasuresUnlessTold(TyperGroup):
+    """`curvature RUN` is `curvature measure RUN`; a run called compare is ./compare."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["measure", *args]
+        return super().parse_args(ctx, args)
+
+
+curvature_app = typer.Typer(
+    cls=_MeasuresUnlessTold,
+    help="Measure how flat a run's minimum is: 'steppe curvature RUN' (the options: 'steppe "
+    "curvature measure --help'); then compare runs.",
+)
+app.add_typer(curvature_app, name="curvature", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure: every figure in the README comes from here.")
 app.add_typer(bench_app, name="bench", no_args_is_help=True)
 
@@ -279,6 +304,123 @@ def _writable(path: Path | None) -> Path | None:
         if new:
             path.unlink()
     return path
+
+
+_DOMAIN = typer.Option(
+    "--domain",
+    metavar="NAME",
+    help="A domain to measure on, may be repeated; those the run was trained on unless given.",
+)
+
+
+@curvature_app.command("measure")
+def curvature_measure(
+    run: Annotated[Path, _RUN],
+    domain: Annotated[list[str] | None, _DOMAIN] = None,
+    top: Annotated[int, typer.Option(min=1, help="Eigenvalues, the largest first.")] = 50,
+    images: Annotated[
+        int, typer.Option(min=0, help="Drawn evenly from the domains; 0: all of them.")
+    ] = 1024,
+    which: Annotated[Which, _WHICH] = "last",
+    rho: Annotated[
+        float | None,
+        typer.Option(help="The radius of R0, R1 and R_FAD; the optimizer's own or 0.05 else."),
+    ] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="The share of R0 in R_FAD; FAD's own or 0.5 else.")
+    ] = None,
+    tol: Annotated[
+        float, typer.Option(help="Residual to reach, relative to the largest eigenvalue.")
+    ] = 1e-3,
+    trace_rtol: Annotated[
+        float, typer.Option(help="Standard error of the trace to reach, relative to it.")
+    ] = 0.02,
+    density: Annotated[
+        bool, typer.Option("--density", help="Also estimate how all eigenvalues are spread.")
+    ] = False,
+    precision: Annotated[
+        Literal["float32", "float64"], typer.Option(help="Of the computation.")
+    ] = "float32",
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Images in a batch: fewer need less memory.")
+    ] = 64,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    root: Annotated[Path | None, _ROOT] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the images drawn and the random vectors.")
+    ] = 0,
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Measure a run's loss around its weights: eigenvalues and trace of the Hessian, flatness.
+
+    The result goes to RUN/curvature/NAME.json and is shown by 'steppe report RUN --format html'.
+    """
+    from rich.console import Console
+
+    from steppe.reports import curvature
+    from steppe.training import measure_run
+    from steppe.training.measured import measurement_file
+    from steppe.training.phases import Shown
+
+    with Shown(_talk(), f"curvature of {run}") as shown:
+        measured = measure_run(
+            run,
+            domains=domain,
+            top=top,
+            images=images,
+            which=which,
+            rho=rho,
+            alpha=alpha,
+            tol=tol,
+            trace_rtol=trace_rtol,
+            batch_size=batch_size,
+            density=density,
+            seed=seed,
+            device=device,
+            root=str(root) if root else None,
+            precision=precision,
+            progress=shown,
+        )
+    if as_json:
+        print(json.dumps(measured.to_json(), indent=2))
+        return
+    Console().print(curvature.measured_table(measured))
+    for remark in curvature.remarks(measured):
+        print(f"note: {remark}")
+    print(f"{measurement_file(run, measured.name)}: written after {measured.seconds:.0f} s")
+
+
+@curvature_app.command("compare")
+def curvature_compare(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Runs, sweeps, or folders of runs.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", metavar="FILE", callback=_writable, help="The figure: .svg, .png or .pdf."
+        ),
+    ] = Path("curvature.svg"),
+    domain: Annotated[list[str] | None, _DOMAIN] = None,
+    which: Annotated[Which, _WHICH] = "last",
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Draw the spectra of measured runs by method, their largest eigenvalues and traces."""
+    from rich.console import Console
+
+    from steppe.reports import curvature, load_runs, spectra
+
+    spectra.check_format(out)
+    loaded = load_runs(paths)
+    compared = curvature.compare(loaded.runs, domain, which)
+    spectra.draw(compared, out)
+    print(f"{out}: drawn", file=sys.stderr)
+    if as_json:
+        print(json.dumps(compared.to_json(), indent=2))
+    else:
+        Console().print(curvature.comparison_table(compared))
+    for problem in loaded.problems:
+        print(f"steppe: {problem}", file=sys.stderr)
 
 
 _SWEEP = typer.Argument(metavar="DIR", help="The sweep's folder.")
@@ -743,12 +885,44 @@ def bench_fidelity(
 ) -> None:
     """Compare FAD's differences of gradients in each precision with float64."""
     from steppe.bench import fidelity
+    from steppe.bench.task import prepare
     from steppe.training.processes import find_device
 
     where = find_device(device)
-    task = fidelity.prepare(where, backbone, weights, images, steps, batch, batches)
+    task = prepare(where, backbone, weights, images, steps, batch, batches)
     result = fidelity.measure(task, fidelity.radii())
     _show(result, fidelity.tables(result), as_json, save)
+
+
+@bench_app.command("curvature")
+def bench_curvature(
+    device: Annotated[str, _DEVICE] = "cpu",
+    backbone: Annotated[
+        str, typer.Option(help="small-cnn, or any that 'steppe train' knows.")
+    ] = "small-cnn",
+    steps: Annotated[int, typer.Option(min=0, help="Training steps before the measurement.")] = 300,
+    batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 64,
+    batches: Annotated[int, typer.Option(min=1, help="Batches the loss is the mean of.")] = 1,
+    top: Annotated[int, typer.Option(min=1, help="Eigenvalues.")] = 50,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of all solvers.")] = 3,
+    rival: Annotated[
+        list[str] | None,
+        typer.Option(help="eigsh (with curvlinops), pyhessian, or none; both unless given."),
+    ] = None,
+    limit: Annotated[
+        float, typer.Option(help="Seconds after which eigsh is stopped; its time is then more.")
+    ] = float("inf"),
+    as_json: Annotated[bool, _JSON] = False,
+    save: Annotated[Path | None, _SAVE] = None,
+) -> None:
+    """Time the top eigenvalues of a Hessian against other tools, to the same residual."""
+    from steppe.bench import curvature
+    from steppe.training.processes import find_device
+
+    task = curvature.prepare(find_device(device), backbone, steps, batch, batches)
+    rivals = curvature.RIVALS if rival is None else [name for name in rival if name != "none"]
+    result = curvature.measure(task, top, rounds, rivals, limit)
+    _show(result, curvature.tables(result), as_json, save)
 
 
 @bench_app.command("sweep")

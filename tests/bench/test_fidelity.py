@@ -5,13 +5,14 @@ import torch
 from PIL import Image
 
 from steppe.bench import fidelity
+from steppe.bench.task import prepare
 from steppe.errors import UserError
 from tests.optim import reference
 
 
 @pytest.fixture(scope="module")
 def task():
-    return fidelity.prepare(torch.device("cpu"), steps=20, batch=16, batches=2)
+    return prepare(torch.device("cpu"), steps=20, batch=16, batches=2)
 
 
 def test_radii_are_those_that_a_search_draws():
@@ -50,24 +51,22 @@ def test_lower_precision_is_less_faithful(task):
 def test_mistakes_are_named(tmp_path):
     cpu = torch.device("cpu")
     with pytest.raises(UserError, match="--images FOLDER"):
-        fidelity.prepare(cpu, "resnet18")
+        prepare(cpu, "resnet18")
     with pytest.raises(UserError, match="--backbone"):
-        fidelity.prepare(cpu, "small-cnn", images=tmp_path)
+        prepare(cpu, "small-cnn", images=tmp_path)
     with pytest.raises(UserError, match="--weights"):
-        fidelity.prepare(cpu, "small-cnn", weights=tmp_path / "w.safetensors")
+        prepare(cpu, "small-cnn", weights=tmp_path / "w.safetensors")
     with pytest.raises(UserError, match="is not a folder"):
-        fidelity.prepare(cpu, "resnet18", images=tmp_path / "none")
+        prepare(cpu, "resnet18", images=tmp_path / "none")
     with pytest.raises(UserError, match="has 0 domains"):
-        fidelity.prepare(cpu, "resnet18", images=tmp_path)
+        prepare(cpu, "resnet18", images=tmp_path)
 
 
 def test_a_folder_of_images(tmp_path):
     for folder in ("photo/cat", "photo/dog", "sketch/cat", "sketch/dog"):
         (tmp_path / folder).mkdir(parents=True)
         Image.new("RGB", (8, 8), (200, 10, 10)).save(tmp_path / folder / "1.png")
-    task = fidelity.prepare(
-        torch.device("cpu"), "resnet18", images=tmp_path, steps=1, batch=3, batches=1
-    )
+    task = prepare(torch.device("cpu"), "resnet18", images=tmp_path, steps=1, batch=3, batches=1)
     assert task.about["data"] == f"{tmp_path.name} (photo, sketch)"
     assert task.batches[0][0].shape == (3, 3, 224, 224)
     assert task.model.classifier.out_features == 2

@@ -447,6 +447,71 @@ def test_flatness_is_left_out_until_it_was_measured(show: Open) -> None:
     assert "Flatness" not in show(sample() | {"flatness": []}).locator("body").inner_text()
 
 
+def measurement(name: str, value: float, **more: Any) -> dict[str, Any]:
+    return {
+        "run": f"runs/{name}",
+        "name": name,
+        "dataset": "PACS",
+        "measured": "train",
+        "conditions": ["PACS", "photo (train)", 1024],
+        "lambda_max": value,
+        "trace": 4 * value,
+        "trace_err": 0.125,
+        "zeroth": value / 100,
+        "first": value / 50,
+        "fad": value / 75,
+        "rho": 0.05,
+        "alpha": 0.5,
+        "spectrum": [value, value / 2, value / 50],
+        **more,
+    }
+
+
+def test_flatness_shows_what_may_be_compared(show: Open, tmp_path: Path) -> None:
+    target = {"measured": "sketch", "conditions": ["PACS", "sketch (all)", 300]}
+    rows = [
+        measurement("sgd", 80.0),
+        measurement("fad", 20.0),
+        measurement("fad", 30.0, run="runs/fad-1", rho=0.1),
+        measurement("sgd", 60.0, **target),
+        measurement("fad", 70.0, **target),
+    ]
+    page = show(sample() | {"flatness": rows})
+
+    def table() -> tuple[list[str], list[str], list[list[str]]]:
+        found = page.locator("#flatness table")
+        heads = [text.strip() for text in found.locator("thead th").all_inner_texts()]
+        best = found.locator("td.best").all_inner_texts()
+        return heads, best, [column(found, i) for i in range(len(heads))]
+
+    heads, best, cells = table()
+    assert heads == [
+        "method", "largest eigenvalue", "trace", "R0", "R1", "R_FAD", "ρ", "α", "run"
+    ]  # fmt: skip
+    assert cells[0] == ["sgd", "fad", "fad"]
+    assert cells[2] == ["320 ± 0.13", "80 ± 0.13\n(best)", "120 ± 0.13"]
+    assert cells[3] == ["0.8", "0.2", "0.3"]  # within other radii: none is best
+    assert len(best) == 2
+    assert chart(page, "flatness").locator(".series").count() == 3
+    keep(page, "flatness", tmp_path)
+    # The target's, in the table and in the figure.
+    choose(page, "flatness", "measured on", "sketch")
+    heads, best, cells = table()
+    assert heads[-2:] == ["measured on", "run"]
+    assert cells[-2] == ["sketch", "sketch"]
+    assert [text.split()[0] for text in best] == ["60", "240", "0.6", "1.2", "0.8"]
+    drawn = chart(page, "flatness")
+    assert drawn.locator(".series").count() == 2
+    drawn.press("Home")
+    assert "70" in tip(page)
+    assert "80" not in tip(page)
+    # Other images: no contest, and the page says so.
+    rows[3]["conditions"] = ["PACS", "sketch (all)", 299]
+    page = show(sample() | {"flatness": rows[3:]})
+    assert page.locator("#flatness td.best").count() == 0
+    assert "Measured in different ways" in page.locator("#flatness").inner_text()
+
+
 def test_provenance_names_command_versions_and_problems(show: Open) -> None:
     data = sample()
     text = show(data).locator("#provenance").inner_text()

@@ -9,13 +9,10 @@ from __future__ import annotations
 import copy
 import statistics
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -23,29 +20,16 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steppe.algorithms import Network
-from steppe.domains import Dataset, load
-from steppe.domains.batches import View, read
 from steppe.errors import UserError
 from steppe.optim import FAD, Bfloat16Warning, search_space
-from steppe.training.backbones import build_network
 from steppe.training.precision import autocast, settings
 
 from .record import environment
+from .task import Task
 
-SMALL = "small-cnn"
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 LOSS_SCALE = 2.0**14
 """The first loss scale tried with fp16; halved until all gradients are finite."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """A trained model and the batches to measure on."""
-
-    model: nn.Module
-    batches: list[tuple[Tensor, Tensor]]
-    about: dict[str, Any]  # backbone, data and steps, for the record
 
 
 def radii() -> tuple[float, ...]:
@@ -120,77 +104,6 @@ def fidelity(task: Task, rhos: Sequence[float], precisions: Sequence[str]) -> li
 
 def _cosine(a: Tensor, b: Tensor) -> float:
     return round(float(a @ b / (a.norm() * b.norm())), 6)
-
-
-def prepare(
-    device: torch.device,
-    backbone: str = SMALL,
-    weights: Path | None = None,
-    images: Path | None = None,
-    steps: int = 300,
-    batch: int = 96,
-    batches: int = 8,
-) -> Task:
-    """A model after `steps` of SGD on built-in digits or a folder ``domain/class/image``.
-
-    Batch norm runs on its stored statistics, as fine-tuning for domain generalization does.
-    """
-    torch.manual_seed(0)
-    if (backbone == SMALL) != (images is None):
-        raise UserError(
-            f"backbone {SMALL!r} is for the built-in digits, every other one for colour images: "
-            "give both --backbone and --images FOLDER, or neither"
-        )
-    if weights is not None and images is None:
-        raise UserError("--weights is for a pretrained backbone: give --backbone and --images too")
-    if images is not None and not images.is_dir():
-        raise UserError(f"{images} is not a folder; expected {images}/<domain>/<class>/<image>")
-    dataset = load(images or "RotatedDigits", packed=False)
-    spec = dataset.spec
-    model = build_network(
-        backbone,
-        n_classes=len(dataset.classes),
-        image_size=spec.image_size,
-        channels=spec.channels,
-        weights=str(weights or "none"),
-        freeze_bn=weights is not None,  # pretrained statistics stay
-    ).to(device)
-    # Fine-tuning wants small steps; a network that starts from nothing wants larger ones.
-    lr = 0.01 if weights is None else 1e-3
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    draw = _draws(dataset, model, batch, device)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        for _ in progress.track(range(steps), description=f"training {backbone}"):
-            x, y = next(draw)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    names = ", ".join(domain.name for domain in dataset.domains)
-    data = "digits" if images is None else f"{images.name} ({names})"
-    about = {"backbone": backbone, "data": data, "steps": steps}
-    task = Task(model.eval(), [next(draw) for _ in range(batches)], about)
-    with torch.no_grad():
-        x, y = task.batches[0]
-        loss = F.cross_entropy(model(x), y)
-    if not loss.isfinite():
-        raise UserError(f"{backbone} diverged in {steps} steps of training (loss {loss.item()})")
-    return task
-
-
-def _draws(
-    dataset: Dataset, model: Network, batch: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Normalized batches, drawn from all domains' images alike."""
-    rng = np.random.default_rng(0)
-    sizes = [len(domain) for domain in dataset.domains]
-    view = View(dataset.spec.image_size, augment=False)
-    while True:
-        counts = rng.multinomial(batch, np.array(sizes) / sum(sizes))
-        chosen = [rng.integers(n, size=k) for n, k in zip(sizes, counts, strict=True)]
-        domains = zip(dataset.domains, chosen, strict=True)
-        parts = [read(domain, which, view) for domain, which in domains if len(which)]
-        x, y = (torch.cat(part).to(device) for part in zip(*parts, strict=True))
-        yield model.normalize(x).contiguous(), y
 
 
 def measure(task: Task, rhos: Sequence[float]) -> dict[str, Any]:

@@ -16,9 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -34,30 +32,19 @@ from steppe.training.progress import Silent
 from steppe.training.trainer import Trainer
 
 from .record import environment
+from .task import PIXELS, write_doodles
 
 DOMAINS = 3
 BASELINE = "ERM"
 """What other algorithms are compared with."""
-PIXELS = 227
-"""The side of the images, as in PACS."""
 
 
 @contextmanager
 def packed_images(per_class: int = 24) -> Iterator[Path]:
-    """A folder of photograph-sized images in three domains and one to hold out, packed.
-
-    Enlarged doodles: what is in an image does not matter to the time, its size does.
-    """
+    """A folder of photograph-sized images in three domains and one to hold out, packed."""
     with tempfile.TemporaryDirectory(prefix="steppe-bench-") as home:
         root = Path(home) / "images"
-        doodles = load("Doodles")
-        for domain in doodles.domains:
-            for label, name in enumerate(doodles.classes[:7]):
-                folder = root / domain.name / name
-                folder.mkdir(parents=True)
-                for i in np.flatnonzero(domain.labels == label)[:per_class]:
-                    image = Image.fromarray(domain.images[int(i)])
-                    image.resize((PIXELS, PIXELS)).save(folder / f"{i}.jpg", quality=90)
+        write_doodles(root, per_class)
         packing.make(load(root, packed=False), root.parent)
         yield root
 

@@ -22,6 +22,8 @@ Which = Literal["LA", "LM", "SA"]
 
 Method = Literal["lanczos", "power"]
 
+_ROUNDING = 4
+"""Units in the last place that a product's rounding is taken for."""
 _AT_LEAST = 1 << 25
 """Numbers in the basis that are never too many."""
 
@@ -32,8 +34,9 @@ class Eigenvalues:
 
     Attributes:
         values: descending, float64 on the CPU.
-        residuals: the norms of `H v - value * v`, in the same order. An eigenvalue of the operator
-            lies within that distance of each value.
+        residuals: the norms of `H v - value * v`, in the same order, or the rounding of a product
+            where that is larger. An eigenvalue of the operator lies within that distance of each
+            value.
         vectors: the eigenvectors, `n x k`, in the same order and on the operator's device; None
             unless asked for.
         products: how many vectors were multiplied for it.
@@ -84,11 +87,13 @@ def top_eigenvalues(
             the tool the paper used; look at the residuals.
         vectors: whether to return the eigenvectors.
         block_size: vectors to multiply at a time: fewer passes over the data, more products.
-        basis: vectors to keep in memory before a restart, at least `k + 2 * block_size`; three
-            times `k` unless given, and more where they are short.
-        verify: steps in which to look for repeated eigenvalues that were missed; 0: do not look.
-        max_products: stop after so many products and warn; `20 * k + 200` for each vector of a
-            block unless given.
+        basis: vectors to keep in memory before a restart, at least `k + 2 * block_size`, and two
+            more where `verify` is not 0; three times `k` unless given, and more where they are
+            short.
+        verify: steps in which to look for repeated eigenvalues that were missed; 0: do not look. A
+            basis that has no room for them beside `k` vectors makes the look less sharp.
+        max_products: stop after so many products, at least `k`, and warn; `20 * k + 200` for each
+            vector of a block unless given.
         seed: of the random start.
         progress: called after each check of the residuals.
 
@@ -98,7 +103,7 @@ def top_eigenvalues(
         tensor([3., 2.], dtype=torch.float64)
     """
     n = op.shape[0]
-    _check(n, k, which, tol, method, block_size, basis)
+    _check(n, k, which, tol, method, block_size, basis, verify, max_products)
     if method == "power":
         return _power(op, k, which, tol, vectors, seed, progress)
     which = which or "LA"
@@ -125,9 +130,16 @@ def top_eigenvalues(
             if not done:
                 _warn(ritz, wanted, tol, limit)
             return _result(space, ritz, wanted, vectors, done)
-        if space.is_full:
-            room = space.rows - 2 * space.block
+        # A restart in the middle of a look would throw away what it has found so far.
+        steps, width = (verify, space.block + 1) if look.wants_more else (1, space.block)
+        if not space.has_room(steps, width):
+            if space.rows < k + 2 * width:
+                _warn_cramped(space.rows)
+                return _result(space, ritz, wanted, vectors, False)
+            room = max(k, space.rows - (steps + 1) * width)
             space.restart(ritz, order(ritz.values, which)[: min(room, k + (space.rows - k) // 2)])
+        if look.wants_more:
+            look.begin(space)
 
 
 def _rows(n: int, k: int, block_size: int) -> int:
@@ -144,14 +156,21 @@ def order(values: Tensor, which: Which) -> Tensor:
 
 
 class _Lookout:
-    """Decides when to stop, and widens the space to look for what it may have missed."""
+    """Decides when to stop, and widens the space to look for what it may have missed.
+
+    Attributes:
+        wants_more: whether the space is to be widened now. The caller makes room for that first:
+            where it cannot, nobody has looked.
+    """
 
     def __init__(self, k: int, which: Which, tol: float, verify: int) -> None:
         self._k, self._tol, self._verify = k, tol, verify
         self._until: int | None = None  # the products at which the present look ends
         self._found: Tensor | None = None  # the values when it began
+        self.wants_more = False
 
     def is_satisfied(self, space: Krylov, ritz: Ritz, wanted: Tensor) -> bool:
+        self.wants_more = False
         if len(wanted) < self._k or not _converged(ritz, wanted, self._tol).all():
             return False
         if space.is_exhausted or not self._verify:
@@ -164,11 +183,12 @@ class _Lookout:
             if (values - self._found).abs().max() <= self._tol * scale:
                 return True
         self._found = values
-        if not space.widen():
-            # No room in the basis: it spans nearly everything, or is about to be restarted.
-            return False
-        self._until = space.products + self._verify * space.block
+        self.wants_more = True
         return False
+
+    def begin(self, space: Krylov) -> None:
+        space.widen()  # in vain where the next block completes the space: it is then exhausted
+        self._until = space.products + self._verify * space.block
 
 
 def _converged(ritz: Ritz, wanted: Tensor, tol: float) -> Tensor:
@@ -180,9 +200,10 @@ def _result(
 ) -> Eigenvalues:
     chosen = wanted[ritz.values[wanted].argsort(descending=True)]
     found = space.vectors(ritz.coordinates[:, chosen]).T if vectors else None
-    return Eigenvalues(
-        ritz.values[chosen], ritz.residuals[chosen], found, space.products, converged
-    )
+    # Lanczos knows its residuals without rounding; what a product is rounded to, it cannot beat.
+    floor = _ROUNDING * torch.finfo(space.basis.dtype).eps * float(ritz.values.abs().max())
+    residuals = ritz.residuals[chosen].clamp_min(floor)
+    return Eigenvalues(ritz.values[chosen], residuals, found, space.products, converged)
 
 
 def _power(
@@ -221,11 +242,26 @@ def _progress(ritz: Ritz, wanted: Tensor, k: int, tol: float, products: int) -> 
 
 
 def _warn(ritz: Ritz, wanted: Tensor, tol: float, limit: int) -> None:
+    if _converged(ritz, wanted, tol).all():
+        warnings.warn(
+            f"the residuals are small enough, but {limit} products did not suffice to look for "
+            "repeated eigenvalues that were missed. Raise max_products, or give verify=0.",
+            stacklevel=3,
+        )
+        return
     worst = float(ritz.residuals[wanted].max() / ritz.values.abs().max())
     warnings.warn(
         f"the eigenvalues have not all converged after {limit} products: the largest residual is "
         f"{worst:.1e} of the largest eigenvalue and {tol:.1e} was asked for. Raise max_products, "
         "or tol.",
+        stacklevel=3,
+    )
+
+
+def _warn_cramped(rows: int) -> None:
+    warnings.warn(
+        "the residuals are small enough, but eigenvalues are repeated and a basis of "
+        f"{rows} vectors has no room to look for more of them. Raise basis.",
         stacklevel=3,
     )
 
@@ -238,6 +274,8 @@ def _check(
     method: str,
     block_size: int,
     basis: int | None,
+    verify: int,
+    max_products: int | None,
 ) -> None:
     if which is not None and which not in get_args(Which):
         raise UserError(unknown("which", which, get_args(Which)))
@@ -249,7 +287,12 @@ def _check(
         raise UserError(f"tol={tol}: a residual can be small, not zero: give a positive number")
     if block_size < 1:
         raise UserError(f"block_size={block_size}: a block has at least one vector")
-    if basis is not None and basis < min(n, k + 2 * block_size):
+    if verify < 0:
+        raise UserError(f"verify={verify}: give a number of steps, or 0")
+    widest = block_size + (verify > 0)
+    if basis is not None and basis < min(n, k + 2 * widest):
         raise UserError(
-            f"basis={basis}: at least k + 2 * block_size = {k + 2 * block_size} vectors are needed"
+            f"basis={basis}: at least {k + 2 * widest} vectors are needed, k={k} and two blocks"
         )
+    if max_products is not None and max_products < k:
+        raise UserError(f"max_products={max_products}: at least k={k} are needed")

@@ -65,14 +65,17 @@ class GaussNewtonOperator(CurvatureOperator):
 
     def _differentiate(self, batch: Any, number: int) -> Differentiated:
         seen: list[Tensor] = []
+        given: list[Tensor] = []
 
-        def see(module: nn.Module, args: object, output: object) -> None:
+        def see(module: nn.Module, args: object, output: object) -> Tensor:
             if not isinstance(output, Tensor):
                 raise UserError(
                     f"{type(module).__name__} returns {type(output).__name__} and not a tensor: "
                     "name the module whose outputs the loss is made of in outputs="
                 )
             seen.append(output)
+            given.append(output.clone())  # what follows may change it in place
+            return given[-1]
 
         with self._outputs.register_forward_hook(see):
             loss = self._loss(batch, number)
@@ -81,6 +84,7 @@ class GaussNewtonOperator(CurvatureOperator):
                 f"the loss does not call {type(self._outputs).__name__}: name the module whose "
                 "outputs it is made of in outputs="
             )
+        _check_apart(self._outputs, seen, given)
 
         def gradient() -> Parts:
             return gradient_parts(loss, self.params, keep=True)
@@ -112,3 +116,19 @@ class GaussNewtonOperator(CurvatureOperator):
             return torch.autograd.grad(z, self.params, bent, retain_graph=True, allow_unused=True)
 
         return Differentiated(loss.detach(), gradient, product)
+
+
+def _check_apart(module: nn.Module, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Refuse outputs that go into the same module again: they would be counted twice."""
+    z = [output for output in outputs if output.requires_grad]
+    copies = [copy for copy in given if copy.requires_grad]
+    if not z:
+        return
+    into: Parts = torch.autograd.grad(
+        z, copies, [torch.zeros_like(output) for output in z], retain_graph=True, allow_unused=True
+    )
+    if any(part is not None for part in into):
+        raise UserError(
+            f"outputs of {type(module).__name__} go into it again, so that they are no variables "
+            "of their own: name a module further out in outputs="
+        )

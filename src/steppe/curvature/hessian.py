@@ -15,7 +15,7 @@ class HessianOperator(CurvatureOperator):
     r"""The exact Hessian $\nabla^2 L(\theta)$ of the mean loss, multiplied without forming it.
 
     For a vector $v$, $\nabla^2 L\, v = \nabla (\nabla L \cdot v)$: the gradient is differentiated
-    once more (Pearlmutter, 1994).
+    once more (Pearlmutter, 1994). What the loss detaches counts as a constant.
 
     Examples:
         >>> import torch

@@ -66,7 +66,11 @@ class Krylov:
     @property
     def is_full(self) -> bool:
         """Whether there is no room for another block."""
-        return self.block > 0 and min(self.size + 2 * self.block, self._n) > self.rows
+        return not self.has_room(1, self.block)
+
+    def has_room(self, steps: int, width: int) -> bool:
+        """Whether so many steps fit, with so many vectors each, and the block after them."""
+        return width == 0 or min(self.size + (steps + 1) * width, self._n) <= self.rows
 
     @property
     def is_exhausted(self) -> bool:

@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from steppe.errors import UserError
 
-from .determinism import check_buffers, check_repeatable
+from .convolution import FastConvolutions
+from .determinism import check_buffers, check_repeatable, same
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """Maps a model and a batch to the mean loss of the batch."""
@@ -29,6 +30,9 @@ Parts = Sequence[Tensor | None]
 
 Product = Callable[[Sequence[Tensor]], Parts]
 """Multiplies the matrix of one batch with a vector, given and returned parameter by parameter."""
+
+
+_State = tuple[list[int], list[Tensor]]
 
 
 class Symmetric(Protocol):
@@ -105,6 +109,8 @@ class CurvatureOperator(ABC):
         check: bool = True,
         progress: Callable[[int], None] | None = None,
     ) -> None:
+        if isinstance(batches, Tensor):
+            raise UserError("batches is one tensor: put it in a list")
         if isinstance(batches, Iterator):
             raise UserError(
                 f"batches is a {type(batches).__name__}, which can be read only once: give a list "
@@ -119,7 +125,7 @@ class CurvatureOperator(ABC):
         self._checked = not check
         self._keep = keep_graphs
         self._kept: list[tuple[int, Differentiated]] = []
-        self._kept_for: object = None
+        self._kept_for: _State = ([], [])
         self._images: int | None = None
 
     @property
@@ -145,31 +151,32 @@ class CurvatureOperator(ABC):
     def __matmul__(self, vectors: Tensor) -> Tensor:
         """The product with a vector, or with each column of a matrix."""
         self._check_vectors(vectors)
-        rows = vectors.detach().reshape(self.shape[0], -1).T
-        out = torch.zeros(rows.shape, dtype=self.dtype, device=self.device)
-        tangents = [self.unflatten(row) for row in rows]
-        sums = [self.unflatten(row) for row in out]  # views: adding to them fills `out`
         images = 0
         with self._still():
+            rows = vectors.detach().reshape(self.shape[0], -1).T
+            out = torch.zeros(rows.shape, dtype=self.dtype, device=self.device)
+            tangents = [self.unflatten(row) for row in rows]
+            sums = [self.unflatten(row) for row in out]  # views: adding to them fills `out`
             for n, batch in self._batches():
                 for tangent, total in zip(tangents, sums, strict=True):
                     _add(total, batch.product(tangent), n)
                 images += n
                 del batch  # before the next one needs its memory
-        self.products += len(rows)
-        return out.div_(images).T.reshape(vectors.shape)
+            self.products += len(rows)
+            return out.div_(images).T.reshape(vectors.shape)
 
     def gradient(self) -> tuple[float, Tensor]:
         """The mean loss and its gradient, as a flat vector."""
-        out = torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
-        total, loss, images = self.unflatten(out), 0.0, 0
+        loss, images = 0.0, 0
         with self._still():
+            out = torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
+            total = self.unflatten(out)
             for n, batch in self._batches(twice=False):
                 _add(total, batch.gradient(), n)
                 loss += float(batch.loss) * n
                 images += n
                 del batch
-        return loss / images, out.div_(images)
+            return loss / images, out.div_(images)
 
     def loss(self) -> float:
         """The mean loss."""
@@ -179,6 +186,7 @@ class CurvatureOperator(ABC):
                 n = batch_size(batch)
                 total += float(self._loss(batch, number)) * n
                 images += n
+                self._report(number)
         return total / images
 
     def unflatten(self, vector: Tensor) -> list[Tensor]:
@@ -195,23 +203,26 @@ class CurvatureOperator(ABC):
         if not self._checked:
             self._probe()
             self._checked = True
-        state = self._state()
-        if self._kept and self._kept_for == state:
+        if self._kept and same(self._kept_for, self._state()):
             yield from self._kept
             return
         self._kept = []
         kept, keep = [], self._keep
         for number, (batch, is_last) in enumerate(_until_last(self._read())):
             if keep is None:
-                keep = is_last and number == 0
+                keep = is_last  # the first is the only one
             one = self._differentiate(batch, number) if twice or keep else self._once(batch, number)
             if keep:
                 kept.append((batch_size(batch), one))
             yield batch_size(batch), one
             del one
-            if self._progress is not None:
-                self._progress(number + 1)
-        self._kept, self._kept_for = kept, state
+            self._report(number)
+        if kept:
+            self._kept, self._kept_for = kept, self._state()
+
+    def _report(self, number: int) -> None:
+        if self._progress is not None:
+            self._progress(number + 1)
 
     def _once(self, batch: Any, number: int) -> Differentiated:
         loss = self._loss(batch, number)
@@ -227,8 +238,8 @@ class CurvatureOperator(ABC):
             )
         if not torch.isfinite(loss.detach()):
             raise UserError(
-                f"the loss of batch {number} is {float(loss)}: curvature is defined where the loss "
-                "is finite. Check the weights and the data."
+                f"the loss of batch {number} is {float(loss.detach())}: curvature is defined where "
+                "the loss is finite. Check the weights and the data."
             )
         return loss.reshape(())
 
@@ -248,16 +259,28 @@ class CurvatureOperator(ABC):
         self._images = images
         self.passes += 1
 
-    def _state(self) -> object:
-        """Changes when the weights or the buffers do."""
+    def _state(self) -> _State:
+        """What the loss is computed from: the versions of all tensors, and copies of them.
+
+        Versions do not see `p.data.mul_()`; and autograd refuses a graph whose tensors were written
+        to, even if with equal values. The copies are in one tensor for each type, which takes a few
+        kernels where hundreds would be launched.
+        """
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         tensors = [*self.model.parameters(), *self.model.buffers(), *self.params]
-        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+        once = list(dict.fromkeys(tensors))
+        for tensor in once:
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach().reshape(-1))
+        # Tensors made in inference mode count no versions.
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in once]
+        return versions, [torch.cat(parts) for parts in kinds.values()]
 
     def _probe(self) -> None:
         """Refuses batches, models and losses that differ from one time to the next."""
         first = next(iter(self.batches), None)
         if first is None:
             raise UserError("batches is empty: curvature needs at least one image")
+        batch_size(first)  # before the loss stumbles over what is no batch
 
         def evaluate() -> tuple[Tensor, Parts]:
             loss = self._loss(first, 0)
@@ -270,6 +293,7 @@ class CurvatureOperator(ABC):
                 "the loss does not depend on the parameters: is it detached, or computed under "
                 "no_grad, or from another model?"
             )
+        self._check_gradient(gradient)
         check_repeatable(
             self.model,
             lambda: self._loss(first, 0),
@@ -277,6 +301,15 @@ class CurvatureOperator(ABC):
             after=evaluate(),
             batches=(first, next(iter(self.batches), None)),
         )
+
+    def _check_gradient(self, gradient: Parts) -> None:
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for i, (p, part) in enumerate(zip(self.params, gradient, strict=True)):
+            if part is not None and not part.isfinite().all():
+                raise UserError(
+                    f"the gradient of the loss by {names.get(id(p), f'params[{i}]')} is not "
+                    "finite, although the loss is: curvature is defined where the loss is smooth"
+                )
 
     def _check_vectors(self, vectors: Tensor) -> None:
         n = self.shape[0]
@@ -295,25 +328,30 @@ class CurvatureOperator(ABC):
     def _still(self) -> Iterator[None]:
         """The model and torch's switches as a product needs them, put back afterwards."""
         # Flags rather than eval(), which some modules take as the occasion to merge weights.
-        training = [module for module in self.model.modules() if module.training]
+        training = [(module, module.training) for module in self.model.modules()]
         frozen = [p for p in self.params if not p.requires_grad]
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
+            # A loader draws a seed for its workers whenever it is read.
+            cuda = [self.device] if self.device.type == "cuda" else []
+            stack.enter_context(torch.random.fork_rng(cuda, device_type="cuda"))
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
-            stack.enter_context(torch.compiler.set_stance("force_eager"))  # differentiated twice
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # alike
+            # What compiled code and the fast kernels of attention cannot: be differentiated twice.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(FastConvolutions())
             if self.device.type == "cuda":
                 stack.enter_context(_no_tf32())
             try:
-                for module in training:
+                for module, _ in training:
                     module.training = False
                 for p in frozen:
                     p.requires_grad_(True)
                 yield
             finally:
-                for module in training:
-                    module.training = True
+                for module, mode in training:
+                    module.training = mode
                 for p in frozen:
                     p.requires_grad_(False)
 
@@ -346,7 +384,14 @@ def _chosen(model: nn.Module, params: Iterable[Tensor] | None) -> list[Tensor]:
         return found
     if isinstance(params, Tensor):
         raise UserError("params is one tensor: put it in a list")
-    found = list(params)
+    given: list[Any] = list(params)
+    wrong = [type(p).__name__ for p in given if not isinstance(p, Tensor)]
+    if wrong:
+        raise UserError(
+            f"params has a {wrong[0]} in it: give the parameters themselves, for instance "
+            "model.layer.parameters()"
+        )
+    found = given
     if not found:
         raise UserError("params is empty: an operator needs at least one parameter")
     if len({id(p) for p in found}) < len(found):
@@ -402,12 +447,14 @@ def _no_product(tangent: Sequence[Tensor]) -> Parts:
 
 @contextmanager
 def _no_tf32() -> Iterator[None]:
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [backend.allow_tf32 for backend in backends]
+    # Not `allow_tf32`, which cannot be read once someone has used these newer switches.
+    cudnn: Any = torch.backends.cudnn
+    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    before = [switch.fp32_precision for switch in switches]
     try:
-        for backend in backends:
-            backend.allow_tf32 = False
+        for switch in switches:
+            switch.fp32_precision = "ieee"
         yield
     finally:
-        for backend, allowed in zip(backends, before, strict=True):
-            backend.allow_tf32 = allowed
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision

@@ -32,14 +32,15 @@ def power_iteration(
     """The eigenvalues of largest magnitude, one after the other.
 
     Each starts from a random vector, is kept orthogonal to those found before, and stops when the
-    Rayleigh quotient changes by less than `tol` relative to itself, or after 100 steps.
+    Rayleigh quotient changes by at most `tol` relative to itself, or after 100 steps. It stops as
+    well where the operator leaves nothing of the vector: that belongs to the eigenvalue zero.
     """
     n = op.shape[0]
     found = torch.empty(k, n, dtype=op.dtype, device=op.device)
     values, residuals = torch.zeros(k, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
     products, converged = 0, True
     for i in range(k):
-        vector = _normalized(_deflated(random_vector(op, generator), found[:i]))
+        vector = _orthonormal(random_vector(op, generator), found[:i])
         value, settled = float("nan"), False
         for _ in range(STEPS):
             image = op @ vector
@@ -47,15 +48,23 @@ def power_iteration(
             value, before = float(vector @ image), value
             residuals[i] = float(torch.linalg.vector_norm(image - value * vector))
             values[i], found[i] = value, vector
-            settled = abs(value - before) <= tol * abs(before)
             image = _deflated(image, found[:i])
-            if settled or not image.any():
+            # Made longer, rounding would be a direction like any other, and not orthogonal.
+            rounding = 16 * torch.finfo(op.dtype).eps * float(values[: i + 1].abs().max())
+            is_zero = float(torch.linalg.vector_norm(image)) <= rounding
+            settled = is_zero or abs(value - before) <= tol * abs(before)
+            if settled:
                 break
-            vector = _normalized(image)
+            vector = _orthonormal(image, found[:i])
         converged &= settled
         if progress is not None:
             progress(Progress((i + 1) / k, products, f"{i + 1} of {k} eigenvalues"))
     return PowerResult(values, residuals, found, products, converged)
+
+
+def _orthonormal(vector: Tensor, found: Tensor) -> Tensor:
+    """Deflated twice: the first time may cancel much, which makes rounding errors large."""
+    return _normalized(_deflated(_normalized(_deflated(vector, found)), found))
 
 
 def _deflated(vector: Tensor, found: Tensor) -> Tensor:

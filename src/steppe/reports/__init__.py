@@ -4,6 +4,7 @@ The names below are the public ones; the modules beside this file hold one idea 
 """
 
 from .best import best_configs, best_json, write_best
+from .curvature import Comparison, MeasuredRun, MethodCurvature, compare
 from .domainbed import Imported, import_domainbed
 from .render import (
     Grid,
@@ -21,6 +22,7 @@ from .render import (
 from .report import Report, build_report
 from .runs import Loaded, Record, Row, Run, load_runs
 from .selection import SELECTIONS, Chosen, leave_one_out, oracle, train_validation
+from .spectra import draw
 from .tables import (
     Cell,
     Cost,
@@ -43,11 +45,14 @@ __all__ = [
     "SELECTIONS",
     "Cell",
     "Chosen",
+    "Comparison",
     "Cost",
     "Grid",
     "Imported",
     "Loaded",
     "Matrix",
+    "MeasuredRun",
+    "MethodCurvature",
     "Paired",
     "Record",
     "Report",
@@ -60,9 +65,11 @@ __all__ = [
     "best_configs",
     "best_json",
     "build_report",
+    "compare",
     "cost_grid",
     "cost_table",
     "dataset_tables",
+    "draw",
     "import_domainbed",
     "leave_one_out",
     "load_runs",

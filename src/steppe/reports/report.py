@@ -16,6 +16,7 @@ from steppe.errors import UserError
 
 from . import render
 from .best import best_configs
+from .curvature import MeasuredRun, find_measured, page_rows
 from .runs import Loaded, Row, Run, domain_pool, finite
 from .selection import Chosen, best_step, candidates, last_step, mean_of, validation_keys
 from .tables import (
@@ -46,6 +47,8 @@ class Report:
     command: str
     selected: Selected
     problems: tuple[str, ...]
+    measured: tuple[MeasuredRun, ...] = ()
+    """Of the runs' curvature, where it was measured."""
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -122,7 +125,7 @@ class Report:
             "curves": _curves(self.selected),
             "bars": [_bars(table) for table in self.tables],
             "sensitivity": _sensitivity(self.selected),
-            "flatness": [],
+            "flatness": page_rows(self.measured),
         }
 
 
@@ -148,7 +151,8 @@ def build_report(
     found += remarks(loaded.runs, selection)
     if selection == "leave-one-out":
         found += _not_left_out(selected)
-    return Report(title, command, selected, tuple(found))
+    measured, unreadable = find_measured(loaded.runs)
+    return Report(title, command, selected, tuple(found + unreadable), tuple(measured))
 
 
 def _not_left_out(selected: Selected) -> list[str]:

@@ -34,6 +34,8 @@ NOT_HPARAMS = frozenset(
 
 AXES = ("algorithm", "optimizer", "averaging")
 _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
+MEASUREMENTS = "curvature"
+"""The folder of a run in which `steppe curvature` keeps its results."""
 _LINES_NAMED = 5
 
 
@@ -143,7 +145,8 @@ class Loaded:
 def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
     """Read every run below a folder, in one order whatever the file system's.
 
-    Folders called ``attempt-*`` (a sweep's unfinished work) and ``checkpoint`` are left out.
+    Folders called ``attempt-*`` (a sweep's unfinished work), ``checkpoint`` and ``curvature`` are
+    left out.
 
     Args:
         root: a folder; or several folders, or files of runs (`config.json`, `records.jsonl`).
@@ -185,7 +188,9 @@ def _no_collection() -> Iterator[None]:
 
 def _run_folders(root: Path) -> Iterator[Path]:
     for folder, names, files in os.walk(root):
-        names[:] = [n for n in names if n != "checkpoint" and not n.startswith("attempt-")]
+        # A measurement may be called config.json, after a domain.
+        left_out = ("checkpoint", MEASUREMENTS) if "config.json" in files else ("checkpoint",)
+        names[:] = [n for n in names if n not in left_out and not n.startswith("attempt-")]
         if "config.json" in files:
             yield Path(folder)
 

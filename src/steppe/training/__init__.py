@@ -3,9 +3,11 @@
 from steppe.errors import Interrupted, RunError
 
 from .config import RunConfig, apply_overrides, configure, make_config, read_config
+from .curvature import measure_run
 from .directory import RunDirectory, select, validation_accuracy
 from .draws import draw_hparams
 from .evaluation import EnsembleScores
+from .measured import Measured, load_measurements
 from .models import (
     TrainedModel,
     evaluate_ensemble,
@@ -18,6 +20,7 @@ from .run import train
 __all__ = [
     "EnsembleScores",
     "Interrupted",
+    "Measured",
     "RunConfig",
     "RunDirectory",
     "RunError",
@@ -28,8 +31,10 @@ __all__ = [
     "evaluate_ensemble",
     "evaluate_run",
     "export_run",
+    "load_measurements",
     "load_model",
     "make_config",
+    "measure_run",
     "read_config",
     "select",
     "train",

@@ -236,21 +236,14 @@ function sensitivity() {
 }
 
 function flatness() {
-  const all = list(data.flatness);
+  const all = list(data.flatness).map((row) => ({ ...row, on: text(row.measured ?? "train") }));
   if (!all.length) return null;
-  const columns = [
-    { title: "method", get: (row) => text(row.name), show: (row) => nameCell(text(row.name)) },
-    { title: "largest eigenvalue", get: (row) => row.lambda_max, print: short, best: "low" },
-    { title: "trace", get: (row) => row.trace, print: short, best: "low" },
-    { title: "run", get: (row) => row.run, kind: "text" },
-  ];
-  const spectra = all.map((row) => {
-    const values = list(row.spectrum).filter(finite).sort((a, b) => b - a);
-    return { name: text(row.name), points: pointsOf(values.map((_, i) => i + 1), values) };
-  }).filter(({ points }) => points.length);
 
   const drawn = chart((width) => {
-    const series = spectra.filter(({ name }) => names.shown(name));
+    const series = on.value.items.filter((row) => names.shown(text(row.name))).map((row) => {
+      const values = list(row.spectrum).filter(finite).sort((a, b) => b - a);
+      return { name: text(row.name), points: pointsOf(values.map((_, i) => i + 1), values) };
+    });
     const ys = series.flatMap(({ points }) => points.map((point) => point[1]));
     const plot = frame(width, {
       label: "spectrum of the Hessian",
@@ -261,12 +254,56 @@ function flatness() {
     hoverLines(plot.svg, plot, series, (rank) => `eigenvalue ${rank}`, short);
     return plot.svg;
   });
-  const names = legend(drawn.redraw);
-  names.update(distinct(spectra.map(({ name }) => name)),
-    ranking(spectra.map(({ name, points }) => [name, -points[0][1]])));
+  const names = legend(drawn.redraw), host = h("div");
+  const refresh = () => {
+    const { items } = on.value;
+    host.replaceChildren(...flatnessTable(items));
+    names.update(distinct(items.map((row) => text(row.name))),
+      ranking(items.map((row) => [text(row.name), -row.lambda_max])));
+    drawn.redraw();
+  };
+  const on = choice("measured on", refresh).set(grouped(all, "on"));
+  refresh();
+  const caption = "Eigenvalues of the Hessian, largest first; a line for each run.";
+  const spectra = all.some((row) => list(row.spectrum).some(finite));
   return [
-    nothing("Curvature of the training loss at the selected weights; smaller is flatter."),
-    spectra.length ? figure("Eigenvalues of the Hessian, largest first.", [], names, drawn) : null,
-    table({ label: "flatness", columns, rows: all }),
+    nothing("Curvature of the loss at the weights that runs found; smaller is flatter."),
+    // Without a spectrum there is still a table to choose.
+    spectra ? figure(caption, [on], names, drawn) : h("div", { class: "controls" }, on.element),
+    host,
   ];
+}
+
+function flatnessTable(rows) {
+  const alike = (of) => distinct(rows.map((row) => JSON.stringify(of(row) ?? null))).length === 1;
+  // On other images, domains or weights, and within other radii, numbers are no contest.
+  const comparable = alike((row) => row.conditions), best = comparable ? "low" : null;
+  const near = comparable && alike((row) => [row.rho, row.alpha]) ? "low" : null;
+  const number = (title, key, winner = null) => ({
+    title, get: (row) => row[key], print: (value) => short(value), best: winner,
+    shown: rows.some((row) => finite(row[key])),
+  });
+  const withStderr = (row) => (finite(row.trace) && finite(row.trace_err)
+    ? [short(row.trace), h("span", { class: "err" }, ` ${PLUS_MINUS} ${short(row.trace_err, 2)}`)]
+    : [short(row.trace)]);
+  const columns = [
+    { title: "method", get: (row) => text(row.name), show: (row) => nameCell(text(row.name)) },
+    number("largest eigenvalue", "lambda_max", best),
+    { ...number("trace", "trace", best), show: withStderr },
+    number("R0", "zeroth", near), number("R1", "first", near), number("R_FAD", "fad", near),
+    number("\u03c1", "rho"), number("\u03b1", "alpha"),
+    {
+      title: "measured on", get: (row) => row.on, kind: "text",
+      shown: rows.some((row) => row.on !== "train"),
+    },
+    {
+      title: "dataset", get: (row) => row.dataset, kind: "text", shown: !alike((row) => row.dataset),
+    },
+    { title: "run", get: (row) => row.run, kind: "text" },
+  ].filter(({ shown = true }) => shown);
+  return [
+    comparable ? null : nothing("Measured in different ways (images, domains, precision): " +
+      "compare with care."),
+    table({ label: "flatness", columns, rows }),
+  ].filter((node) => node !== null);
 }

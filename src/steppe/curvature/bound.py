@@ -1,0 +1,220 @@
+"""The generalization bound of Proposition 3.1, term by term."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from steppe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Bound:
+    r"""The right-hand side of Proposition 3.1.
+
+    Attributes:
+        loss: the empirical loss on the training set.
+        flatness: $R^{\mathrm{FAD}}_{\rho, \alpha}$.
+        discrepancy: the distance between the training and the test distribution; None: not known.
+        tail: $M / \sqrt n$, for the noise that leaves the ball.
+        complexity: the square root, of PAC-Bayes type.
+        M: the bound on the loss of an image.
+        n: images in the training set.
+        d: parameters.
+        rho: the radius.
+        weight_norm: the Euclidean norm of all weights together.
+        delta: the bound holds with probability $1 - \delta$ over training sets.
+    """
+
+    loss: float
+    flatness: float
+    discrepancy: float | None
+    tail: float
+    complexity: float
+    M: float
+    n: int
+    d: int
+    rho: float
+    weight_norm: float
+    delta: float
+
+    @property
+    def known(self) -> float:
+        """The sum of the terms that are known: all, or all but the discrepancy."""
+        return math.fsum(
+            [self.loss, self.flatness, self.discrepancy or 0.0, self.tail, self.complexity]
+        )
+
+    @property
+    def total(self) -> float | None:
+        """The bound; None while the discrepancy is not known."""
+        return None if self.discrepancy is None else self.known
+
+    @property
+    def is_vacuous(self) -> bool:
+        """Whether it says nothing: the loss never exceeds `M` anyway."""
+        return self.known >= self.M
+
+    @property
+    def noise(self) -> float:
+        """The standard deviation of the weight noise under which the bound holds."""
+        return _noise(self.rho, self.n, self.d)
+
+    @property
+    def images_needed(self) -> int:
+        """The smallest training set for which the complexity term alone is below `M`."""
+
+        def is_enough(n: int) -> bool:
+            return _complexity(self.rho, n, self.d, self.weight_norm, self.delta) < self.M
+
+        few, enough = 1, 2
+        while not is_enough(enough):
+            few, enough = enough, 2 * enough
+        while enough - few > 1:  # the term falls with n
+            middle = (few + enough) // 2
+            few, enough = (few, middle) if is_enough(middle) else (middle, enough)
+        return enough
+
+    @property
+    def statement(self) -> str:
+        """How loose it is for these numbers, in plain sentences."""
+        ratio = self.complexity / self.M
+        verdict = (
+            "The bound is vacuous: its known terms reach or exceed the largest loss there can be"
+            if self.is_vacuous
+            else "The known terms are below the largest loss there can be"
+        )
+        scale = (
+            "so as printed it is right for M <= 1, as here."
+            if self.M <= 1
+            else f"so as printed it is right for M <= 1 only; for M = {self.M:g} it should be "
+            f"{self.M:g} times as large, {self.M * self.complexity:.3g}."
+        )
+        images = f"{float(f'{self.images_needed:.2g}'):,.0f}"
+        size = (
+            f"it is below M for training sets of about {images} images and more"
+            if self.images_needed <= self.n
+            else f"for it to fall below M, about {images} images would be needed instead of "
+            f"{self.n:,}, all else equal"
+        )
+        unknown = (
+            " The discrepancy between training and test domains comes on top, and cannot be "
+            "measured without the test domain."
+            if self.discrepancy is None
+            else ""
+        )
+        return (
+            f"{verdict} ({self.known:.3g} against M = {self.M:g}).{unknown} "
+            f"The complexity term alone is {self.complexity:.3g}, {ratio:.3g} times M; {size}. "
+            f"It carries no factor M, {scale} "
+            "The proposition assumes a loss that is bounded, symmetric and obeys the triangle "
+            "inequality; cross-entropy is and does none of these. And what is bounded is the mean "
+            f"test loss over Gaussian noise on the weights (standard deviation {self.noise:.3g} "
+            "each), not the test loss of the model itself."
+        )
+
+    def __str__(self) -> str:
+        terms = [
+            f"{self.loss:.4g} (empirical loss)",
+            f"{self.flatness:.4g} (flatness)",
+            "discrepancy" if self.discrepancy is None else f"{self.discrepancy:.4g} (discrepancy)",
+            f"{self.tail:.4g} (M / sqrt n)",
+            f"{self.complexity:.4g} (complexity)",
+        ]
+        rest = " + discrepancy" if self.discrepancy is None else ""
+        return f"test loss <= {' + '.join(terms)} = {self.known:.4g}{rest}"
+
+
+def ood_bound(
+    *,
+    loss: float,
+    flatness: float,
+    rho: float,
+    n: int,
+    d: int,
+    weight_norm: float,
+    M: float,
+    delta: float = 0.05,
+    discrepancy: float | None = None,
+) -> Bound:
+    r"""The right-hand side of Proposition 3.1.
+
+    With probability at least $1 - \delta$ over training sets of $n$ images,
+
+    $$\mathbb{E}_{\epsilon} \mathcal{E}_{\mathrm{test}}(\theta + \epsilon) \le
+    \hat{\mathcal{E}}(\theta) + R^{\mathrm{FAD}}_{\rho, \alpha}(\theta) + \mathrm{disc} +
+    \frac{M}{\sqrt n} + \sqrt{\frac{\frac{d}{4} \log\left(1 + \frac{\|\theta\|^2}{d
+    \sigma^2}\right) + \frac14 + \log \frac{n}{\delta} + 2 \log(6n + 3d)}{n - 1}}$$
+
+    where $\epsilon$ has independent normal entries with the standard deviation
+    $\sigma = \rho / (\sqrt d + \sqrt{\log n})$. For a deep network the last term is far larger than
+    any loss; `Bound.statement` says by how much.
+
+    Args:
+        loss: the empirical loss, from 0 to `M`.
+        flatness: `Flatness.fad`, measured with the same `rho`.
+        rho: the radius.
+        n: images in the training set.
+        d: parameters.
+        weight_norm: the Euclidean norm of all weights together.
+        M: the largest loss that an image can have.
+        delta: the probability with which the bound may fail.
+        discrepancy: the distance between the training and the test distribution, the largest
+            difference of the mean disagreement of two models; left symbolic unless given.
+
+    Examples:
+        >>> bound = ood_bound(
+        ...     loss=0.1, flatness=0.05, rho=0.1, n=8_000, d=23_500_000, weight_norm=100.0, M=1.0
+        ... )
+        >>> print(bound)
+        test loss <= 0.1 (empirical loss) + 0.05 (flatness) + discrepancy + 0.01118 (M / sqrt n)
+        + 100.7 (complexity) = 100.9 + discrepancy
+        >>> bound.is_vacuous
+        True
+    """
+    for name, least, value in (
+        ("loss", 0, loss),
+        ("flatness", 0, flatness),
+        ("weight_norm", 0, weight_norm),
+        ("discrepancy", 0, discrepancy or 0.0),
+        ("n", 2, n),
+        ("d", 1, d),
+    ):
+        if not least <= value < math.inf:
+            raise UserError(f"{name}={value}: give a finite number, at least {least}")
+    for name, positive in (("rho", rho), ("M", M)):
+        if not 0 < positive < math.inf:
+            raise UserError(f"{name}={positive}: give a positive number")
+    if not 0 < delta < 1:
+        raise UserError(f"delta={delta}: give a probability between 0 and 1, for instance 0.05")
+    if loss > M:
+        raise UserError(
+            f"loss={loss} exceeds M={M}, which is to be the largest loss that an image can have: "
+            "give a larger M"
+        )
+    return Bound(
+        loss=loss,
+        flatness=flatness,
+        discrepancy=discrepancy,
+        tail=M / math.sqrt(n),
+        complexity=_complexity(rho, n, d, weight_norm, delta),
+        M=M,
+        n=n,
+        d=d,
+        rho=rho,
+        weight_norm=weight_norm,
+        delta=delta,
+    )
+
+
+def _noise(rho: float, n: int, d: int) -> float:
+    """The standard deviation at which the noise stays within the ball but for 1 in sqrt n times."""
+    return rho / (math.sqrt(d) + math.sqrt(math.log(n)))
+
+
+def _complexity(rho: float, n: int, d: int, weight_norm: float, delta: float) -> float:
+    signal = (weight_norm / _noise(rho, n, d)) ** 2 / d
+    return math.sqrt(
+        (d / 4 * math.log1p(signal) + 0.25 + math.log(n / delta) + 2 * math.log(6 * n + 3 * d))
+        / (n - 1)
+    )

@@ -1,0 +1,142 @@
+"""The paper's Figure 3: spectra of the Hessian, its largest eigenvalue and its trace."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steppe.errors import UserError
+
+from .curvature import Comparison, MethodCurvature, Spread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = ("svg", "png", "pdf")
+# After Okabe and Ito, as on the report page; past the seventh, a method differs by its dashes too.
+COLOURS = ("#0072b2", "#c84f00", "#008a63", "#b3558b", "#a87400", "#5b4fc4", "#5a5a5a")
+DASHES = ("-", "--", ":", "-.")
+MARKERS = "osD^vPX"
+WIDE = 10.0
+"""Eigenvalues that differ by more than this factor are drawn on a log scale."""
+_LONGEST = 28
+"""Characters of a method's name."""
+
+
+def check_format(path: Path) -> str:
+    """The format of a picture, by its name's ending."""
+    ending = path.suffix.lower().removeprefix(".")
+    if ending not in FORMATS:
+        known = ", ".join(f".{name}" for name in FORMATS)
+        raise UserError(f"{path}: a figure's name ends in one of {known}")
+    return ending
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """Draw a comparison into a file.
+
+    Args:
+        comparison: from `compare`.
+        path: ends in .svg, .png or .pdf.
+    """
+    ending = check_format(path)
+    import matplotlib
+
+    # Text stays text in SVG, and nothing in a file differs from one time to the next.
+    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "steppe", "font.size": 9}
+    with matplotlib.rc_context(settings):
+        stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)
+        make_figure(comparison).savefig(path, format=ending, dpi=160, metadata=stamp)
+
+
+def make_figure(comparison: Comparison) -> Figure:
+    """The figure of a comparison."""
+    from matplotlib.figure import Figure
+
+    methods = comparison.methods
+    labels = [_label(method) for method in methods]
+    columns = 5 if max(map(len, labels)) <= 24 else 3
+    height = max(3.4, 1.4 + 0.25 * len(methods)) + 0.2 * -(-len(methods) // columns)
+    figure = Figure(figsize=(10, height), layout="constrained")
+    spectra, largest, traces = figure.subplots(1, 3, width_ratios=(2.1, 1, 1))
+    _draw_spectra(spectra, methods)
+    _draw_bars(largest, methods, [m.lambda_max for m in methods], "largest eigenvalue")
+    _draw_bars(traces, methods, [m.trace for m in methods], "trace")
+    traces.set_yticklabels([])
+    # Outside, where it cannot hide a line.
+    figure.legend(
+        loc="outside lower center", ncols=columns, frameon=False, fontsize=8, handlelength=3.5
+    )
+    about = "\n".join(textwrap.wrap(f"Hessian of the {comparison.about}", 150))
+    figure.suptitle(about.replace("$", r"\$"), fontsize=8, color="#444")
+    return figure
+
+
+def _look(i: int) -> dict[str, Any]:
+    return {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i // len(COLOURS) % 4]}
+
+
+def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
+    for i, method in enumerate(methods):
+        ranks = range(1, len(method.spectrum) + 1)
+        if len(method.runs) > 1:
+            for spectrum in method.spectra:
+                axes.plot(ranks, spectrum, linewidth=0.7, alpha=0.5, **_look(i))
+        axes.plot(
+            ranks,
+            method.spectrum,
+            linewidth=2.0,
+            marker=MARKERS[i % len(MARKERS)],
+            markersize=4,
+            # Staggered, so that markers of close lines do not hide each other.
+            markevery=(i % 5, max(1, len(method.spectrum) // 10)),
+            label=_label(method),
+            **_look(i),
+        )
+    values = [value for method in methods for spectrum in method.spectra for value in spectrum]
+    if min(values) > 0 and max(values) > WIDE * min(values):
+        axes.set_yscale("log")
+    elif min(values) < 0 < max(values):
+        axes.axhline(0, color="#888", linewidth=0.8)
+    axes.set_xlabel("rank")
+    axes.set_ylabel("eigenvalue")
+    axes.locator_params(axis="x", integer=True)
+    axes.grid(visible=True, color="#ddd", linewidth=0.6)
+    _bare(axes)
+
+
+def _draw_bars(
+    axes: Axes, methods: Sequence[MethodCurvature], values: Sequence[Spread], title: str
+) -> None:
+    places = range(len(methods))
+    for i, value in enumerate(values):
+        colour = COLOURS[i % len(COLOURS)]
+        axes.barh(i, value.mean, height=0.62, color=colour, alpha=0.35, edgecolor=colour)
+        if value.err is not None:
+            axes.errorbar(value.mean, i, xerr=value.err, color=colour, capsize=3, linewidth=1.5)
+    axes.set_yticks(places, [_clip(method.row.name) for method in methods])
+    axes.set_ylim(len(methods) - 0.4, -0.6)  # the first on top
+    axes.set_xlabel(title)
+    axes.locator_params(axis="x", nbins=4)
+    axes.grid(visible=True, axis="x", color="#ddd", linewidth=0.6)
+    axes.tick_params(axis="y", length=0)
+    _bare(axes)
+
+
+def _label(method: MethodCurvature) -> str:
+    n = len(method.runs)
+    return _clip(method.row.name) + (f" (mean of {n} runs)" if n > 1 else "")
+
+
+def _clip(name: str) -> str:
+    short = name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"
+    return short.replace("$", r"\$")  # no mathematics in a name
+
+
+def _bare(axes: Axes) -> None:
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,320 @@
+"""What was measured of a run's curvature, as its folder keeps it: ``curvature/NAME.json``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+from pydantic import TypeAdapter, ValidationError
+
+from steppe.durable import durable, sync_folder
+from steppe.errors import RunError, UserError
+
+VERSION = 1
+"""Of the format of these files; raised when an older steppe would misread them."""
+FOLDER = "curvature"
+"""Below the run's folder."""
+TRAINING = "train"
+"""The name of a measurement on what the run was trained on."""
+VOLATILE = ("seconds", "date")
+"""Fields that measure the machine or the day: two equal measurements may differ in them."""
+_LONGEST = 150
+"""Characters in a name; file systems take 255 bytes."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The images of one domain that the loss is the mean of.
+
+    Attributes:
+        domain: its name.
+        part: ``train``, the images that the run learned from, or ``all`` of the domain.
+        images: how many of them were drawn.
+        of: how many there were to draw from.
+    """
+
+    domain: str
+    part: Literal["train", "all"]
+    images: int
+    of: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Which weights of a run.
+
+    Attributes:
+        which: the last ones, or those validated best.
+        step: after which they were saved.
+        averaged: whether they are an average.
+    """
+
+    which: Literal["last", "best"]
+    step: int
+    averaged: bool
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """The largest eigenvalues of the Hessian.
+
+    Attributes:
+        values: descending.
+        residuals: the norms of `H v - value * v`, in the same order.
+        tol: the residual that was asked for, relative to the largest eigenvalue.
+        converged: whether it was reached.
+    """
+
+    values: tuple[float, ...]
+    residuals: tuple[float, ...]
+    tol: float
+    converged: bool
+
+
+@dataclass(frozen=True)
+class TraceEstimate:
+    """The trace of the Hessian.
+
+    Attributes:
+        value: the estimate.
+        stderr: its standard error.
+        low: where the 95 % confidence interval begins.
+        high: where it ends.
+        samples: the random vectors behind it.
+        rtol: the standard error that was asked for, relative to the trace.
+        converged: whether it was reached.
+    """
+
+    value: float
+    stderr: float
+    low: float
+    high: float
+    samples: int
+    rtol: float
+    converged: bool
+
+
+@dataclass(frozen=True)
+class FlatnessFound:
+    """The paper's flatness at a radius: as found by ascent, and by the optimizers' one step.
+
+    Attributes:
+        rho: the radius of the ball.
+        alpha: the share of the zeroth order in `fad`.
+        zeroth: R0, Definition 3.1.
+        first: R1, Definition 3.2.
+        fad: R_FAD, Equation 3.
+        zeroth_one_step: what a single step of length rho along the gradient finds of R0.
+        first_one_step: alike, of R1.
+        fad_one_step: alike, of R_FAD.
+        lambda_max: the largest eigenvalue that R_FAD implies by Equation 4, which holds at a
+            minimum.
+        converged: whether the ascents stopped by themselves.
+        passes: over the data.
+    """
+
+    rho: float
+    alpha: float
+    zeroth: float
+    first: float
+    fad: float
+    zeroth_one_step: float
+    first_one_step: float
+    fad_one_step: float
+    lambda_max: float
+    converged: bool
+    passes: int
+
+
+@dataclass(frozen=True)
+class DensityCurve:
+    """The smoothed spectral density: what share of the eigenvalues lies where.
+
+    Attributes:
+        grid: eigenvalues, ascending.
+        values: the density at each.
+        probes: the random vectors behind it.
+        steps: products of each.
+    """
+
+    grid: tuple[float, ...]
+    values: tuple[float, ...]
+    probes: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The curvature of a run's loss at some of its weights, with what is needed to redo it.
+
+    Attributes:
+        name: what its file is called: ``train``, or the domains' names.
+        dataset: what the run was trained on.
+        domains: the images that the loss is the mean of.
+        weights: where it was measured.
+        loss_function: what was differentiated.
+        parameters: how many numbers it was differentiated by: those that the predictions use.
+        precision: of the computation.
+        loss: the mean loss.
+        gradient_norm: the norm of its gradient; small at a minimum.
+        eigenvalues: the largest eigenvalues of the Hessian.
+        trace: its trace.
+        flatness: the paper's measures.
+        density: how its eigenvalues are spread, where that was asked for.
+        batch_size: images in a batch: the mean is the same, its rounding may not be.
+        seed: of the images drawn and of the random vectors.
+        products: products of the Hessian with a vector, without those of `flatness`.
+        passes: over the data, for these products and the gradient.
+        seconds: all in all.
+        date: when it was finished.
+        device: what computed it.
+        versions: of Python and of the packages.
+        version: of this format.
+    """
+
+    name: str
+    dataset: str
+    domains: tuple[Sample, ...]
+    weights: Weights
+    loss_function: str
+    parameters: int
+    precision: Literal["float32", "float64"]
+    loss: float
+    gradient_norm: float
+    eigenvalues: Spectrum
+    trace: TraceEstimate
+    flatness: FlatnessFound
+    density: DensityCurve | None
+    batch_size: int
+    seed: int
+    products: int
+    passes: int
+    seconds: float
+    date: str
+    device: str
+    versions: Mapping[str, str]
+    version: int = VERSION
+
+    @property
+    def lambda_max(self) -> float:
+        """The largest eigenvalue."""
+        return self.eigenvalues.values[0]
+
+    @property
+    def images(self) -> int:
+        """How many images the loss is the mean of."""
+        return sum(sample.images for sample in self.domains)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def measurement_name(domains: Sequence[str] | None, which: str) -> str:
+    """What a measurement's file is called, without its ending.
+
+    Args:
+        domains: names, in the dataset's order; None for what the run was trained on.
+        which: the last or the best weights.
+
+    Examples:
+        >>> measurement_name(None, "last"), measurement_name(["art_painting", "sketch"], "best")
+        ('train', 'art_painting+sketch@best')
+    """
+    name = TRAINING
+    if domains is not None:
+        # Quoted, so that no domain's name reads as another name, or as a path.
+        name = "+".join(quote(domain, safe=" ") for domain in domains)
+        if name == TRAINING:
+            name += "+"
+    if len(name) > _LONGEST:
+        name = f"{name[:_LONGEST]}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return name if which == "last" else f"{name}@{which}"
+
+
+def prepare_folder(run: Path) -> None:
+    """Finds out before a measurement, not after it, whether its result can be stored."""
+    folder = run / FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+        probe = folder / f".{os.getpid()}.writing"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written to ({error.strerror}): results are kept in the run's "
+            "folder; copy the run to where you may write"
+        ) from None
+
+
+def measurement_file(run: Path, name: str) -> Path:
+    """Where a measurement lies."""
+    return run / FOLDER / f"{name}.json"
+
+
+def save_measurement(run: Path, measured: Measured) -> None:
+    """Writes a measurement in one piece: readers see the old one, or the new one."""
+    path = measurement_file(run, measured.name)
+    temporary = path.with_name(f".{measured.name}.{os.getpid()}.writing")
+    text = json.dumps(measured.to_json(), indent=2, allow_nan=False) + "\n"
+    try:
+        with durable(temporary) as file:
+            file.write(text.encode())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise RunError(
+            f"{path} could not be written: {error.strerror or error}. Make room and measure again."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)  # there is none, unless the above was cut short
+
+
+def load_measurements(run: str | os.PathLike[str]) -> dict[str, Measured]:
+    """Read what was measured of a run's curvature.
+
+    Args:
+        run: the run's folder.
+
+    Returns:
+        The measurements by name: ``train``, or names of domains joined by ``+``; with ``@best`` at
+        the end for the weights validated best.
+
+    Examples:
+        >>> import tempfile
+        >>> load_measurements(tempfile.mkdtemp())
+        {}
+    """
+    folder = Path(run) / FOLDER
+    return {path.stem: _read(path) for path in sorted(folder.glob("*.json"))}
+
+
+_adapter = TypeAdapter(Measured)
+
+
+def _read(path: Path) -> Measured:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        version = values.get("version") if isinstance(values, dict) else None
+        if isinstance(version, int) and version > VERSION:
+            raise UserError(
+                f"{path} was written by a newer steppe (format {version}; this one reads up to "
+                f"{VERSION}): pip install -U steppe"
+            )
+        measured = _adapter.validate_python(values)
+        if not measured.eigenvalues.values or not measured.domains:
+            raise ValueError("it has no eigenvalues, or no domains")
+    except (ValidationError, UnicodeDecodeError, json.JSONDecodeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = f"{error.errors()[0]['msg']}" if isinstance(error, ValidationError) else str(error)
+        raise UserError(
+            f"{path} is damaged ({reason}): remove it and measure again with 'steppe curvature'"
+        ) from None
+    return measured

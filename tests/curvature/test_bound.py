@@ -1,0 +1,144 @@
+"""Proposition 3.1 against a second transcription, digit by digit."""
+
+import dataclasses
+import math
+from decimal import Decimal, getcontext
+
+import pytest
+
+from steppe.curvature.bound import ood_bound
+from steppe.errors import UserError
+
+RESNET = {
+    "loss": 0.1,
+    "flatness": 0.05,
+    "rho": 0.1,
+    "n": 8_000,
+    "d": 23_500_000,
+    "weight_norm": 90.0,
+    "M": 1.0,
+}
+SMALL = {
+    "loss": 0.3,
+    "flatness": 0.2,
+    "rho": 0.5,
+    "n": 100_000,
+    "d": 40,
+    "weight_norm": 3.0,
+    "M": 2.0,
+    "delta": 0.1,
+    "discrepancy": 0.25,
+}
+CASES = {
+    "ResNet-50": RESNET,
+    "small": SMALL,
+    "smallest": {**SMALL, "n": 2, "d": 1},
+    "no weights": {**SMALL, "weight_norm": 0.0},
+    "a billion images": {**RESNET, "n": 10**9},
+}
+
+
+def square_root(n, d, rho, weight_norm, delta):
+    """The last term as the proposition prints it, in 50 digits."""
+    getcontext().prec = 50
+    n, d = Decimal(n), Decimal(d)
+    rho, theta, delta = Decimal(rho), Decimal(weight_norm), Decimal(delta)
+    width = (d.sqrt() + n.ln().sqrt()) ** 2
+    inside = (1 + theta**2 * width / (d * rho**2)).ln()
+    top = d * inside / 4 + Decimal(1) / 4 + (n / delta).ln() + 2 * (6 * n + 3 * d).ln()
+    return (top / (n - 1)).sqrt()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_term(name):
+    given = CASES[name]
+    bound = ood_bound(**given)
+    n, d, rho, theta = (given[key] for key in ("n", "d", "rho", "weight_norm"))
+    complexity = float(square_root(n, d, rho, theta, given.get("delta", 0.05)))
+    assert bound.complexity == pytest.approx(complexity, rel=1e-12)
+    assert bound.tail == pytest.approx(given["M"] / n**0.5, rel=1e-15)
+    assert (bound.loss, bound.flatness) == (given["loss"], given["flatness"])
+    assert bound.discrepancy == given.get("discrepancy")
+    assert bound.noise == pytest.approx(rho / (d**0.5 + math.log(n) ** 0.5), rel=1e-15)
+    total = sum([given["loss"], given["flatness"], bound.tail, complexity])
+    assert bound.known == pytest.approx(total + given.get("discrepancy", 0.0), rel=1e-12)
+    assert bound.total == (bound.known if "discrepancy" in given else None)
+
+
+@pytest.mark.parametrize(("rho", "weight_norm"), [(0.1, 90.0), (0.5, 90.0), (0.5, 40.0)])
+def test_for_resnet_50_the_complexity_is_eighty_to_a_hundred(rho, weight_norm):
+    bound = ood_bound(**{**RESNET, "rho": rho, "weight_norm": weight_norm})
+    assert 79 < bound.complexity < 101
+    assert bound.is_vacuous
+
+
+def test_vacuous_means_no_less_than_the_largest_loss():
+    bound = ood_bound(**SMALL)
+    assert not bound.is_vacuous
+    assert not dataclasses.replace(bound, M=bound.known * (1 + 1e-9)).is_vacuous
+    assert dataclasses.replace(bound, M=bound.known).is_vacuous
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_images_needed_is_where_the_complexity_falls_below_the_largest_loss(name):
+    given = CASES[name]
+    needed = ood_bound(**given).images_needed
+
+    def complexity(n):
+        return ood_bound(**{**given, "n": n}).complexity
+
+    assert complexity(needed) < given["M"]
+    assert needed == 2 or complexity(needed - 1) >= given["M"]
+
+
+def test_as_a_sum():
+    unknown, known = ood_bound(**RESNET), ood_bound(**SMALL)
+    assert str(unknown) == (
+        "test loss <= 0.1 (empirical loss) + 0.05 (flatness) + discrepancy + 0.01118 (M / sqrt n)"
+        f" + {unknown.complexity:.4g} (complexity) = {unknown.known:.4g} + discrepancy"
+    )
+    assert str(known) == (
+        "test loss <= 0.3 (empirical loss) + 0.2 (flatness) + 0.25 (discrepancy)"
+        f" + 0.006325 (M / sqrt n) + {known.complexity:.4g} (complexity) = {known.total:.4g}"
+    )
+
+
+def test_statement_says_how_loose_it_is():
+    loose, tight = ood_bound(**RESNET).statement, ood_bound(**SMALL).statement
+    assert "vacuous" in loose
+    assert "vacuous" not in tight
+    complexity = ood_bound(**RESNET).complexity
+    assert f"alone is {complexity:.3g}, {complexity:.3g} times M" in loose
+    assert "about 80,000,000 images would be needed instead of 8,000" in loose
+    assert "comes on top" in loose
+    assert "comes on top" not in tight
+    assert "right for M <= 1, as here" in loose
+    complexity = ood_bound(**SMALL).complexity
+    assert f"for M = 2 it should be 2 times as large, {2 * complexity:.3g}" in tight
+    assert f"{complexity:.3g}, {complexity / 2:.3g} times M" in tight
+    assert "it is below M for training sets of about" in tight
+    for text in (loose, tight):
+        assert "bounded, symmetric and obeys the triangle inequality; cross-entropy" in text
+        assert "Gaussian noise on the weights" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 1}, "n=1: give a finite number, at least 2"),
+        ({"d": 0}, "d=0: give a finite number, at least 1"),
+        ({"rho": 0.0}, "rho=0.0: give a positive number"),
+        ({"M": -1.0}, "M=-1.0: give a positive number"),
+        ({"delta": 0.0}, "delta=0.0: give a probability"),
+        ({"delta": 1.0}, "delta=1.0: give a probability"),
+        ({"loss": -0.1}, "loss=-0.1"),
+        ({"loss": math.nan}, "loss=nan"),
+        ({"loss": 3.0}, "loss=3.0 exceeds M=1.0"),
+        ({"flatness": -1e-9}, "flatness=-1e-09"),
+        ({"weight_norm": math.inf}, "weight_norm=inf"),
+        ({"discrepancy": -0.5}, "discrepancy=-0.5"),
+    ],
+)
+def test_wrong_numbers(options, message):
+    with pytest.raises(UserError, match=message):
+        ood_bound(**{**RESNET, **options})

@@ -1,0 +1,263 @@
+"""Measurements side by side: what may be compared, what is drawn, what the page is given."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from steppe.errors import UserError
+from steppe.reports import build_report, compare, load_runs
+from steppe.reports.curvature import comparison_table, described, measured_table, remarks
+from steppe.reports.spectra import COLOURS, check_format, draw, make_figure
+from steppe.training.measured import (
+    FlatnessFound,
+    Measured,
+    Sample,
+    Spectrum,
+    TraceEstimate,
+    Weights,
+    save_measurement,
+)
+from tests.reports.trees import config, record, write_run
+
+MEASURED = Measured(
+    name="train",
+    dataset="PACS",
+    domains=(Sample("art_painting", "train", 50, 90), Sample("photo", "train", 50, 80)),
+    weights=Weights("last", 300, averaged=False),
+    loss_function="cross-entropy",
+    parameters=1000,
+    precision="float32",
+    loss=0.1,
+    gradient_norm=1e-3,
+    eigenvalues=Spectrum((40.0, 10.0, 2.0), (1e-4, 2e-4, 3e-4), 1e-3, converged=True),
+    trace=TraceEstimate(100.0, 1.5, 96.0, 104.0, 10, 0.02, converged=True),
+    flatness=FlatnessFound(
+        0.1, 0.5, 0.2, 0.4, 0.3, 0.1, 0.3, 0.2, lambda_max=40.0, converged=True, passes=9
+    ),
+    density=None,
+    batch_size=64,
+    seed=0,
+    products=30,
+    passes=31,
+    seconds=3.0,
+    date="2026-11-15T12:00:00Z",
+    device="cpu",
+    versions={"steppe": "0.1.0"},
+)
+
+
+def made(values: tuple[float, ...] = (40.0, 10.0, 2.0), trace: float = 100.0, **more: Any) -> Any:
+    return replace(
+        MEASURED,
+        eigenvalues=replace(
+            MEASURED.eigenvalues, values=values, residuals=tuple(1e-4 for _ in values)
+        ),
+        trace=replace(MEASURED.trace, value=trace),
+        **more,
+    )
+
+
+def write(root: Path, name: str, optimizer: str, *found: Measured, trial: int = 0) -> Path:
+    chosen = {"name": optimizer, "lr": 1e-3}
+    records = [record(300, ["sketch"], lambda d, p: 0.5)]
+    folder = write_run(root / name, config(["sketch"], trial, optimizer=chosen), records)
+    for one in found:
+        (folder / "curvature").mkdir(exist_ok=True)
+        save_measurement(folder, one)
+    return folder
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    write(tmp_path, "sgd", "sgd", made((90.0, 30.0, 6.0), 300.0))
+    write(tmp_path, "fad-0", "fad", made((40.0, 10.0, 2.0), 100.0))
+    write(tmp_path, "fad-1", "fad", made((20.0, 14.0, 4.0), 130.0), trial=1)
+    return tmp_path
+
+
+def test_means_and_errors_by_method(tree: Path) -> None:
+    found = compare(load_runs(tree).runs)
+    fad, sgd = found.methods
+    assert (fad.row.name, len(fad.runs), sgd.row.name, len(sgd.runs)) == ("fad", 2, "sgd", 1)
+    assert fad.spectrum == [30.0, 12.0, 3.0]
+    # As the tables of accuracies: the population's deviation over the root of n.
+    assert (fad.lambda_max.mean, fad.lambda_max.err) == (30.0, pytest.approx(10 / np.sqrt(2)))
+    assert (fad.trace.mean, fad.trace.err) == (115.0, pytest.approx(15 / np.sqrt(2)))
+    # Of one run, only the trace is an estimate.
+    assert (sgd.lambda_max.mean, sgd.lambda_max.err) == (90.0, None)
+    assert (sgd.trace.mean, sgd.trace.err) == (300.0, 1.5)
+    plain = json.loads(json.dumps(found.to_json()))
+    assert [m["name"] for m in plain["methods"]] == ["fad", "sgd"]
+    assert plain["methods"][0]["trace"]["mean"] == 115.0
+    assert [len(m["runs"]) for m in plain["methods"]] == [2, 1]
+    assert found.about == (
+        "cross-entropy on 100 training images of art_painting, photo (PACS); last weights, float32"
+    )
+    assert comparison_table(found).row_count == 2
+
+
+ART, PHOTO = MEASURED.domains
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"domains": (replace(PHOTO, images=100),)}, "domains photo (train) and art"),
+        ({"domains": (ART, replace(PHOTO, part="all"))}, "domains"),
+        ({"domains": (ART, replace(PHOTO, images=49))}, "images 99 and 100"),
+        ({"precision": "float64"}, "precision float64 and float32"),
+        ({"loss_function": "hinge"}, "loss hinge and cross-entropy"),
+        ({"dataset": "VLCS"}, "dataset VLCS and PACS"),
+        ({"values": (40.0, 10.0)}, "top 2 and 3"),
+    ],
+)
+def test_what_was_measured_differently_is_refused(tmp_path, changes, named) -> None:
+    write(tmp_path, "a", "sgd", made())
+    write(tmp_path, "b", "fad", made(**changes))
+    with pytest.raises(UserError, match=f"differently from .*a: {re.escape(named)}"):
+        compare(load_runs(tmp_path).runs)
+
+
+def test_runs_without_a_measurement_are_listed_with_the_command(tree: Path) -> None:
+    write(tree, "a b", "adam")
+    with pytest.raises(UserError) as error:
+        compare(load_runs(tree).runs)
+    assert str(error.value) == (
+        f"1 run was not measured:\n  {tree}/a b\n"
+        f"Measure each, for instance: steppe curvature '{tree}/a b'"
+    )
+    with pytest.raises(UserError, match="4 runs were not measured with --domain sketch") as error:
+        compare(load_runs(tree).runs, ["sketch"])
+    assert f"steppe curvature '{tree}/a b' --domain sketch" in str(error.value)
+    for i in range(9):
+        write(tree, f"more-{i}", "adam")
+    with pytest.raises(UserError, match="10 runs were not measured:\n(  .*\n){5}  and 5 more\n"):
+        compare(load_runs(tree).runs)
+    with pytest.raises(UserError, match="needs at least two"):
+        compare(load_runs(tree / "sgd").runs)
+
+
+def test_domains_and_weights_are_chosen(tmp_path: Path) -> None:
+    both = (Sample("cartoon", "all", 10, 10), Sample("sketch", "all", 10, 10))
+    target = made((7.0, 3.0, 1.0), name="cartoon+sketch", domains=both)
+    best = made((5.0, 3.0, 1.0), name="train@best", weights=Weights("best", 100, averaged=True))
+    for name in ("sgd", "fad"):
+        write(tmp_path, name, name, made(), target, best)
+    runs = load_runs(tmp_path).runs
+    for domains in (["cartoon", "sketch"], ["sketch", "cartoon"]):
+        assert compare(runs, domains).methods[0].lambda_max.mean == 7.0
+    assert compare(runs, which="best").methods[0].lambda_max.mean == 5.0
+    assert compare(runs).methods[0].lambda_max.mean == 40.0
+    with pytest.raises(UserError, match="--domain sketch --which best"):
+        compare(runs, ["sketch"], "best")
+    assert described(target).startswith("cross-entropy on 20 images of cartoon, sketch")
+    assert described(best).endswith("best weights, averaged, float32")
+
+
+def test_the_figure(tree: Path, tmp_path: Path) -> None:
+    found = compare(load_runs(tree).runs)
+    figure = make_figure(found)
+    spectra, largest, traces = figure.axes
+    # Two thin lines and their mean for fad, one line for sgd; markers on what the legend names.
+    lines = [tuple(line.get_ydata()) for line in spectra.lines]
+    assert lines == [(40, 10, 2), (20, 14, 4), (30, 12, 3), (90, 30, 6)]
+    assert [line.get_linewidth() > 1 for line in spectra.lines] == [False, False, True, True]
+    assert [line.get_color() for line in spectra.lines] == [*3 * [COLOURS[0]], COLOURS[1]]
+    assert spectra.get_yscale() == "log"
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["fad (mean of 2 runs)", "sgd"]
+    for axes, means, errors in ((largest, [30, 90], 1), (traces, [115, 300], 2)):
+        assert [bar.get_width() for bar in axes.patches] == means
+        assert len(axes.containers) - len(means) == errors
+    assert [tick.get_text() for tick in largest.get_yticklabels()] == ["fad", "sgd"]
+    # Not where a logarithm does not exist, and not where it would not help.
+    for values in ((40.0, 10.0, -2.0), (9.0, 8.0, 7.0)):
+        others = tmp_path / f"{values[2]}"
+        write(others, "a", "sgd", made(values))
+        write(others, "b", "fad", made((9.0, 8.0, 7.0)))
+        assert make_figure(compare(load_runs(others).runs)).axes[0].get_yscale() == "linear"
+
+
+def test_pictures(tree: Path, tmp_path: Path) -> None:
+    write(tree, "odd", "a $name$ <of> _someone's own, and very long", made())
+    found = compare(load_runs(tree).runs)
+    for name, magic in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG"), ("a.PDF", b"%PDF")):
+        draw(found, tmp_path / name)
+        data = (tmp_path / name).read_bytes()
+        assert data.startswith(magic)
+        draw(found, tmp_path / name)
+        assert (tmp_path / name).read_bytes() == data
+    text = (tmp_path / "a.svg").read_text()
+    assert "fad (mean of 2 runs)" in text
+    assert "a $name$ &lt;of&gt; _someone" in text
+    for name in ("a.jpg", "a"):
+        with pytest.raises(UserError, match=r"ends in one of \.svg, \.png, \.pdf"):
+            check_format(tmp_path / name)
+
+
+def test_the_page_gets_every_measurement_and_the_report_names_damage(tree: Path) -> None:
+    target = made(name="sketch", domains=(Sample("sketch", "all", 9, 9),))
+    write(tree, "two", "sam", made((3.0, 2.0, 1.0)), target)
+    write(tree, "none", "adam")
+    broken = write(tree, "broken", "adam", made())
+    (broken / "curvature/train.json").write_text("{")
+    (broken / "curvature/config.json").write_text("{}")  # of a domain called config: no run
+    report = build_report(load_runs(tree))
+    assert len(report.selected.runs) == 6
+    (problem,) = [p for p in report.problems if "curvature" in p]
+    assert "curvature/" in problem
+    assert "is damaged" in problem
+    rows = report.page_data()["flatness"]
+    shown = [(row["name"], row["measured"], row["lambda_max"], row["trace"]) for row in rows]
+    assert shown == [
+        ("fad", "train", 40.0, 100.0),
+        ("fad", "train", 20.0, 130.0),
+        ("sam", "sketch", 40.0, 100.0),
+        ("sam", "train", 3.0, 100.0),
+        ("sgd", "train", 90.0, 300.0),
+    ]
+    assert rows[0] | {"run": "", "conditions": []} == {
+        "run": "",
+        "conditions": [],
+        "name": "fad",
+        "dataset": "PACS",
+        "measured": "train",
+        "lambda_max": 40.0,
+        "trace": 100.0,
+        "trace_err": 1.5,
+        "zeroth": 0.2,
+        "first": 0.4,
+        "fad": 0.3,
+        "rho": 0.1,
+        "alpha": 0.5,
+        "spectrum": [40.0, 10.0, 2.0],
+    }
+    assert rows[0]["conditions"] == rows[1]["conditions"] != rows[2]["conditions"]
+
+
+def test_a_measurement_in_words() -> None:
+    columns = [[str(cell) for cell in column.cells] for column in measured_table(MEASURED).columns]
+    lines = dict(zip(columns[0], zip(columns[1], columns[2], strict=True), strict=True))
+    assert lines["largest eigenvalue λ_max"] == ("40", "residual 1.0e-04")
+    assert lines["trace"] == ("100", "± 1.5; 95 % from 96 to 104")
+    assert lines["R0 (ρ = 0.1)"] == ("0.2", "one step finds 0.1, 50 % of it")
+    assert lines["R1 (ρ = 0.1)"] == ("0.4", "one step finds 0.3, 75 % of it")
+    assert lines["R_FAD (ρ = 0.1, α = 0.5)"][0] == "0.3"
+    assert lines["λ_max by Eq. 4 from R_FAD"][0] == "40"
+    assert remarks(MEASURED) == []
+    worse = replace(
+        MEASURED,
+        gradient_norm=1.0,
+        eigenvalues=replace(MEASURED.eigenvalues, converged=False),
+        trace=replace(MEASURED.trace, converged=False),
+        flatness=replace(MEASURED.flatness, converged=False),
+    )
+    said = remarks(worse)
+    assert len(said) == 4
+    assert "2 %" in said[1]
+    assert "not at a minimum" in said[3]
