@@ -99,3 +99,15 @@ def test_only_what_is_needed_is_computed():
     assert y.grad_fn.next_functions[0][0] is None  # the images need no gradient
     y.sum().backward()
     torch.testing.assert_close(w.grad, x.unfold(2, 2, 1).unfold(3, 2, 1).sum((2, 3)))
+
+
+def test_inside_transforms_torchs_own_are_used():
+    x, w = torch.randn(4, 1, 2, 5, 5), torch.randn(3, 2, 3, 3)
+
+    def loss(w, x):
+        return F.conv2d(x, w).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))
+    with FastConvolutions():
+        inside = per_sample(w, x)
+    torch.testing.assert_close(inside, per_sample(w, x))

@@ -103,6 +103,7 @@ def measure(
     n = sum(p.numel() for p in task.model.parameters())
     few = min(FEW, top)
     check = _Check(task, exact=n <= EXACT)
+    _steppe(task, 1, "LA")  # what is imported or chosen at the first product is not timed
     plan: list[tuple[str, int, Callable[[], Found]]] = [
         ("steppe", top, lambda: _steppe(task, top, "LA")),
     ]

@@ -10,6 +10,7 @@ these three are again these three, and each has a kernel of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,17 +48,12 @@ def _weight_gradient(x: Tensor, g: Tensor, geometry: Geometry, shape: Sequence[i
 
 
 class _Convolve(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.geometry = geometry
         y: Tensor = torch.ops.aten.convolution(x, w, None, *geometry)
         return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, w, ctx.geometry = inputs
-        ctx.save_for_backward(x, w)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -70,19 +66,13 @@ class _Convolve(torch.autograd.Function):
 
 
 class _InputGradient(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(g: Tensor, w: Tensor, geometry: Geometry, shape: Sequence[int]) -> Tensor:
-        # Of the input only the shape matters.
-        x = g.new_empty(1).expand(shape)
+    def forward(ctx: Any, g: Tensor, w: Tensor, geometry: Geometry, shape: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(g, w)
+        ctx.geometry = geometry
+        x = g.new_empty(1).expand(shape)  # of which only the shape matters
         found: Tensor = _backward(g, x, w, geometry, (True, False, False))[0]
         return found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        g, w, ctx.geometry, _ = inputs
-        ctx.save_for_backward(g, w)
 
     @staticmethod
     def backward(ctx: Any, gx: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,18 +86,13 @@ class _InputGradient(torch.autograd.Function):
 
 
 class _WeightGradient(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, g: Tensor, geometry: Geometry, shape: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, g: Tensor, geometry: Geometry, shape: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(x, g)
+        ctx.geometry = geometry
         w = x.new_empty(1).expand(shape)
         found: Tensor = _backward(g, x, w, geometry, (False, True, False))[1]
         return found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, g, ctx.geometry, _ = inputs
-        ctx.save_for_backward(x, g)
 
     @staticmethod
     def backward(ctx: Any, gw: Tensor) -> tuple[Tensor | None, ...]:
@@ -138,21 +123,13 @@ class FastConvolutions(TorchFunctionMode):
     ) -> Any:
         """Takes over the convolutions it knows how to, and leaves everything else alone."""
         kwargs = kwargs or {}
-        if func in _PLAIN:
-            found = _plain(_PLAIN[func], *args, **kwargs)
-        elif func in _TRANSPOSED:
-            found = _transposed(_TRANSPOSED[func], *args, **kwargs)
-        else:
-            found = None
+        found = None
+        # Inside torch.func's transforms, torch's own are used: they know how to be transformed.
+        if func in _CONVOLUTIONS and not torch._C._are_functorch_transforms_active():
+            found = _CONVOLUTIONS[func](*args, **kwargs)
         return func(*args, **kwargs) if found is None else found
 
 
-_PLAIN = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
-_TRANSPOSED = {
-    torch.conv_transpose1d: 1,
-    torch.conv_transpose2d: 2,
-    torch.conv_transpose3d: 3,
-}
 Numbers = int | Sequence[int]
 
 
@@ -203,3 +180,13 @@ def _each(dims: int, value: Numbers) -> Sequence[int]:
     if isinstance(value, int):
         return (value,) * dims
     return tuple(value) * dims if len(value) == 1 else tuple(value)
+
+
+_CONVOLUTIONS: dict[Callable[..., Tensor], Callable[..., Tensor | None]] = {
+    torch.conv1d: partial(_plain, 1),
+    torch.conv2d: partial(_plain, 2),
+    torch.conv3d: partial(_plain, 3),
+    torch.conv_transpose1d: partial(_transposed, 1),
+    torch.conv_transpose2d: partial(_transposed, 2),
+    torch.conv_transpose3d: partial(_transposed, 3),
+}

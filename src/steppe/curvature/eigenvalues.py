@@ -108,7 +108,7 @@ def top_eigenvalues(
         return _power(op, k, which, tol, vectors, seed, progress)
     which = which or "LA"
     limit = (20 * k + 200) * block_size if max_products is None else max_products
-    rows = _rows(n, k, block_size) if basis is None else basis
+    rows = _rows(n, k, block_size, limit) if basis is None else basis
     generator = seeded(op, seed)
     start = torch.stack([random_vector(op, generator) for _ in range(min(block_size, n))])
     space = Krylov(op, start, rows, generator)
@@ -142,9 +142,9 @@ def top_eigenvalues(
             look.begin(space)
 
 
-def _rows(n: int, k: int, block_size: int) -> int:
+def _rows(n: int, k: int, block_size: int, limit: int) -> int:
     """How many vectors to keep: a restart costs products, and small vectors cost no memory."""
-    return max(3 * k, k + 20 * block_size, _AT_LEAST // n)
+    return max(3 * k, k + 20 * block_size, min(_AT_LEAST // n, limit + 2 * block_size))
 
 
 def order(values: Tensor, which: Which) -> Tensor:

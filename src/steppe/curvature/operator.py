@@ -230,7 +230,8 @@ class CurvatureOperator(ABC):
 
     def _loss(self, batch: Any, number: int) -> Tensor:
         """The loss of a batch, checked."""
-        loss: object = self.loss_fn(self.model, batch)
+        with FastConvolutions():
+            loss: object = self.loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UserError(
@@ -340,7 +341,6 @@ class CurvatureOperator(ABC):
             # What compiled code and the fast kernels of attention cannot: be differentiated twice.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(FastConvolutions())
             if self.device.type == "cuda":
                 stack.enter_context(_no_tf32())
             try:
