@@ -1,22 +1,44 @@
 """Draws the pictures of the pages while the site is built, so that none lies in the repository."""
 
 import io
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from mkdocs.structure.files import File, Files
 from PIL import Image
 
 from steppe.domains import Dataset, load
+from steppe.reports import compare, draw, load_runs
+from steppe.training import make_config, measure_run, train
 
 SCALE = 3
 COLUMNS = 16
 
 
 def on_files(files: Files, /, *, config: Any) -> Files:
-    picture = contact_sheet(load("Doodles"))
-    files.append(File.generated(config, "assets/doodles.png", content=picture))
+    pictures = {"doodles.png": contact_sheet(load("Doodles")), "spectra.svg": spectra()}
+    for name, content in pictures.items():
+        files.append(File.generated(config, f"assets/{name}", content=content))
     return files
+
+
+def spectra() -> bytes:
+    """The figure of `steppe curvature compare`, of four short runs."""
+    torch.set_num_threads(1)  # so small a network is no faster with more
+    with tempfile.TemporaryDirectory() as home:
+        for optimizer in ("sgd", "fad"):
+            for seed in (0, 1):
+                values = {"dataset": "RotatedDigits", "targets": "75", "steps": 51}
+                chosen = {"optimizer": optimizer, "seed": seed, "trial_seed": seed}
+                run = Path(home) / f"{optimizer}-{seed}"
+                train(make_config({**values, **chosen, "device": "cpu"}), run)
+                measure_run(run, top=20, images=100, device="cpu", trace_rtol=0.05)
+        figure = Path(home) / "spectra.svg"
+        draw(compare(load_runs([Path(home)]).runs), figure)
+        return figure.read_bytes()
 
 
 def contact_sheet(dataset: Dataset) -> bytes:

@@ -342,8 +342,11 @@ def curvature_measure(
         Literal["float32", "float64"], typer.Option(help="Of the computation.")
     ] = "float32",
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Images in a batch: fewer need less memory.")
-    ] = 64,
+        int | None,
+        typer.Option(
+            min=1, help="Images in a batch, 64 if they are large: fewer need less memory."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     root: Annotated[Path | None, _ROOT] = None,
     seed: Annotated[

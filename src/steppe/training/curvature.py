@@ -37,7 +37,6 @@ from steppe.errors import RunError, UserError, unknown
 from . import setup
 from .config import RunConfig
 from .directory import RunDirectory
-from .evaluation import BATCH
 from .measured import (
     DensityCurve,
     FlatnessFound,
@@ -61,6 +60,8 @@ RHO, ALPHA = 0.05, 0.5
 PROBES, DENSITY_STEPS = 4, 80
 GRID = 256
 """Points of the density."""
+NUMBERS = 64 * 3 * 224**2
+"""What a batch has, unless told otherwise."""
 HELD = 2 << 30
 """Bytes of images that are held on the device; more are read anew in every pass."""
 _DRAW = 3
@@ -80,7 +81,7 @@ def measure_run(
     alpha: float | None = None,
     tol: float = 1e-3,
     trace_rtol: float = 0.02,
-    batch_size: int = BATCH,
+    batch_size: int | None = None,
     density: bool = False,
     seed: int = 0,
     device: str = "auto",
@@ -109,7 +110,8 @@ def measure_run(
             `alpha` is another thing: the weight of its first-order term.)
         tol: the residual of the eigenvalues to reach, relative to the largest.
         trace_rtol: the standard error of the trace to reach, relative to it.
-        batch_size: images in a batch: fewer need less memory.
+        batch_size: images in a batch: fewer need less memory. Unless given, as many as have the
+            numbers of 64 colour images of 224 x 224 pixels.
         density: whether to estimate the spectral density too.
         seed: of the images drawn and of the random vectors.
         device: where to compute.
@@ -153,11 +155,17 @@ def measure_run(
     prepare_folder(path)
     phases = Phases(_costs(top, density), progress)
     phases.begin("images")
-    batches = _batches(drawn, View(model.image_size, augment=False), batch_size, where)
+    each = model.channels * model.image_size**2
+    batch_size = batch_size or max(1, NUMBERS // each)
+    total = each * sum(len(one.chosen) for one in drawn)
+    stream = _Stream(drawn, View(model.image_size, augment=False), batch_size, where)
+    batches = list(stream) if total <= HELD else stream
     params = _used(model, batches)
     if top > (n := sum(p.numel() for p in params)):
         raise UserError(f"top={top}: the model has {n} parameters, ask for at most as many")
-    op = HessianOperator(model, cross_entropy, batches, params)
+    # The graphs of so few images take no more memory than that of one batch usually does.
+    keep = True if total <= NUMBERS else None
+    op = HessianOperator(model, cross_entropy, batches, params, keep_graphs=keep)
     with _explained(), _warnings_logged(path):
         loss, gradient = op.gradient()
         found = top_eigenvalues(
@@ -254,19 +262,8 @@ class _Stream:
                 yield Batch(images.to(self._device), labels.to(self._device))
 
 
-def _batches(
-    drawn: Sequence[_Drawn], view: View, batch_size: int, device: torch.device
-) -> list[Batch] | _Stream:
-    """The batches, on the device if they fit."""
-    stream = _Stream(drawn, view, batch_size, device)
-    first = next(iter(stream))
-    each = first.images[0].numel()
-    held = each * sum(len(one.chosen) for one in drawn) <= HELD
-    return list(stream) if held else stream
-
-
 def _check(
-    top: int, images: int, batch_size: int, precision: str, tol: float, trace_rtol: float
+    top: int, images: int, batch_size: int | None, precision: str, tol: float, trace_rtol: float
 ) -> None:
     for name, value in (("tol", tol), ("trace_rtol", trace_rtol)):
         if not value > 0:
@@ -275,7 +272,7 @@ def _check(
         raise UserError(f"top={top}: ask for at least one eigenvalue")
     if images < 0:
         raise UserError(f"images={images}: give a number of images, or 0 for all")
-    if batch_size < 1:
+    if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size={batch_size}: a batch has at least one image")
     if precision not in get_args(Precision):
         raise UserError(unknown("precision", precision, get_args(Precision)))
