@@ -57,7 +57,7 @@ def test_equals_the_dense_eigenvalues(name, which):
             assert found.products == op.products
 
 
-@pytest.mark.parametrize("extra", [2, 5, 9])
+@pytest.mark.parametrize("extra", [0, 2, 5, 9])
 @pytest.mark.parametrize("block_size", [1, 3])
 @pytest.mark.parametrize("which", ["LA", "SA", "LM"])
 def test_restarts_lose_nothing(which, block_size, extra):

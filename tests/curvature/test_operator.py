@@ -560,3 +560,20 @@ def test_weights_that_are_written_with_equal_values_are_no_trouble():
     before = op @ vector
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     assert torch.equal(op @ vector, before)
+
+
+def test_second_derivatives_that_are_not_symmetric_are_refused():
+    # torch's own second derivative of weight norm is wrong, and fails its gradgradcheck.
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
+    model, x = nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 3)
+    op = HessianOperator(model, lambda model, x: model(x).square().mean(), [x])
+    with pytest.raises(UserError, match="not symmetric.*weight_norm"):
+        op @ torch.randn(op.shape[0])
+
+
+def test_sparse_gradients_are_refused():
+    table, rows = nn.Embedding(6, 2, sparse=True), torch.tensor([1, 4])
+    op = HessianOperator(table, lambda table, rows: table(rows).square().sum(), [rows])
+    with pytest.raises(UserError, match="by weight is sparse: build the layer with sparse=False"):
+        op @ torch.randn(op.shape[0])

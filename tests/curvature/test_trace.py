@@ -91,16 +91,17 @@ def test_the_estimate_is_its_formula():
     found = trace(op, eigenvalues=top, progress=reports.append, **options)
     generator = torch.Generator().manual_seed(7)
     projector = torch.eye(80).double() - top.vectors @ top.vectors.T
-    z = torch.stack([torch.randint(0, 2, (80,), generator=generator) for _ in range(60)])
+    z = torch.stack([torch.randint(0, 2, (80,), generator=generator) for _ in range(59)])
     z = (2.0 * z - 1).double() @ projector
     samples = ((z @ matrix) * z).sum(1)
     assert found.value == pytest.approx(float(top.values.sum() + samples.mean()), rel=1e-12)
-    assert found.stderr == pytest.approx(float(samples.std()) / math.sqrt(60), rel=1e-9)
+    assert found.stderr == pytest.approx(float(samples.std()) / math.sqrt(59), rel=1e-9)
     low, high = found.interval(0.8)
-    expected = stats.t.interval(0.8, 59, found.value, found.stderr)
+    expected = stats.t.interval(0.8, 58, found.value, found.stderr)
     assert (low, high) == pytest.approx(expected, rel=1e-6)
-    assert (found.samples, found.products, op.products) == (60, 60, 60)
-    assert [r.products for r in reports] == list(range(1, 61))
+    # One product shows that the eigenvectors are this matrix's.
+    assert (found.samples, found.products, op.products) == (59, 60, 60)
+    assert [r.products for r in reports] == list(range(2, 61))
 
 
 def test_deflation_pays_where_a_few_eigenvalues_dominate():
@@ -119,7 +120,7 @@ def test_what_is_known_exactly_has_no_error():
     whole = top_eigenvalues(op, op.shape[0], vectors=True)
     n = op.shape[0]
     for found, products in (
-        (trace(op, eigenvalues=whole), 0),
+        (trace(op, eigenvalues=whole), 1),  # which shows that they are of this operator
         (trace(op, max_products=10 * n), n),
     ):
         assert found.value == pytest.approx(truth, rel=1e-12)
@@ -128,7 +129,7 @@ def test_what_is_known_exactly_has_no_error():
         assert found.converged
     diagonal = trace(torch.arange(1.0, 101.0).double().diag(), method="hutchinson")
     assert diagonal.value == 5050
-    assert diagonal.stderr == 0
+    assert diagonal.stderr < 1e-11  # of rounding: every sample is the same
     assert diagonal.converged
 
 
@@ -181,3 +182,25 @@ def test_bad_input():
     for confidence in (0.0, 1.0):
         with pytest.raises(UserError, match="confidence="):
             Trace(1.0, 0.1, 30, 30, True).interval(confidence)
+
+
+def test_eigenvalues_of_other_weights_are_refused():
+    op, _ = small_net()
+    found = top_eigenvalues(op, 5, vectors=True)
+    trace(op, eigenvalues=found, rtol=0.5)
+    for p in op.params:
+        p.data.mul_(1.5)
+    with pytest.raises(UserError, match="not those of this operator.*Compute them again"):
+        trace(op, eigenvalues=found)
+    power = top_eigenvalues(op, 3, method="power", tol=0.5, vectors=True)  # far from converged
+    trace(op, eigenvalues=power, rtol=0.5)
+
+
+def test_rounding_is_an_error_too():
+    generator = torch.Generator().manual_seed(0)
+    factor = torch.randn(300, 10, generator=generator, dtype=torch.float64)
+    matrix, inside = factor @ factor.T, 0
+    for seed in range(40):
+        low, high = trace(matrix, seed=seed).interval()
+        inside += low <= float(matrix.trace()) <= high
+    assert inside >= 36

@@ -6,9 +6,10 @@ from .eigenvalues import Eigenvalues, top_eigenvalues
 from .flatness import Flatness, flatness, lambda_max_from_flatness
 from .gauss_newton import GaussNewtonOperator
 from .hessian import HessianOperator
-from .operator import CurvatureOperator, LossFunction, Symmetric
+from .operator import CurvatureOperator, LossFunction
 from .progress import Progress
 from .schedule import ConvergenceSchedule, convergence_schedule
+from .symmetric import Symmetric
 from .trace import Trace, trace
 
 __all__ = [

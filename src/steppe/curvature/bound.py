@@ -52,8 +52,17 @@ class Bound:
 
     @property
     def is_vacuous(self) -> bool:
-        """Whether it says nothing: the loss never exceeds `M` anyway."""
-        return self.known >= self.M
+        """Whether it says nothing: the loss never exceeds `M` anyway.
+
+        Judged with the factor `M` that the complexity term needs where `M` exceeds 1 and that the
+        paper does not print.
+        """
+        return self._counted >= self.M
+
+    @property
+    def _counted(self) -> float:
+        """The known terms with that factor."""
+        return self.known + (_factor(self.M) - 1) * self.complexity
 
     @property
     def noise(self) -> float:
@@ -65,7 +74,8 @@ class Bound:
         """The smallest training set for which the complexity term alone is below `M`."""
 
         def is_enough(n: int) -> bool:
-            return _complexity(self.rho, n, self.d, self.weight_norm, self.delta) < self.M
+            term = _complexity(self.rho, n, self.d, self.weight_norm, self.delta)
+            return _factor(self.M) * term < self.M
 
         few, enough = 1, 2
         while not is_enough(enough):
@@ -78,7 +88,7 @@ class Bound:
     @property
     def statement(self) -> str:
         """How loose it is for these numbers, in plain sentences."""
-        ratio = self.complexity / self.M
+        ratio = _factor(self.M) * self.complexity / self.M
         verdict = (
             "The bound is vacuous: its known terms reach or exceed the largest loss there can be"
             if self.is_vacuous
@@ -88,7 +98,7 @@ class Bound:
             "so as printed it is right for M <= 1, as here."
             if self.M <= 1
             else f"so as printed it is right for M <= 1 only; for M = {self.M:g} it should be "
-            f"{self.M:g} times as large, {self.M * self.complexity:.3g}."
+            f"{self.M:g} times as large, {self.M * self.complexity:.3g}, and is counted as such."
         )
         images = f"{float(f'{self.images_needed:.2g}'):,.0f}"
         size = (
@@ -104,9 +114,9 @@ class Bound:
             else ""
         )
         return (
-            f"{verdict} ({self.known:.3g} against M = {self.M:g}).{unknown} "
-            f"The complexity term alone is {self.complexity:.3g}, {ratio:.3g} times M; {size}. "
-            f"It carries no factor M, {scale} "
+            f"{verdict} ({self._counted:.3g} against M = {self.M:g}).{unknown} "
+            f"The complexity term carries no factor M, {scale} "
+            f"Alone it is {ratio:.3g} times M; {size}. "
             "The proposition assumes a loss that is bounded, symmetric and obeys the triangle "
             "inequality; cross-entropy is and does none of these. And what is bounded is the mean "
             f"test loss over Gaussian noise on the weights (standard deviation {self.noise:.3g} "
@@ -205,6 +215,11 @@ def ood_bound(
         weight_norm=weight_norm,
         delta=delta,
     )
+
+
+def _factor(M: float) -> float:
+    """What the complexity term is to be multiplied by: it is derived for losses up to 1."""
+    return max(1.0, M)
 
 
 def _noise(rho: float, n: int, d: int) -> float:

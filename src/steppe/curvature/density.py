@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 from steppe.errors import UserError
 
 from .krylov import Krylov, random_vector, seeded
-from .operator import Symmetric
 from .progress import Progress, Report
+from .symmetric import Symmetric, check_matrix
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,12 @@ class Density:
     weights: Tensor
     products: int
 
-    def mean(self, function: Tensor) -> tuple[float, float]:
-        """The mean over the eigenvalues of a function, given at the nodes, and its standard error.
+    def mean(self, function: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+        """The mean over the eigenvalues of a function of them, and its standard error.
 
         With one probe, the standard error is infinite: nothing is known about it.
         """
-        of_probes = (self.weights * function).sum(1)
+        of_probes = (self.weights * function(self.nodes)).sum(1)
         probes = len(of_probes)
         stderr = float(of_probes.std()) / math.sqrt(probes) if probes > 1 else math.inf
         return float(of_probes.mean()), stderr
@@ -85,12 +86,13 @@ def spectral_density(
 
     Examples:
         >>> found = spectral_density(torch.diag(torch.tensor([1.0, 1.0, 1.0, 3.0])), probes=20)
-        >>> mean, stderr = found.mean(found.nodes)
+        >>> mean, stderr = found.mean(lambda eigenvalue: eigenvalue)
         >>> abs(mean - 1.5) < 4 * stderr
         True
     """
     if probes < 1 or steps < 1:
         raise UserError(f"probes={probes}, steps={steps}: at least one of each is needed")
+    check_matrix(op)
     generator = seeded(op, seed)
     steps = min(steps, op.shape[0])
     nodes = torch.zeros(probes, steps, dtype=torch.float64)
@@ -106,4 +108,5 @@ def spectral_density(
         ritz = space.ritz()
         nodes[probe], weights[probe] = ritz.values, ritz.coordinates[0] ** 2
         products += space.products
+        del space  # before the next one needs its memory
     return Density(nodes, weights, products)

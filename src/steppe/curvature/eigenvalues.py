@@ -13,9 +13,9 @@ from torch import Tensor
 from steppe.errors import UserError, unknown
 
 from .krylov import Krylov, Ritz, random_vector, seeded
-from .operator import Symmetric
 from .power import power_iteration
 from .progress import Progress, Report
+from .symmetric import Symmetric, check_matrix
 
 Which = Literal["LA", "LM", "SA"]
 """The largest, the largest in magnitude, or the smallest."""
@@ -74,7 +74,11 @@ def top_eigenvalues(
 
     A Krylov space from one vector holds one copy of an eigenvalue that is repeated. When all have
     converged, the space is therefore widened by a random direction and built on for `verify` more
-    steps; if these bring up anything new, it goes on.
+    steps; if these bring up anything new, it goes on. That finds copies which stand clear of the
+    rest of the spectrum; of some that lie close to it, only a smaller `tol` finds all.
+
+    Eigenvalues below about `tol` times the largest are not resolved: their residuals are as large
+    as they are. Look at the residuals, and lower `tol` where the tail of the spectrum matters.
 
     Args:
         op: a `HessianOperator`, a `GaussNewtonOperator`, a symmetric matrix.
@@ -102,6 +106,7 @@ def top_eigenvalues(
         >>> found.values.round(decimals=4)
         tensor([3., 2.], dtype=torch.float64)
     """
+    check_matrix(op)
     n = op.shape[0]
     _check(n, k, which, tol, method, block_size, basis, verify, max_products)
     if method == "power":
@@ -137,7 +142,8 @@ def top_eigenvalues(
                 _warn_cramped(space.rows)
                 return _result(space, ritz, wanted, vectors, False)
             room = max(k, space.rows - (steps + 1) * width)
-            space.restart(ritz, order(ritz.values, which)[: min(room, k + (space.rows - k) // 2)])
+            number = min(room, k + (space.rows - k) // 2)
+            space.restart(ritz, _kept(ritz.values, which, k, number))
         if look.wants_more:
             look.begin(space)
 
@@ -153,6 +159,20 @@ def order(values: Tensor, which: Which) -> Tensor:
         return values.abs().argsort(descending=True)
     indices = torch.arange(len(values))
     return indices if which == "SA" else indices.flip(0)
+
+
+def _kept(values: Tensor, which: Which, k: int, number: int) -> Tensor:
+    """What a restart keeps: the wanted ones, and those that may still become so.
+
+    For the largest in magnitude, these are at both ends: if only the next largest were kept, one
+    end could crowd out what is just growing at the other.
+    """
+    ordered = order(values, which)
+    if which != "LM":
+        return ordered[:number]
+    rest = ordered[k:].sort().values
+    ends = torch.stack([rest, rest.flip(0)], dim=1).flatten()  # low, high, low, ...
+    return torch.cat([ordered[:k], ends[: min(number - k, len(rest))]])
 
 
 class _Lookout:
@@ -289,7 +309,7 @@ def _check(
         raise UserError(f"block_size={block_size}: a block has at least one vector")
     if verify < 0:
         raise UserError(f"verify={verify}: give a number of steps, or 0")
-    widest = block_size + (verify > 0)
+    widest = block_size + (verify > 0 or which == "LM")  # both ends need room
     if basis is not None and basis < min(n, k + 2 * widest):
         raise UserError(
             f"basis={basis}: at least {k + 2 * widest} vectors are needed, k={k} and two blocks"

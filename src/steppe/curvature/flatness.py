@@ -94,6 +94,8 @@ def flatness(
 
     The weights are moved in place and put back exactly, also after an error or an interrupt. While
     it computes, the model is in evaluation mode. Memory: some ten vectors of the parameters' size.
+    $R^0$ is a difference of losses: where it is a millionth of the loss, float32 has no digits of
+    it left, and float64 should be used.
 
     Args:
         model: any module.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .operator import Symmetric
+from .symmetric import Symmetric, multiply
 
 _CHUNK = 1 << 22
 """Columns of the basis that are rotated at a time: a rotation in place needs little memory."""
@@ -86,7 +86,7 @@ class Krylov:
         """Multiplies the next block and takes it into the basis."""
         size, total = self.size, self.size + self.block
         block = self._basis[size:total]
-        images = self._op @ block[0] if len(block) == 1 else self._op @ block.T
+        images = multiply(self._op, block[0] if len(block) == 1 else block.T)
         self.products += len(block)
         images = images.reshape(self._n, -1).T.contiguous()
         inside = torch.zeros(total, len(block), dtype=torch.float64)

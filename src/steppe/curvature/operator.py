@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,27 +33,6 @@ Product = Callable[[Sequence[Tensor]], Parts]
 
 
 _State = tuple[list[int], list[Tensor]]
-
-
-class Symmetric(Protocol):
-    """What the solvers ask of a matrix; an operator has it, and so has a dense `torch.Tensor`."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Rows and columns."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the vectors it multiplies."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Of the vectors it multiplies."""
-        ...
-
-    def __matmul__(self, vectors: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -89,8 +68,11 @@ class CurvatureOperator(ABC):
             that require a gradient unless given.
         keep_graphs: whether to keep every batch differentiated in memory, which saves the forward
             and the first backward pass of all products but the first. Unless given, a single batch
-            is kept: its graph needs no more memory between products than within them.
-        check: whether to check, before the first product, that the loss of a batch is repeatable.
+            is kept: its graph needs no more memory between products than within them. A kept graph
+            is renewed when weights or buffers change, and sees nothing else: give False where the
+            loss depends on more than the model and the batch.
+        check: whether to check, before the first product, that the loss of a batch is repeatable
+            and its matrix symmetric.
         progress: called after each batch of a pass with its number, from 1.
 
     Attributes:
@@ -126,7 +108,7 @@ class CurvatureOperator(ABC):
         self._keep = keep_graphs
         self._kept: list[tuple[int, Differentiated]] = []
         self._kept_for: _State = ([], [])
-        self._images: int | None = None
+        self._samples: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -151,7 +133,7 @@ class CurvatureOperator(ABC):
     def __matmul__(self, vectors: Tensor) -> Tensor:
         """The product with a vector, or with each column of a matrix."""
         self._check_vectors(vectors)
-        images = 0
+        samples = 0
         with self._still():
             rows = vectors.detach().reshape(self.shape[0], -1).T
             out = torch.zeros(rows.shape, dtype=self.dtype, device=self.device)
@@ -160,34 +142,34 @@ class CurvatureOperator(ABC):
             for n, batch in self._batches():
                 for tangent, total in zip(tangents, sums, strict=True):
                     _add(total, batch.product(tangent), n)
-                images += n
+                samples += n
                 del batch  # before the next one needs its memory
             self.products += len(rows)
-            return out.div_(images).T.reshape(vectors.shape)
+            return out.div_(samples).T.reshape(vectors.shape)
 
     def gradient(self) -> tuple[float, Tensor]:
         """The mean loss and its gradient, as a flat vector."""
-        loss, images = 0.0, 0
+        loss, samples = 0.0, 0
         with self._still():
             out = torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
             total = self.unflatten(out)
             for n, batch in self._batches(twice=False):
                 _add(total, batch.gradient(), n)
                 loss += float(batch.loss) * n
-                images += n
+                samples += n
                 del batch
-            return loss / images, out.div_(images)
+            return loss / samples, out.div_(samples)
 
     def loss(self) -> float:
         """The mean loss."""
-        total, images = 0.0, 0
+        total, samples = 0.0, 0
         with self._still(), torch.no_grad():
             for number, batch in enumerate(self._read()):
                 n = batch_size(batch)
                 total += float(self._loss(batch, number)) * n
-                images += n
+                samples += n
                 self._report(number)
-        return total / images
+        return total / samples
 
     def unflatten(self, vector: Tensor) -> list[Tensor]:
         """A flat vector as views in the shapes of the parameters."""
@@ -246,18 +228,18 @@ class CurvatureOperator(ABC):
 
     def _read(self) -> Iterator[Any]:
         """One pass over the batches."""
-        images = 0
+        samples = 0
         for batch in self.batches:
-            images += batch_size(batch)
+            samples += batch_size(batch)
             yield batch
-        if not images:
-            raise UserError("batches is empty: curvature needs at least one image")
-        if self._images not in (None, images):
+        if not samples:
+            raise UserError("batches is empty: curvature needs at least one sample")
+        if self._samples not in (None, samples):
             raise UserError(
-                f"batches gave {self._images} images in one pass and {images} in another: give "
+                f"batches gave {self._samples} samples in one pass and {samples} in another: give "
                 "the same ones every time"
             )
-        self._images = images
+        self._samples = samples
         self.passes += 1
 
     def _state(self) -> _State:
@@ -280,7 +262,7 @@ class CurvatureOperator(ABC):
         """Refuses batches, models and losses that differ from one time to the next."""
         first = next(iter(self.batches), None)
         if first is None:
-            raise UserError("batches is empty: curvature needs at least one image")
+            raise UserError("batches is empty: curvature needs at least one sample")
         batch_size(first)  # before the loss stumbles over what is no batch
 
         def evaluate() -> tuple[Tensor, Parts]:
@@ -302,10 +284,33 @@ class CurvatureOperator(ABC):
             after=evaluate(),
             batches=(first, next(iter(self.batches), None)),
         )
+        self._check_symmetry(self._differentiate(first, 0).product)
+
+    def _check_symmetry(self, product: Product) -> None:
+        """Compares u' H v with v' H u; both are about as large as the norm of H v."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        n = self.shape[0]
+        flat = torch.randn(2, n, generator=generator, dtype=self.dtype, device=self.device)
+        images = torch.zeros_like(flat)
+        for vector, image in zip(flat, images, strict=True):
+            _add(self.unflatten(image), product(self.unflatten(vector)), 1)
+        difference = flat[0] @ images[1] - flat[1] @ images[0]
+        scale = torch.linalg.vector_norm(images, dim=1).max()
+        if difference.abs() > torch.finfo(self.dtype).eps ** 0.4 * scale:
+            raise UserError(
+                "the second derivatives of the loss are not symmetric: some layer's backward pass "
+                "is not the derivative of its forward pass, or cannot be differentiated rightly "
+                "(of torch's own layers, weight_norm; gradient reversal on purpose)"
+            )
 
     def _check_gradient(self, gradient: Parts) -> None:
         names = {id(p): name for name, p in self.model.named_parameters()}
         for i, (p, part) in enumerate(zip(self.params, gradient, strict=True)):
+            if part is not None and part.layout is not torch.strided:
+                raise UserError(
+                    f"the gradient of the loss by {names.get(id(p), f'params[{i}]')} is sparse: "
+                    "build the layer with sparse=False"
+                )
             if part is not None and not part.isfinite().all():
                 raise UserError(
                     f"the gradient of the loss by {names.get(id(p), f'params[{i}]')} is not "

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .krylov import random_vector
-from .operator import Symmetric
 from .progress import Progress, Report
+from .symmetric import Symmetric, multiply
 
 STEPS = 100
 """The most steps spent on one eigenvalue."""
@@ -43,7 +43,7 @@ def power_iteration(
         vector = _orthonormal(random_vector(op, generator), found[:i])
         value, settled = float("nan"), False
         for _ in range(STEPS):
-            image = op @ vector
+            image = multiply(op, vector)
             products += 1
             value, before = float(vector @ image), value
             residuals[i] = float(torch.linalg.vector_norm(image - value * vector))

@@ -14,8 +14,8 @@ from steppe.errors import UserError, unknown
 
 from .eigenvalues import Eigenvalues
 from .krylov import Krylov, random_signs, random_vector, seeded
-from .operator import Symmetric
 from .progress import Progress, Report
+from .symmetric import Symmetric, check_matrix, multiply
 
 Method = Literal["deflated", "hutchinson"]
 
@@ -39,7 +39,7 @@ class Trace:
 
     Attributes:
         value: the estimate.
-        stderr: its standard error; 0 where the trace is known exactly.
+        stderr: its standard error, at least that of rounding; 0 where nothing was left to chance.
         samples: the random vectors behind it.
         products: how many vectors were multiplied for it.
         converged: whether the accuracy that was asked for is reached.
@@ -105,7 +105,9 @@ def trace(
         raise UserError(f"rtol={rtol}: give a positive number")
     if max_products < 2 * FEWEST:
         raise UserError(f"max_products={max_products}: at least {2 * FEWEST} are needed")
+    check_matrix(op)
     generator = seeded(op, seed)
+    rounding = 4 * torch.finfo(op.dtype).eps
     basis, known, products = _basis(op, eigenvalues, method, max_products, generator, progress)
     if basis is not None and len(basis) >= op.shape[0]:
         return Trace(known, 0.0, 0, products, converged=True)
@@ -115,12 +117,13 @@ def trace(
         z = random_signs(op, generator)
         if basis is not None:
             z -= basis.T @ (basis @ z)
-        samples.append(float(z.double() @ (op @ z).double()))
+        samples.append(float(z.double() @ multiply(op, z).double()))
         products += 1
-        value, stderr = known + _mean(samples), _stderr(samples)
+        value = known + _mean(samples)
+        stderr = max(_stderr(samples), rounding * (abs(known) + abs(value)))
         enough = len(samples) >= FEWEST and stderr <= rtol * abs(value)
         if enough and until is None:
-            until = math.ceil(CONFIRMED * len(samples)) if stderr else len(samples)
+            until = math.ceil(CONFIRMED * len(samples))
         confirmed = enough and len(samples) == until
         if until is not None and len(samples) >= until:
             until = None
@@ -168,7 +171,22 @@ def _basis(
             f"eigenvalues has vectors in {vectors.dtype} on {vectors.device}, and the operator is "
             f"in {op.dtype} on {op.device}: compute them with this operator"
         )
-    return vectors.T, float(eigenvalues.values.sum()), 0
+    _check_pairs(op, eigenvalues, vectors)
+    return vectors.T, float(eigenvalues.values.sum()), 1
+
+
+def _check_pairs(op: Symmetric, eigenvalues: Eigenvalues, vectors: Tensor) -> None:
+    """Refuses pairs of another operator, or of other weights, by one product."""
+    values, residuals = eigenvalues.values, eigenvalues.residuals
+    generator = torch.Generator(op.device).manual_seed(0)
+    mix = torch.randn(len(values), generator=generator, dtype=op.dtype, device=op.device)
+    expected = vectors @ (mix * values.to(mix))
+    off = torch.linalg.vector_norm(multiply(op, vectors @ mix) - expected)
+    if float(off) > 2 * float(mix.cpu().double().abs() @ residuals):
+        raise UserError(
+            "eigenvalues are not those of this operator: were they computed for other weights, "
+            "another loss or other data? Compute them again."
+        )
 
 
 def _mean(samples: list[float]) -> float:

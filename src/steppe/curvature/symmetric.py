@@ -1,0 +1,56 @@
+"""What the solvers ask of a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from steppe.errors import UserError
+
+
+class Symmetric(Protocol):
+    """A symmetric matrix; an operator is one, and so is a dense `torch.Tensor`."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Rows and columns."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the vectors it multiplies."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Of the vectors it multiplies."""
+        ...
+
+    def __matmul__(self, vectors: Tensor, /) -> Tensor: ...
+
+
+def check_matrix(op: Symmetric) -> None:
+    """Refuses a dense matrix that the solvers would give wrong answers for."""
+    if not isinstance(op, Tensor):
+        return
+    if op.ndim != 2 or op.shape[0] != op.shape[1] or not op.shape[0]:
+        raise UserError(f"a symmetric matrix is square, n x n, not {tuple(op.shape)}")
+    if op.dtype not in (torch.float32, torch.float64):
+        raise UserError(f"the matrix is {op.dtype}: convert it with .float() or .double()")
+    rounding = 100 * torch.finfo(op.dtype).eps * op.abs().max()
+    if not (op - op.T).abs().max() <= rounding:  # or not a number
+        raise UserError("the matrix is not symmetric, or has entries that are not finite")
+
+
+def multiply(op: Symmetric, vectors: Tensor) -> Tensor:
+    """The product with vectors, which must be finite."""
+    product = op @ vectors
+    if not product.isfinite().all():
+        raise UserError(
+            "the product with a vector is not finite: the loss is not twice differentiable at "
+            "these weights, or its second derivatives overflow. float64 may help with the latter."
+        )
+    return product
