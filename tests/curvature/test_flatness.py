@@ -397,3 +397,15 @@ def test_wrong_options(options, message):
 def test_wrong_ball(rho, alpha):
     with pytest.raises(UserError, match="rho=|alpha="):
         lambda_max_from_flatness(1.0, rho, alpha)
+
+
+def test_a_loss_that_is_not_finite_in_the_ball_is_said_to_be_there():
+    weight = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(weight.weight, 1.0)
+
+    def loss_fn(model, batch):
+        return model(batch).log().mean()  # not a number below zero
+
+    with pytest.raises(UserError, match=r"within rho=2 of the weights, the loss .*Or lower rho"):
+        flatness(weight, loss_fn, [torch.ones(1, 1).double()], rho=2.0)
+    assert weight.weight.item() == 1.0

@@ -137,16 +137,19 @@ def flatness(
     with _movable(op) as move:
         loss, g0 = op.gradient()
         gradient_norm = float(torch.linalg.vector_norm(g0))
-        rise = _Rise(op, move, loss)
-        e_1 = _towards(g0, rho)  # Alg. 1, line 6
-        zeroth_one_step = rise.value(e_1)
-        e_2 = _towards(rise.slope() - g0, rho)  # Alg. 1, lines 8 and 9
-        del g0
-        highest, zeroth_starts = search.best(rise, "zeroth", [e_1], restarts)
-        steepness = _Steepness(twice, move, rho)
-        first_one_step = steepness.value(e_2)
-        # By the mean value theorem, the loss cannot rise far without a steep place.
-        steepest, first_starts = search.best(steepness, "first", [e_2, highest.at], restarts + 1)
+        with _within(rho):
+            rise = _Rise(op, move, loss)
+            e_1 = _towards(g0, rho)  # Alg. 1, line 6
+            zeroth_one_step = rise.value(e_1)
+            e_2 = _towards(rise.slope() - g0, rho)  # Alg. 1, lines 8 and 9
+            del g0
+            highest, zeroth_starts = search.best(rise, "zeroth", [e_1], restarts)
+            steepness = _Steepness(twice, move, rho)
+            first_one_step = steepness.value(e_2)
+            # By the mean value theorem, the loss cannot rise far without a steep place.
+            steepest, first_starts = search.best(
+                steepness, "first", [e_2, highest.at], restarts + 1
+            )
     # The centre belongs to the ball.
     zeroth, first = max(0.0, highest.value), max(rho * gradient_norm, steepest.value)
     return Flatness(
@@ -286,6 +289,15 @@ def _movable(op: HessianOperator) -> Iterator[Move]:
             yield lambda e: put(home + e)
         finally:
             put(home)
+
+
+@contextmanager
+def _within(rho: float) -> Iterator[None]:
+    """Says of an error that it is not the weights' own."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"within rho={rho:g} of the weights, {error} Or lower rho.") from None
 
 
 def _towards(vector: Tensor, rho: float) -> Tensor:

@@ -276,6 +276,11 @@ def remarks(measured: Measured) -> list[str]:
     flat = measured.flatness
     if not measured.eigenvalues.converged:
         found.append("not all eigenvalues have converged: look at the residuals")
+    spectrum = measured.eigenvalues
+    if min(spectrum.values) < 5 * spectrum.tol * abs(measured.lambda_max):
+        found.append(
+            "the smallest of these eigenvalues are near the tolerance and not resolved: lower --tol"
+        )
     if not measured.trace.converged:
         found.append(
             f"the trace is less exact than was asked for ({100 * measured.trace.rtol:g} %)"
