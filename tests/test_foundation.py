@@ -54,19 +54,22 @@ def test_submodules_are_attributes():
         _ = steppe.optimm
 
 
-def test_optim_brings_only_torch():
+@pytest.mark.parametrize("part", ["optim", "curvature"])
+def test_the_library_brings_only_torch(part):
     heavy = {
+        "curvlinops",
         "matplotlib",
         "pydantic",
         "pytorch_optimizer",
         "rich",
         "safetensors",
+        "scipy",
         "sklearn",
         "timm",
         "torchvision",
         "typer",
     }
-    brought = modules_after("import steppe.optim") - modules_after("import torch")
+    brought = modules_after(f"import steppe.{part}") - modules_after("import torch")
     assert "steppe" in brought
     assert not brought & heavy
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .precision import full_float32
 from .symmetric import Symmetric, multiply
 
 _CHUNK = 1 << 22
@@ -117,10 +118,11 @@ class Krylov:
         coordinates = ritz.coordinates[:, kept]
         size, old = len(kept), self.size
         rotation = coordinates.T.to(self._basis)
-        for columns in self._basis.split(_CHUNK, dim=1):  # views
-            next_block = columns[old : old + self.block].clone()
-            columns[:size] = rotation @ columns[:old]
-            columns[size : size + self.block] = next_block
+        with full_float32(self._op.device):
+            for columns in self._basis.split(_CHUNK, dim=1):  # views
+                next_block = columns[old : old + self.block].clone()
+                columns[:size] = rotation @ columns[:old]
+                columns[size : size + self.block] = next_block
         self._t.zero_()
         self._t[:size, :size] = torch.diag(ritz.values[kept])
         self._coupling = self._coupling @ coordinates
@@ -140,7 +142,8 @@ class Krylov:
         """Vectors of the basis' span, in rows, from their coordinates in columns."""
         rotation = coordinates.T.to(self._basis)
         out = torch.empty(len(rotation), self._n, dtype=self._basis.dtype, device=self._op.device)
-        torch.matmul(rotation, self.basis, out=out)
+        with full_float32(self._op.device):
+            torch.matmul(rotation, self.basis, out=out)
         return out
 
     def _append(self, vector: Tensor, top: int) -> tuple[Tensor, float | None]:

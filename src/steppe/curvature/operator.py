@@ -21,6 +21,7 @@ from steppe.errors import UserError
 
 from .convolution import FastConvolutions
 from .determinism import check_buffers, check_repeatable, same
+from .precision import full_float32
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """Maps a model and a batch to the mean loss of the batch."""
@@ -346,8 +347,7 @@ class CurvatureOperator(ABC):
             # What compiled code and the fast kernels of attention cannot: be differentiated twice.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if self.device.type == "cuda":
-                stack.enter_context(_no_tf32())
+            stack.enter_context(full_float32(self.device))
             try:
                 for module, _ in training:
                     module.training = False
@@ -448,18 +448,3 @@ def _add(total: Sequence[Tensor], parts: Parts, weight: int) -> None:
 
 def _no_product(tangent: Sequence[Tensor]) -> Parts:
     raise AssertionError("this batch was differentiated once only")
-
-
-@contextmanager
-def _no_tf32() -> Iterator[None]:
-    # Not `allow_tf32`, which cannot be read once someone has used these newer switches.
-    cudnn: Any = torch.backends.cudnn
-    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
-    before = [switch.fp32_precision for switch in switches]
-    try:
-        for switch in switches:
-            switch.fp32_precision = "ieee"
-        yield
-    finally:
-        for switch, precision in zip(switches, before, strict=True):
-            switch.fp32_precision = precision
