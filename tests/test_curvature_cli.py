@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from steppe import cli
+from steppe.errors import UserError
 from steppe.training import backbones, load_measurements, make_config, train
 from tests.training.test_curvature import tiny_cnn
 
@@ -67,9 +68,36 @@ def test_measure_compare_and_report(
     assert (tmp_path / "curvature.svg").exists()
     assert [method["name"] for method in both["methods"]] == ["fad", "sgd"]
     assert both["methods"][0]["spectrum"] == plain["eigenvalues"]["values"]
+    assert both["notes"] == []
+    chosen = invoke("curvature", "compare", runs, "--target", 75, "--json")
+    assert json.loads(chosen.stdout) == both
     page = tmp_path / "page.html"
     invoke("report", runs, "--format", "html", "--out", page)
     assert f'"lambda_max":{plain["eigenvalues"]["values"][0]}' in page.read_text()
+
+
+def test_compare_tells_runs_of_a_sweep_apart(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"dataset": "RotatedDigits", "optimizer": "sgd", "device": "cpu"}
+    for name, target, sources, steps in (
+        ("75", "75", "0,30", 2),
+        ("75-longer", "75", "0,30", 3),
+        ("30", "30", "0,75", 2),
+    ):
+        options = {"targets": target, "sources": sources, "steps": steps}
+        train(make_config({**values, **options}), tmp_path / "sweep" / name)
+        invoke("curvature", tmp_path / "sweep" / name, "--top", 1, *QUICK)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="choose runs with one target: --target 75"):
+        invoke("curvature", "compare", "sweep")
+    assert not Path("curvature.svg").exists()
+    compared = invoke("curvature", "compare", "sweep", "--target", 75, "--json")
+    (method,) = json.loads(compared.stdout)["methods"]
+    assert [run["run"] for run in method["runs"]] == ["sweep/75", "sweep/75-longer"]
+    note = "sgd: its runs differ in steps; the mean is over all of them"
+    assert json.loads(compared.stdout)["notes"][0] == note
+    assert f"note: {note}" in compared.stderr.splitlines()
 
 
 def test_help_is_that_of_the_group_and_of_each_command() -> None:

@@ -315,7 +315,7 @@ _DOMAIN = typer.Option(
 
 @curvature_app.command("measure")
 def curvature_measure(
-    run: Annotated[Path, _RUN],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     domain: Annotated[list[str] | None, _DOMAIN] = None,
     top: Annotated[int, typer.Option(min=1, help="Eigenvalues, the largest first.")] = 50,
     images: Annotated[
@@ -357,40 +357,44 @@ def curvature_measure(
     """Measure a run's loss around its weights: eigenvalues and trace of the Hessian, flatness.
 
     The result goes to RUN/curvature/NAME.json and is shown by 'steppe report RUN --format html'.
+    With --json, a line for each run.
     """
     from rich.console import Console
 
     from steppe.reports import curvature
     from steppe.training import measure_run
+    from steppe.training.curvature import run_folder
     from steppe.training.measured import measurement_file
     from steppe.training.phases import Shown
 
-    with Shown(_talk(), f"curvature of {run}") as shown:
-        measured = measure_run(
-            run,
-            domains=domain,
-            top=top,
-            images=images,
-            which=which,
-            rho=rho,
-            alpha=alpha,
-            tol=tol,
-            trace_rtol=trace_rtol,
-            batch_size=batch_size,
-            density=density,
-            seed=seed,
-            device=device,
-            root=str(root) if root else None,
-            precision=precision,
-            progress=shown,
-        )
-    if as_json:
-        print(json.dumps(measured.to_json(), indent=2))
-        return
-    Console().print(curvature.measured_table(measured))
-    for remark in curvature.remarks(measured):
-        print(f"note: {remark}")
-    print(f"{measurement_file(run, measured.name)}: written after {measured.seconds:.0f} s")
+    for run in runs:
+        with Shown(_talk(), f"curvature of {run}") as shown:
+            measured = measure_run(
+                run,
+                domains=domain,
+                top=top,
+                images=images,
+                which=which,
+                rho=rho,
+                alpha=alpha,
+                tol=tol,
+                trace_rtol=trace_rtol,
+                batch_size=batch_size,
+                density=density,
+                seed=seed,
+                device=device,
+                root=str(root) if root else None,
+                precision=precision,
+                progress=shown,
+            )
+        if as_json:
+            print(json.dumps(measured.to_json()))
+            continue
+        Console().print(curvature.measured_table(measured))
+        for remark in curvature.remarks(measured):
+            print(f"note: {remark}")
+        where = measurement_file(run_folder(run), measured.name)
+        print(f"{where}: written after {measured.seconds:.0f} s")
 
 
 @curvature_app.command("compare")
@@ -405,6 +409,14 @@ def curvature_compare(
         ),
     ] = Path("curvature.svg"),
     domain: Annotated[list[str] | None, _DOMAIN] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target",
+            metavar="NAME",
+            help="Only runs that hold out exactly this target, may be repeated; all unless given.",
+        ),
+    ] = None,
     which: Annotated[Which, _WHICH] = "last",
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
@@ -415,13 +427,15 @@ def curvature_compare(
 
     spectra.check_format(out)
     loaded = load_runs(paths)
-    compared = curvature.compare(loaded.runs, domain, which)
+    compared = curvature.compare(loaded.runs, domain, which, target)
     spectra.draw(compared, out)
     print(f"{out}: drawn", file=sys.stderr)
     if as_json:
         print(json.dumps(compared.to_json(), indent=2))
     else:
         Console().print(curvature.comparison_table(compared))
+    for note in compared.notes:
+        print(f"note: {note}", file=sys.stderr)
     for problem in loaded.problems:
         print(f"steppe: {problem}", file=sys.stderr)
 
@@ -922,8 +936,9 @@ def bench_curvature(
     from steppe.bench import curvature
     from steppe.training.processes import find_device
 
-    task = curvature.prepare(find_device(device), backbone, steps, batch, batches)
     rivals = curvature.RIVALS if rival is None else [name for name in rival if name != "none"]
+    curvature.check_options(rivals, limit)
+    task = curvature.prepare(find_device(device), backbone, steps, batch, batches)
     result = curvature.measure(task, top, rounds, rivals, limit)
     _show(result, curvature.tables(result), as_json, save)
 

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 from scipy import stats
+from torch import nn
+from torch.nn import functional as F
 
-from steppe.curvature import top_eigenvalues, trace
+from steppe.curvature import HessianOperator, top_eigenvalues, trace
 from steppe.curvature.trace import FEWEST, Trace, student_quantile
 from steppe.errors import UserError
 from tests.curvature.spectra import Counted, small_net, symmetric
@@ -194,6 +196,23 @@ def test_eigenvalues_of_other_weights_are_refused():
         trace(op, eigenvalues=found)
     power = top_eigenvalues(op, 3, method="power", tol=0.5, vectors=True)  # far from converged
     trace(op, eigenvalues=power, rtol=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_networks_own_eigenvalues_are_not_refused(dtype):
+    """Their residuals may be below what the products of a network are rounded to."""
+    for seed in range(6):
+        torch.manual_seed(seed)
+        net = nn.Sequential(
+            nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(256, 5)
+        ).to(dtype)
+        x, y = torch.randn(40, 1, 8, 8, dtype=dtype), torch.randint(5, (40,))
+        op = HessianOperator(net, lambda m, b: F.cross_entropy(m(b[0]), b[1]), [(x, y)])
+        for k in (1, 2):
+            found = top_eigenvalues(op, k, vectors=True)
+            trace(op, eigenvalues=found, rtol=0.9, max_products=60)
+            image = op @ found.vectors - found.vectors * found.values.to(dtype)
+            assert (image.norm(dim=0).double() <= 2 * found.residuals).all()
 
 
 def test_rounding_is_an_error_too():

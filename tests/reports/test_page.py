@@ -462,6 +462,8 @@ def measurement(name: str, value: float, **more: Any) -> dict[str, Any]:
         "fad": value / 75,
         "rho": 0.05,
         "alpha": 0.5,
+        "loss": value / 1000,
+        "images": 1234,
         "spectrum": [value, value / 2, value / 50],
         **more,
     }
@@ -470,11 +472,11 @@ def measurement(name: str, value: float, **more: Any) -> dict[str, Any]:
 def test_flatness_shows_what_may_be_compared(show: Open, tmp_path: Path) -> None:
     target = {"measured": "sketch", "conditions": ["PACS", "sketch (all)", 300]}
     rows = [
+        measurement("sgd", 60.0, **target),
+        measurement("fad", 70.0, **target),
         measurement("sgd", 80.0),
         measurement("fad", 20.0),
         measurement("fad", 30.0, run="runs/fad-1", rho=0.1),
-        measurement("sgd", 60.0, **target),
-        measurement("fad", 70.0, **target),
     ]
     page = show(sample() | {"flatness": rows})
 
@@ -486,12 +488,18 @@ def test_flatness_shows_what_may_be_compared(show: Open, tmp_path: Path) -> None
 
     heads, best, cells = table()
     assert heads == [
-        "method", "largest eigenvalue", "trace", "R0", "R1", "R_FAD", "ρ", "α", "run"
+        "method", "largest eigenvalue", "trace", "R0", "R1", "R_FAD", "ρ", "α", "loss", "images",
+        "run",
     ]  # fmt: skip
+    # What runs were trained on comes first, wherever it is in the data.
+    menu = page.locator("#flatness .controls option").all_inner_texts()
+    assert menu == ["train", "sketch"]
     assert cells[0] == ["sgd", "fad", "fad"]
     assert cells[2] == ["320 ± 0.13", "80 ± 0.13\n(best)", "120 ± 0.13"]
     assert cells[3] == ["0.8", "0.2", "0.3"]  # within other radii: none is best
+    assert cells[8:10] == [["0.08", "0.02", "0.03"], 3 * ["1234"]]
     assert len(best) == 2
+    assert "± is the standard error of the trace" in page.locator("#flatness").inner_text()
     assert chart(page, "flatness").locator(".series").count() == 3
     keep(page, "flatness", tmp_path)
     # The target's, in the table and in the figure.
@@ -506,10 +514,21 @@ def test_flatness_shows_what_may_be_compared(show: Open, tmp_path: Path) -> None
     assert "70" in tip(page)
     assert "80" not in tip(page)
     # Other images: no contest, and the page says so.
-    rows[3]["conditions"] = ["PACS", "sketch (all)", 299]
-    page = show(sample() | {"flatness": rows[3:]})
+    rows[0]["conditions"] = ["PACS", "sketch (all)", 299]
+    page = show(sample() | {"flatness": rows[:2]})
     assert page.locator("#flatness td.best").count() == 0
     assert "Measured in different ways" in page.locator("#flatness").inner_text()
+
+
+def test_ranks_of_eigenvalues_are_whole(show: Open) -> None:
+    for top in (1, 2, 3, 50):
+        rows = [measurement(name, 9.0, spectrum=[9.0 / k for k in range(1, top + 1)])
+                for name in ("sgd", "fad")]  # fmt: skip
+        drawn = chart(show(sample() | {"flatness": rows}), "flatness")
+        ticks = drawn.locator(".x-ticks text").all_text_contents()
+        assert ticks == [str(int(tick)) for tick in ticks]
+        assert top > 3 or ticks == [str(rank) for rank in range(1, top + 1)]
+        assert len(ticks) > 2 or top < 3
 
 
 def test_provenance_names_command_versions_and_problems(show: Open) -> None:

@@ -369,6 +369,12 @@ def test_what_has_not_converged_is_told(run: Path, caplog: pytest.LogCaptureFixt
     assert not load_measurements(run)["train"].eigenvalues.converged
 
 
+def _changed(text: str, **changes: Any) -> str:
+    """A measurement with other eigenvalues."""
+    values = json.loads(text)
+    return json.dumps({**values, "eigenvalues": {**values["eigenvalues"], **changes}})
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -377,6 +383,14 @@ def test_what_has_not_converged_is_told(run: Path, caplog: pytest.LogCaptureFixt
         (lambda text: text.replace('"loss":', '"lost":'), "train.json is damaged"),
         (lambda text: text.replace('"version": 1', '"version": 2'), "newer steppe.*format 2"),
         (lambda text: b"\xff\xfe", "train.json is damaged"),
+        (lambda text: "[" * 100_000, "train.json is damaged"),
+        (lambda text: text.replace('"name": "train"', '"name": "75"'), r"it is called 75"),
+        (lambda text: text.replace('"version": 1', '"version": 0'), "ever written"),
+        (lambda text: text.replace('"version": 1', '"version": "1"'), "train.json is damaged"),
+        (lambda text: _changed(text, values=[1.0, 2.0]), "do not descend"),
+        (lambda text: _changed(text, values=[2.0, float("nan")]), "damaged"),
+        (lambda text: _changed(text, residuals=[]), "has a residual"),
+        (lambda text: _changed(text, values=["2.0", "1.0"]), "train.json is damaged"),
     ],
 )
 def test_damaged_files_are_named(run: Path, damage: Any, message: str) -> None:
@@ -519,3 +533,16 @@ def test_a_record_holds_plain_finite_numbers(run: Path) -> None:
 
     assert all(map(math.isfinite, numbers(json.loads(json.dumps(found.to_json())))))
     assert found.products >= 11  # at least one of Lanczos', and ten of the trace
+
+
+def test_a_run_of_a_sweep_and_what_is_replaced(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A finished run of a sweep lies in a folder of its own, below that of its events.
+    shutil.copytree(run, tmp_path / "job" / "result")
+    with caplog.at_level(logging.INFO, "steppe"):
+        found = measure_run(tmp_path / "job", **QUICK)
+        assert "replaces" not in caplog.text
+        assert load_measurements(tmp_path / "job" / "result")["train"] == found
+        measure_run(tmp_path / "job", **{**QUICK, "images": 8})
+    assert f"replaces the measurement of {found.date}: 1 eigenvalues, 12 images" in caplog.text

@@ -22,8 +22,8 @@ Which = Literal["LA", "LM", "SA"]
 
 Method = Literal["lanczos", "power"]
 
-_ROUNDING = 4
-"""Units in the last place that a product's rounding is taken for."""
+_ROUNDING = 64
+"""Units in the last place that a product's rounding is taken for; up to 64 were seen."""
 _AT_LEAST = 1 << 25
 """Numbers in the basis that are never too many."""
 

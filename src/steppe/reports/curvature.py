@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,10 @@ NAMED = 5
 """Runs that a message names."""
 SHOWN = 5
 """Eigenvalues that a table shows."""
+UNRESOLVED = 0.2
+"""A residual above this share of its eigenvalue says little of it."""
+DISAGREES = 0.1
+"""Two values of the largest eigenvalue that differ by more than this share of it are explained."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +86,33 @@ class Comparison:
     """Methods whose curvature was measured in the same way."""
 
     methods: tuple[MethodCurvature, ...]
+    notes: tuple[str, ...] = ()
+    """What a reader should know and the numbers do not say."""
 
     @property
     def about(self) -> str:
         """What was measured, in words."""
-        return described(self.methods[0].runs[0].measured)
+        found = [one.measured for method in self.methods for one in method.runs]
+        averaged = all(measured.weights.averaged for measured in found)
+        weights = replace(found[0].weights, averaged=averaged)
+        return described(replace(found[0], weights=weights))
+
+    @property
+    def errors(self) -> str:
+        """What the errors are, in words."""
+        counts = [len(method.runs) for method in self.methods]
+        if max(counts) == 1:
+            return "of the trace's estimate (standard error)"
+        if min(counts) > 1:
+            return "over runs (standard error)"
+        return "over runs (standard error); for a single run, that of its trace's estimate"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
             "measured": self.about,
+            "errors": self.errors,
+            "notes": list(self.notes),
             "methods": [
                 {
                     **method.row._asdict(),
@@ -114,17 +136,23 @@ class Comparison:
 
 
 def compare(
-    runs: Sequence[Run], domains: Sequence[str] | None = None, which: str = "last"
+    runs: Sequence[Run],
+    domains: Sequence[str] | None = None,
+    which: str = "last",
+    targets: Sequence[str] | None = None,
 ) -> Comparison:
     """Put measurements of several runs side by side, by method.
 
     Args:
-        runs: from `load_runs`; every one must have been measured.
+        runs: from `load_runs`; every one that is compared must have been measured.
         domains: the domains of the measurements; those that each run was trained on unless given.
         which: the weights that were measured, last or best.
+        targets: only runs that hold out exactly these; all unless given.
     """
     from steppe.training import load_measurements
 
+    if targets:
+        runs = _holding_out(runs, targets)
     found, missing = [], []
     for run in runs:
         known = load_measurements(run.path)
@@ -142,7 +170,58 @@ def compare(
     for one in found:
         by_row.setdefault(one.run.row, []).append(one)
     ordered = sorted(by_row, key=lambda row: row.order)
-    return Comparison(tuple(MethodCurvature(row, tuple(by_row[row])) for row in ordered))
+    methods = tuple(MethodCurvature(row, tuple(by_row[row])) for row in ordered)
+    return Comparison(methods, (*_differences(methods), *_unconverged(found)))
+
+
+def _holding_out(runs: Sequence[Run], targets: Sequence[str]) -> list[Run]:
+    chosen = [run for run in runs if run.target_set == frozenset(targets)]
+    if not chosen:
+        known = sorted({", ".join(sorted(run.target_set)) for run in runs})
+        raise UserError(
+            f"no run has exactly these targets: {', '.join(targets)}. The runs hold out "
+            f"{' or '.join(known)}."
+        )
+    return chosen
+
+
+def _settings(run: Run) -> dict[str, object]:
+    """What may make two runs of one method different, besides chance."""
+    own = {key: value for key, value in run.hparams.items() if not key.endswith("seed")}
+    backbone = run.config.get("backbone")
+    return {"targets": sorted(run.targets), "backbone": backbone, "steps": run.steps, **own}
+
+
+def _differences(methods: Sequence[MethodCurvature]) -> list[str]:
+    notes = []
+    for method in methods:
+        settings = [_settings(one.run) for one in method.runs]
+        names = dict.fromkeys(name for one in settings for name in one)
+        differ = [
+            name for name in names if any(s.get(name) != settings[0].get(name) for s in settings)
+        ]
+        if differ:
+            listed = ", ".join(differ)
+            notes.append(
+                f"{method.row.name}: its runs differ in {listed}; the mean is over all of them"
+            )
+    return notes
+
+
+def _unconverged(found: Sequence[MeasuredRun]) -> list[str]:
+    notes = []
+    for what, runs in (
+        ("eigenvalues", [one for one in found if not one.measured.eigenvalues.converged]),
+        ("the trace", [one for one in found if not one.measured.trace.converged]),
+    ):
+        if runs:
+            more = f" and {len(runs) - NAMED:,} more" if len(runs) > NAMED else ""
+            listed = ", ".join(str(one.run.path) for one in runs[:NAMED])
+            notes.append(
+                f"{what} had not converged in {len(runs):,} of {len(found):,} measurements: "
+                f"{listed}{more}"
+            )
+    return notes
 
 
 def _name(known: Mapping[str, Measured], domains: Sequence[str] | None, which: str) -> str:
@@ -174,11 +253,19 @@ def _conditions(measured: Measured) -> dict[str, object]:
         "dataset": measured.dataset,
         "domains": ", ".join(f"{s.domain} ({s.part})" for s in measured.domains),
         "images": measured.images,
+        "seed of the images": _images_seed(measured),
+        "parameters": measured.parameters,
         "weights": measured.weights.which,
         "loss": measured.loss_function,
         "precision": measured.precision,
         "top": len(measured.eigenvalues.values),
     }
+
+
+def _images_seed(measured: Measured) -> int | str:
+    """What decides which images; nothing does where all of them were taken."""
+    drawn = any(sample.images < sample.of for sample in measured.domains)
+    return measured.seed if drawn else "none (all were taken)"
 
 
 def _check_alike(found: Sequence[MeasuredRun]) -> None:
@@ -187,11 +274,22 @@ def _check_alike(found: Sequence[MeasuredRun]) -> None:
     for other in found[1:]:
         for what, theirs in _conditions(other.measured).items():
             if theirs != ours[what]:
+                advice = "Compare runs with the same sources, measured with the same options"
+                if what == "domains" and other.run.target_set != first.run.target_set:
+                    advice += f"; {_choose_targets(found)}"
                 raise UserError(
                     f"{other.run.path} was measured differently from {first.run.path}: {what} "
-                    f"{theirs} and {ours[what]}. Compare runs with the same sources, measured with "
-                    "the same options."
+                    f"{theirs} and {ours[what]}. {advice}."
                 )
+
+
+def _choose_targets(found: Sequence[MeasuredRun]) -> str:
+    """The options that keep as many runs as any choice of targets does."""
+    counts = Counter(tuple(sorted(one.run.target_set)) for one in found)
+    ((targets, _),) = counts.most_common(1)
+    options = " ".join(f"--target {shlex.quote(name)}" for name in targets)
+    which = "one target" if len(targets) == 1 else "the same targets"
+    return f"choose runs with {which}: {options}"
 
 
 def _spread(values: Sequence[float], alone: float | None) -> Spread:
@@ -221,7 +319,7 @@ def described(measured: Measured) -> str:
 
 def comparison_table(comparison: Comparison) -> Table:
     """A comparison for the terminal."""
-    table = Table(title=f"Hessian of the {comparison.about}")
+    table = Table(title=f"Hessian of the {comparison.about}", caption=f"± {comparison.errors}")
     table.add_column("method", overflow="fold")
     for heading in ("runs", "λ_max", f"λ_2 ... λ_{SHOWN}", "trace"):
         table.add_column(heading, justify="right")
@@ -263,7 +361,8 @@ def measured_table(measured: Measured) -> Table:
     ):
         share = f", {100 * one_step / value:.0f} % of it" if value > 0 else ""
         table.add_row(name, f"{value:.4g}", f"one step finds {one_step:.4g}{share}")
-    table.add_row("λ_max by Eq. 4 from R_FAD", f"{flat.lambda_max:.5g}", "exact at a minimum")
+    how = "exact at a minimum of a quadratic"
+    table.add_row("λ_max by Eq. 4 from R_FAD", f"{flat.lambda_max:.5g}", how)
     table.add_section()
     table.add_row("loss", f"{measured.loss:.4g}", "")
     table.add_row("norm of its gradient", f"{measured.gradient_norm:.4g}", "0 at a minimum")
@@ -277,9 +376,10 @@ def remarks(measured: Measured) -> list[str]:
     if not measured.eigenvalues.converged:
         found.append("not all eigenvalues have converged: look at the residuals")
     spectrum = measured.eigenvalues
-    if min(spectrum.values) < 5 * spectrum.tol * abs(measured.lambda_max):
+    pairs = zip(spectrum.values, spectrum.residuals, strict=True)
+    if any(residual > UNRESOLVED * abs(value) for value, residual in pairs):
         found.append(
-            "the smallest of these eigenvalues are near the tolerance and not resolved: lower --tol"
+            "some of these eigenvalues are near the tolerance and not resolved: lower --tol"
         )
     if not measured.trace.converged:
         found.append(
@@ -287,11 +387,15 @@ def remarks(measured: Measured) -> list[str]:
         )
     if not flat.converged:
         found.append("an ascent for R0 or R1 was still gaining when it stopped: both may be larger")
-    # In Equation 4's quadratic, R1 is rho times at most the gradient's norm plus rho * lambda_max.
-    if measured.gradient_norm > 0.1 * flat.rho * abs(measured.lambda_max):
+    largest = measured.lambda_max
+    if abs(flat.lambda_max - largest) > DISAGREES * abs(largest):
+        # At a minimum of a quadratic the gradient is 0, and R0 is rho^2 lambda_max / 2.
         found.append(
-            "the gradient matters within the radius: these weights are not at a minimum, and there "
-            "Eq. 4 does not give λ_max"
+            f"Eq. 4 gives {flat.lambda_max:.3g} where λ_max is {largest:.3g}: the gradient matters "
+            f"within the radius, as these weights are not at a minimum (its norm is "
+            f"{measured.gradient_norm:.2g}, ρ λ_max is {flat.rho * largest:.2g}), or the loss is "
+            f"no quadratic within ρ (R0 is {flat.zeroth:.2g}, ρ² λ_max / 2 is "
+            f"{flat.rho**2 * largest / 2:.2g})"
         )
     return found
 
@@ -334,6 +438,8 @@ def page_rows(found: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
             "dataset": one.measured.dataset,
             "measured": one.measured.name,
             "conditions": list(_conditions(one.measured).values()),
+            "images": one.measured.images,
+            "loss": one.measured.loss,
             "lambda_max": one.measured.lambda_max,
             "trace": one.measured.trace.value,
             "trace_err": one.measured.trace.stderr,

@@ -70,7 +70,8 @@ def make_figure(comparison: Comparison) -> Figure:
     figure.legend(
         loc="outside lower center", ncols=columns, frameon=False, fontsize=8, handlelength=3.5
     )
-    about = "\n".join(textwrap.wrap(f"Hessian of the {comparison.about}", 150))
+    written = (f"Hessian of the {comparison.about}", f"error bars: {comparison.errors}")
+    about = "\n".join(line for text in written for line in textwrap.wrap(text, 150))
     figure.suptitle(about.replace("$", r"\$"), fontsize=8, color="#444")
     return figure
 
@@ -80,11 +81,15 @@ def _look(i: int) -> dict[str, Any]:
 
 
 def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    top = len(methods[0].spectrum)
+    ranks, step = range(1, top + 1), max(1, top // 10)
+    alone = "_" if top == 1 else ""  # a line through one point has no length
     for i, method in enumerate(methods):
-        ranks = range(1, len(method.spectrum) + 1)
         if len(method.runs) > 1:
             for spectrum in method.spectra:
-                axes.plot(ranks, spectrum, linewidth=0.7, alpha=0.5, **_look(i))
+                axes.plot(ranks, spectrum, linewidth=0.7, alpha=0.5, marker=alone, **_look(i))
         axes.plot(
             ranks,
             method.spectrum,
@@ -92,7 +97,7 @@ def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
             marker=MARKERS[i % len(MARKERS)],
             markersize=4,
             # Staggered, so that markers of close lines do not hide each other.
-            markevery=(i % 5, max(1, len(method.spectrum) // 10)),
+            markevery=(i % min(5, step), step),
             label=_label(method),
             **_look(i),
         )
@@ -103,7 +108,9 @@ def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
         axes.axhline(0, color="#888", linewidth=0.8)
     axes.set_xlabel("rank")
     axes.set_ylabel("eigenvalue")
-    axes.locator_params(axis="x", integer=True)
+    axes.set_xlim(0.5, top + 0.5)
+    # One tick is enough: to have two, the locator would put fractions beside the 1.
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(visible=True, color="#ddd", linewidth=0.6)
     _bare(axes)
 

@@ -45,6 +45,8 @@ from .measured import (
     Spectrum,
     TraceEstimate,
     Weights,
+    load_measurements,
+    measurement_file,
     measurement_name,
     prepare_folder,
     save_measurement,
@@ -130,7 +132,7 @@ def measure_run(
         True
     """
     began = time.perf_counter()
-    path = Path(run)
+    path = run_folder(Path(run))
     directory = RunDirectory(path)
     config = directory.config()
     _check(top, images, batch_size, precision, tol, trace_rtol)
@@ -153,6 +155,7 @@ def measure_run(
     drawn, is_training = _draw(dataset, splits, domains, images, seed)
     name = measurement_name(None if is_training else [d.domain.name for d in drawn], which)
     prepare_folder(path)
+    _say_what_is_replaced(path, name)
     phases = Phases(_costs(top, density), progress)
     phases.begin("images")
     each = model.channels * model.image_size**2
@@ -231,6 +234,12 @@ def measure_run(
     return measured
 
 
+def run_folder(run: Path) -> Path:
+    """The run's own folder; a finished run of a sweep has it below."""
+    result = run / "result"
+    return result if (result / "config.json").exists() else run
+
+
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     """The mean cross-entropy of a batch."""
     return F.cross_entropy(model(batch.images), batch.labels)
@@ -276,6 +285,23 @@ def _check(
         raise UserError(f"batch_size={batch_size}: a batch has at least one image")
     if precision not in get_args(Precision):
         raise UserError(unknown("precision", precision, get_args(Precision)))
+
+
+def _say_what_is_replaced(run: Path, name: str) -> None:
+    if not measurement_file(run, name).exists():
+        return
+    try:
+        old = load_measurements(run)[name]
+    except UserError as error:
+        log.warning("%s", error)
+        return
+    log.info(
+        "replaces the measurement of %s: %d eigenvalues, %d images, %s",
+        old.date,
+        len(old.eigenvalues.values),
+        old.images,
+        old.precision,
+    )
 
 
 def _check_images(directory: RunDirectory, dataset: Dataset) -> None:

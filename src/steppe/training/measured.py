@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -243,6 +245,9 @@ def prepare_folder(run: Path) -> None:
     folder = run / FOLDER
     try:
         folder.mkdir(exist_ok=True)
+        for left in folder.glob(".*.writing"):
+            if time.time() - left.stat().st_mtime > _FORGOTTEN:  # by a process that was killed
+                left.unlink(missing_ok=True)
         probe = folder / f".{os.getpid()}.writing"
         probe.touch()
         probe.unlink()
@@ -296,6 +301,8 @@ def load_measurements(run: str | os.PathLike[str]) -> dict[str, Measured]:
 
 
 _adapter = TypeAdapter(Measured)
+_FORGOTTEN = 3600.0
+"""Seconds after which a file that was being written no longer is."""
 
 
 def _read(path: Path) -> Measured:
@@ -307,10 +314,10 @@ def _read(path: Path) -> Measured:
                 f"{path} was written by a newer steppe (format {version}; this one reads up to "
                 f"{VERSION}): pip install -U steppe"
             )
-        measured = _adapter.validate_python(values)
-        if not measured.eigenvalues.values or not measured.domains:
-            raise ValueError("it has no eigenvalues, or no domains")
-    except (ValidationError, UnicodeDecodeError, json.JSONDecodeError, ValueError) as error:
+        measured = _adapter.validate_json(json.dumps(values), strict=True)
+        if (wrong := _contradiction(measured, path.stem)) is not None:
+            raise ValueError(wrong)
+    except (ValidationError, UnicodeDecodeError, RecursionError, ValueError) as error:
         if isinstance(error, UserError):
             raise
         reason = f"{error.errors()[0]['msg']}" if isinstance(error, ValidationError) else str(error)
@@ -318,3 +325,18 @@ def _read(path: Path) -> Measured:
             f"{path} is damaged ({reason}): remove it and measure again with 'steppe curvature'"
         ) from None
     return measured
+
+
+def _contradiction(measured: Measured, stem: str) -> str | None:
+    """What cannot be true of a measurement, if anything."""
+    values, residuals = measured.eigenvalues.values, measured.eigenvalues.residuals
+    numbers = (*values, *residuals, measured.trace.value, measured.trace.stderr, measured.loss)
+    checks = {
+        "it has no eigenvalues, or no domains": bool(values and measured.domains),
+        "it has numbers that are not finite": all(map(math.isfinite, numbers)),
+        "its eigenvalues do not descend": list(values) == sorted(values, reverse=True),
+        "not every eigenvalue has a residual": len(values) == len(residuals),
+        "its format is not one that was ever written": measured.version >= 1,
+        f"it is called {measured.name}": measured.name == stem,
+    }
+    return next((wrong for wrong, holds in checks.items() if not holds), None)

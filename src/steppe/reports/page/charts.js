@@ -5,8 +5,9 @@ const wide = (values) => {
   return low > 0 && high / low >= 30;
 };
 
-// `log`, `zero` (to be included), `categories` (instead of values), `apart` (pixels between ticks).
-function scale(values, from, to, { log, zero, categories, apart = 75 }) {
+// `log`, `zero` (to be included), `categories` (instead of values), `whole` (ticks at integers),
+// `apart` (pixels between ticks).
+function scale(values, from, to, { log, zero, categories, whole, apart = 75 }) {
   if (categories) {
     const step = (to - from) / Math.max(1, categories.length);
     const at = (value) => from + step * (categories.indexOf(value) + 0.5);
@@ -22,12 +23,12 @@ function scale(values, from, to, { log, zero, categories, apart = 75 }) {
   if (!(zero && high === 0)) high += pad;
   const at = (value) => from + ((read(value) - low) / (high - low)) * (to - from);
   const wanted = Math.max(2, Math.floor(Math.abs(to - from) / apart));
-  const marks = log ? decades(low, high, wanted) : rounds(low, high, wanted);
+  const marks = log ? decades(low, high, wanted) : rounds(low, high, wanted, whole ? 1 : 0);
   return { at, ticks: marks.map((value) => ({ at: at(value), label: short(value, 6) })) };
 }
 
-function rounds(low, high, wanted) {
-  const rough = (high - low) / wanted, size = 10 ** Math.floor(Math.log10(rough));
+function rounds(low, high, wanted, least) {
+  const rough = Math.max(least, (high - low) / wanted), size = 10 ** Math.floor(Math.log10(rough));
   const step = size * [1, 2, 5, 10].find((factor) => factor * size >= rough * 0.999);
   const first = Math.ceil(low / step), count = Math.min(50, Math.floor(high / step) - first + 1);
   return Array.from({ length: Math.max(0, count) }, (_, i) => (first + i) * step);

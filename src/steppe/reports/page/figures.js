@@ -247,7 +247,10 @@ function flatness() {
     const ys = series.flatMap(({ points }) => points.map((point) => point[1]));
     const plot = frame(width, {
       label: "spectrum of the Hessian",
-      x: { title: "rank", values: series.flatMap(({ points }) => points.map((point) => point[0])) },
+      x: {
+        title: "rank", whole: true,
+        values: series.flatMap(({ points }) => points.map((point) => point[0])),
+      },
       y: { title: "eigenvalue", values: ys, log: wide(ys) },
     });
     lines(plot, series, 1);
@@ -262,12 +265,17 @@ function flatness() {
       ranking(items.map((row) => [text(row.name), -row.lambda_max])));
     drawn.redraw();
   };
-  const on = choice("measured on", refresh).set(grouped(all, "on"));
+  // What runs were trained on comes first.
+  const first = ({ label }) => (label === "train" ? 0 : 1);
+  const on = choice("measured on", refresh).set(
+    grouped(all, "on").sort((a, b) => first(a) - first(b)));
   refresh();
   const caption = "Eigenvalues of the Hessian, largest first; a line for each run.";
   const spectra = all.some((row) => list(row.spectrum).some(finite));
   return [
-    nothing("Curvature of the loss at the weights that runs found; smaller is flatter."),
+    nothing("Curvature of the loss at the weights that runs found; smaller is flatter." +
+      (all.some((row) => finite(row.trace_err))
+        ? ` ${PLUS_MINUS} is the standard error of the trace's estimate.` : "")),
     // Without a spectrum there is still a table to choose.
     spectra ? figure(caption, [on], names, drawn) : h("div", { class: "controls" }, on.element),
     host,
@@ -291,7 +299,8 @@ function flatnessTable(rows) {
     number("largest eigenvalue", "lambda_max", best),
     { ...number("trace", "trace", best), show: withStderr },
     number("R0", "zeroth", near), number("R1", "first", near), number("R_FAD", "fad", near),
-    number("\u03c1", "rho"), number("\u03b1", "alpha"),
+    number("\u03c1", "rho"), number("\u03b1", "alpha"), number("loss", "loss"),
+    { ...number("images", "images"), print: (value) => fixed(value, 0) },
     {
       title: "measured on", get: (row) => row.on, kind: "text",
       shown: rows.some((row) => row.on !== "train"),
