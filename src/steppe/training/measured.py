@@ -116,7 +116,7 @@ class FlatnessFound:
         first_one_step: alike, of R1.
         fad_one_step: alike, of R_FAD.
         lambda_max: the largest eigenvalue that R_FAD implies by Equation 4, which holds at a
-            minimum.
+            minimum of a quadratic.
         converged: whether the ascents stopped by themselves.
         passes: over the data.
     """
