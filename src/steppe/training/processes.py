@@ -76,6 +76,9 @@ def join(device: str) -> Iterator[Processes]:
         dist.init_process_group("nccl" if mine.type == "cuda" else "gloo")
     try:
         yield Processes(mine, rank, world)
+        if started:
+            # One that leaves while others still write was seen to be aborted by gloo's threads.
+            dist.barrier()
     finally:
         if started:
             dist.destroy_process_group()
