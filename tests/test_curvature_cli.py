@@ -110,6 +110,14 @@ def test_help_is_that_of_the_group_and_of_each_command() -> None:
     assert "--density" not in invoke("curvature", "compare", "--help").stdout
 
 
+def test_several_runs_give_a_line_each(runs: Path) -> None:
+    result = invoke("curvature", runs / "sgd", runs / "fad", "--top", 2, "--json", *QUICK)
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    names = ("sgd", "fad")
+    kept = [load_measurements(runs / name)["train"].to_json() for name in names]
+    assert found == json.loads(json.dumps(kept))
+
+
 def test_a_run_called_compare(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (runs / "compare").symlink_to(runs / "sgd")
     monkeypatch.chdir(runs)

@@ -117,7 +117,7 @@ def top_eigenvalues(
     generator = seeded(op, seed)
     start = torch.stack([random_vector(op, generator) for _ in range(min(block_size, n))])
     space = Krylov(op, start, rows, generator)
-    look = _Lookout(k, which, tol, verify)
+    look = _Lookout(k, tol, verify)
     due = 0
     while True:
         space.step()
@@ -183,7 +183,7 @@ class _Lookout:
             where it cannot, nobody has looked.
     """
 
-    def __init__(self, k: int, which: Which, tol: float, verify: int) -> None:
+    def __init__(self, k: int, tol: float, verify: int) -> None:
         self._k, self._tol, self._verify = k, tol, verify
         self._until: int | None = None  # the products at which the present look ends
         self._found: Tensor | None = None  # the values when it began

@@ -307,14 +307,15 @@ _FORGOTTEN = 3600.0
 
 def _read(path: Path) -> Measured:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text)
         version = values.get("version") if isinstance(values, dict) else None
         if isinstance(version, int) and version > VERSION:
             raise UserError(
                 f"{path} was written by a newer steppe (format {version}; this one reads up to "
                 f"{VERSION}): pip install -U steppe"
             )
-        measured = _adapter.validate_json(json.dumps(values), strict=True)
+        measured = _adapter.validate_json(text, strict=True)
         if (wrong := _contradiction(measured, path.stem)) is not None:
             raise ValueError(wrong)
     except (ValidationError, UnicodeDecodeError, RecursionError, ValueError) as error:
