@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from steppe.optim import FAD
+from steppe.optim import FAD, vectors
 from tests.optim import reference
 from tests.optim.problems import METHODS, PROBLEMS, Problem, sgd, train
 
@@ -42,14 +42,14 @@ def test_agrees_with_the_equations(name, problem_name):
         torch.testing.assert_close(problem.weights(), expected, rtol=0, atol=1e-10)
 
 
-def workload(name: str, **options):
+def workload(name: str, fused: bool | None = None, **options):
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(),
         nn.Linear(8 * 36, 5),
     ).cuda()  # fmt: skip
     x, y = torch.randn(16, 3, 8, 8, device="cuda"), torch.randint(5, (16,), device="cuda")
-    opt = METHODS[name](sgd(model.parameters()), model=model, **options)
+    opt = METHODS[name](sgd(model.parameters(), fused=fused), model=model, **options)
 
     def closure(scaler=None):
         loss = nn.functional.cross_entropy(model(x), y)
@@ -87,6 +87,33 @@ def test_one_synchronization_with_a_scaler(name):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([w for w in seen if "synchronizing" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_no_synchronization_with_a_scaler_and_a_fused_base(name):
+    _, opt, closure = workload(name, fused=True)
+    scaler = GradScaler("cuda")
+    opt.step(lambda: closure(scaler), scaler=scaler)
+    scaler.update()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        opt.step(lambda: closure(scaler), scaler=scaler)
+        scaler.update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_factor_on_the_device(dtype):
+    """Added by the kernel of fused SGD where that can, and by others where it cannot."""
+    xs, ys = ([torch.randn(s, device="cuda", dtype=dtype) for s in ((5, 7), (3,))] for _ in "xy")
+    scale = torch.tensor(-0.3, device="cuda", dtype=dtype)
+    expected = [x + scale * y for x, y in zip(xs, ys, strict=True)]
+    kept = [y.clone() for y in ys]
+    vectors.add_(xs, ys, scale)
+    for x, e in zip(xs, expected, strict=True):
+        torch.testing.assert_close(x, e)
+    assert all(map(torch.equal, ys, kept)), "not spent unless allowed"
 
 
 @pytest.mark.parametrize("name", FIRST_ORDER)

@@ -11,11 +11,14 @@ from steppe.optim import FAD
 from tests.optim.problems import METHODS, PROBLEMS, sgd, train
 
 every_method = pytest.mark.parametrize("name", METHODS)
+every_base = pytest.mark.parametrize("fused", [None, True], ids=["plain", "fused"])
+"""A fused base unscales gradients in its own kernel, which does nothing if one is not finite."""
 
 
-def setup(name, problem_name="dropout", **options):
+def setup(name, problem_name="dropout", fused=None, **options):
     problem = PROBLEMS[problem_name]()
-    return problem, METHODS[name](sgd(problem.groups()), model=problem.model, **options)
+    base = sgd(problem.groups(), fused=fused)
+    return problem, METHODS[name](base, model=problem.model, **options)
 
 
 def walk(problem, opt, scale=lambda loss: loss):
@@ -217,15 +220,17 @@ def scaled_closure(problem, opt, scale, break_in=None):
 
 
 @pytest.mark.parametrize("update", ["by the loop", "left to the optimizer"])
+@every_base
 @every_method
-def test_a_loss_scale_cancels(name, update):
+def test_a_loss_scale_cancels(name, fused, update):
     problem, opt = setup(name)
-    other, opt2 = setup(name)
-    train(problem, opt, 4)
+    other, opt2 = setup(name, fused=fused)
+    losses = train(problem, opt, 4)
     scale = scaler(growth_interval=2)
     for t in range(4):
         torch.manual_seed(t)
-        opt2.step(scaled_closure(other, opt2, scale), scaler=scale)
+        loss = opt2.step(scaled_closure(other, opt2, scale), scaler=scale)
+        assert loss.item() == pytest.approx(losses[t], rel=1e-12)
         if update == "by the loop":
             scale.update()
     torch.testing.assert_close(other.weights(), problem.weights(), rtol=0, atol=1e-12)
@@ -233,11 +238,12 @@ def test_a_loss_scale_cancels(name, update):
 
 
 @pytest.mark.parametrize("break_in", range(4))
+@every_base
 @every_method
-def test_overflow_in_any_pass_skips_the_step(name, break_in):
+def test_overflow_in_any_pass_skips_the_step(name, fused, break_in):
     if break_in >= METHODS[name].passes:
         pytest.skip("fewer passes than that")
-    problem, opt = setup(name)
+    problem, opt = setup(name, fused=fused)
     scale = scaler()
     opt.step(scaled_closure(problem, opt, scale), scaler=scale)
     scale.update()
@@ -249,13 +255,97 @@ def test_overflow_in_any_pass_skips_the_step(name, break_in):
     assert torch.equal(problem.weights(), before)
     assert all(torch.equal(opt.state[k]["momentum_buffer"], v) for k, v in state.items())
     assert scale.get_scale() == 2.0**11
-    assert opt.steps == 1
+    assert opt.steps == (2 if fused else 1)  # a kernel that skips does not tell
     with pytest.raises(RuntimeError, match="closure"):
         opt.step()  # the direction that was refused is not lying about
 
     opt.step(scaled_closure(problem, opt, scale), scaler=scale)
     assert not torch.equal(problem.weights(), before)
-    assert opt.steps == 2
+    assert opt.steps == (3 if fused else 2)
+
+
+@every_method
+def test_a_first_step_that_is_skipped_leaves_no_momentum(name):
+    """Torch makes a fused SGD's buffers of whatever is in memory, here of what is no number."""
+    problem, opt = setup(name, fused=True, max_norm=0.05)
+    other, opt2 = setup(name, max_norm=0.05)
+    before, scale = problem.weights(), scaler()
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote to is filled with NaN
+    try:
+        opt.step(scaled_closure(problem, opt, scale, break_in=0), scaler=scale)
+        scale.update()
+        assert torch.equal(problem.weights(), before)
+        assert len(opt.state) == len(opt.parameters())
+        assert not any(opt.state[p]["momentum_buffer"].any() for p in opt.parameters())
+        torch.manual_seed(0)
+        opt.step(scaled_closure(problem, opt, scale), scaler=scale)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    train(other, opt2, 1)  # as if there had been no step before
+    torch.testing.assert_close(problem.weights(), other.weights(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options", [{"momentum": 0.0}, {}, {"dampening": 0.5}, {"nesterov": True}], ids=str
+)
+@every_method
+def test_fused_kernels_round_as_float32_does(name, options):
+    def trained(fused):
+        problem = PROBLEMS["mlp"]()
+        problem.model.float()
+        problem.x = problem.x.float()
+        base = sgd(problem.groups(lr=0.02), fused=fused, **options)
+        opt, scale = METHODS[name](base, max_norm=0.5), scaler()
+        for _ in range(10):
+            opt.step(scaled_closure(problem, opt, scale), scaler=scale)
+            scale.update()
+        kept = any("momentum_buffer" in state for state in opt.state.values())
+        assert kept == (opt.param_groups[0]["momentum"] > 0)
+        return problem.weights()
+
+    # Weights are below 1, of which 2^-24 is half a unit in the last place; ten steps add up.
+    torch.testing.assert_close(trained(True), trained(None), rtol=0, atol=64 * 2**-24)
+
+
+@every_base
+def test_max_norm_clips_what_is_unscaled(fused):
+    """Of the direction itself: scaled by 4096, any of these would be too long."""
+    for max_norm in (1e-3, 1e3):
+        problem, opt = setup("fad", max_norm=max_norm)
+        other, opt2 = setup("fad", fused=fused, max_norm=max_norm)
+        scale = scaler(init_scale=2.0**16)
+        train(problem, opt, 2)
+        for t in range(2):
+            torch.manual_seed(t)
+            opt2.step(scaled_closure(other, opt2, scale), scaler=scale)
+            scale.update()
+        torch.testing.assert_close(other.weights(), problem.weights(), rtol=0, atol=1e-12)
+
+
+def test_adam_with_fused_kernels_as_base():
+    def trained(fused, scale):
+        problem = PROBLEMS["mlp"]()
+        opt = FAD(torch.optim.Adam(problem.groups(), lr=1e-2, fused=fused))
+        for break_in in (None, 2, None):
+            if scale is None and break_in is not None:
+                continue
+            closure = problem.closure(opt) if scale is None else None
+            opt.step(closure or scaled_closure(problem, opt, scale, break_in), scaler=scale)
+        return problem.weights()
+
+    torch.testing.assert_close(trained(True, scaler()), trained(None, None), rtol=0, atol=1e-12)
+
+
+@every_base
+@pytest.mark.parametrize("break_in", [None, 1])
+def test_hooks_fire_once_with_a_scaler(fused, break_in):
+    problem, opt = setup("fad", fused=fused)
+    fired, scale = [], scaler()
+    opt.register_step_pre_hook(lambda *_: fired.append("pre"))
+    opt.register_step_post_hook(lambda *_: fired.append("post"))
+    opt.step(scaled_closure(problem, opt, scale, break_in), scaler=scale)
+    # Without fused kernels the host knows that there is no step; with them it launches one anyway.
+    assert fired == ([] if break_in is not None and not fused else ["pre", "post"])
 
 
 def test_overflow_of_a_gradient_the_direction_does_not_contain():
@@ -289,11 +379,12 @@ def test_a_disabled_scaler_is_no_scaler():
     assert torch.equal(problem.weights(), other.weights())
 
 
+@every_base
 @every_method
-def test_phases_with_a_scaler_by_hand(name):
+def test_phases_with_a_scaler_by_hand(name, fused):
     """unscale_, clip, scaler.step(opt), update: the code of torch's AMP examples."""
     problem, opt = setup(name, max_norm=0.05)
-    other, opt2 = setup(name)
+    other, opt2 = setup(name, fused=fused)
     train(problem, opt, 3)
     scale = scaler()
     for t in range(3):

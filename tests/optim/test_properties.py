@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from steppe.optim import FAD, GAM, SAM, InverseSqrt, excursion, vectors
+from steppe.optim.replay import StillBuffers
 from tests.optim.problems import METHODS, PROBLEMS, Problem, sgd, train
 
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -525,6 +526,25 @@ def test_buffers_that_are_replaced_count_one_pass():
     opt.step(closure)
     assert model.replaced.item() == 1
     assert model.grown.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_a_batch_norm_that_stands_still_is_not_kept(kind):
+    """Fine-tuning keeps its statistics as they are: there is nothing to copy and to put back."""
+    fixed, moving, other = kind(3).eval(), kind(3), nn.Module().eval()
+    other.register_buffer("count", torch.zeros(()))  # who knows what it counts, and when
+    buffers = StillBuffers(nn.ModuleList([fixed, moving, other]))
+    buffers.take()
+    for norm in (fixed, moving):
+        norm.running_mean.fill_(5.0)
+        norm.num_batches_tracked.fill_(5)
+    other.count += 1
+    buffers.put_back()
+    assert fixed.running_mean.tolist() == [5.0] * 3
+    assert fixed.num_batches_tracked == 5
+    assert moving.running_mean.tolist() == [0.0] * 3
+    assert moving.num_batches_tracked == 0
+    assert other.count == 0
 
 
 @pytest.mark.parametrize(

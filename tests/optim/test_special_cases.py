@@ -123,13 +123,14 @@ def test_ratio_is_the_share_of_flat_steps(ratio, flat):
     opt = SAM(sgd(problem.model.parameters()), ratio=ratio)
     calls = []
     for _ in range(200):
-        count = 0
+        count, due = 0, opt.due
         for phase in opt.phases():
             with phase:
                 problem.loss().backward()
             count += 1
         opt.step()
         calls.append(count)
+        assert due == (count == 2)
     assert calls.count(2) == flat
     assert calls.count(1) == 200 - flat
     gaps = [t for t, c in enumerate(calls, 1) if c == 2]

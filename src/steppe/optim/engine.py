@@ -104,7 +104,8 @@ class FlatnessOptimizer(Wrapper, ABC):
         self.xi = xi
         self.compile = compile
         self.steps = 0
-        """Steps taken so far; a step that a GradScaler skips does not count."""
+        """Steps taken so far; one that a GradScaler skips counts under a fused base alone, whose
+        kernels skip it without telling the host."""
         self._memory: dict[Tensor, dict[str, Tensor]] = {}
         self._start_clean()
         self._check_parameters()
@@ -140,8 +141,9 @@ class FlatnessOptimizer(Wrapper, ABC):
         if closure is None:
             return self._base_step()
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        stepped = self.base if skips_by_itself(self.base) else self
         if scaler is not None:
-            _update_if_due(scaler, self)
+            _update_if_due(scaler, stepped)
         loss = None
         for phase in self.phases(scaler):
             with phase, torch.enable_grad():
@@ -150,10 +152,29 @@ class FlatnessOptimizer(Wrapper, ABC):
                 loss = result.detach().clone() if isinstance(result, Tensor) else result
         if scaler is None:
             self._base_step()
-        else:
+        elif stepped is self:
             scaler.step(self)  # unscales, checks, and calls step() if the direction is finite
             self._ready = False
+        else:
+            self._fused_step(scaler)
         return loss
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step pays for flatness, by `ratio`."""
+        # A whole number must not be missed by rounding: 100 * 0.29 is 28.999999999999996.
+        owed = [math.floor(t * self.ratio + 1e-9) for t in (self.steps, self.steps + 1)]
+        return owed[1] > owed[0]
+
+    @torch.no_grad()
+    def _fused_step(self, scaler: GradScaler) -> None:
+        give_momentum(self.base)
+        if self.max_norm is not None:
+            scaler.unscale_(self.base)
+            nn.utils.clip_grad_norm_(self.parameters(), self.max_norm)
+        scaler.step(self.base)  # the host does not learn whether it was skipped
+        self._ready = False
+        self.steps += 1
 
     def phases(self, scaler: GradScaler | None = None) -> Iterator[Phase]:
         """The passes of one step, for loops that own `backward`.
@@ -192,6 +213,18 @@ class FlatnessOptimizer(Wrapper, ABC):
             excursion.close()
             if self._open is excursion:
                 self._open = None
+
+    def abandon(self) -> None:
+        """Forgets a step that was recorded and never ran, without touching the weights.
+
+        For whoever captures steps in a CUDA graph: nothing has moved, and where a capture failed,
+        what would put the weights back holds no weights.
+        """
+        if self._open is not None:
+            self._open.walk = None
+            self._open.close()
+        self._open = None
+        self._ready = False
 
     @torch.no_grad()
     def _base_step(self) -> None:
@@ -367,3 +400,28 @@ def _update_if_due(scaler: GradScaler, opt: Optimizer) -> None:
     states = scaler._per_optimizer_states
     if id(opt) in states and states[id(opt)]["stage"] is OptState.STEPPED:
         scaler.update()
+
+
+def skips_by_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's kernels unscale gradients, and do nothing if one is not finite.
+
+    The host then never needs to know. Not under dampening: its first step is unlike the others,
+    and whether a step was the first, only the host could say.
+    """
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not any(
+        group.get("dampening", 0) for group in optimizer.param_groups
+    )
+
+
+def give_momentum(base: Optimizer) -> None:
+    """Starts the momentum of a fused SGD at zero, which is what a first step takes it for.
+
+    Torch would make its buffers of whatever is in memory, and a first step that is skipped leaves
+    them so.
+    """
+    for group in base.param_groups:
+        if not group.get("momentum", 0):
+            continue
+        for p in group["params"]:
+            if p.grad is not None and base.state[p].get("momentum_buffer") is None:
+                base.state[p]["momentum_buffer"] = torch.zeros_like(p)

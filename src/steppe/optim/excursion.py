@@ -75,10 +75,7 @@ class Excursion:
         self.groups = opt.param_groups
         step = opt.steps + 1
         self.coefficients = [opt.coefficients(opt._values(g, step)) for g in self.groups]
-        # A whole number must not be missed by rounding: 100 * 0.29 is 28.999999999999996.
-        owed = [math.floor(t * opt.ratio + 1e-9) for t in (step - 1, step)]
-        due = owed[1] > owed[0]
-        self.visits = opt.visits(self.coefficients) if due else PLAIN
+        self.visits = opt.visits(self.coefficients) if opt.due else PLAIN
         self.several = len(self.visits) > 1 or opt.needs_graph
         self.own_perturbation = self.several and opt.perturbation == "local"
         if self.own_perturbation:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def record_randomness(device: torch.device) -> Callable[[], None]:
@@ -70,6 +71,7 @@ class StillBuffers:
             self._kept = [
                 (module, name, buffer)
                 for module in self._model.modules()
+                if not _is_still(module)
                 for name, buffer in module._buffers.items()
                 if buffer is not None and _can_be_written_to(buffer)
             ]
@@ -83,6 +85,11 @@ class StillBuffers:
                 if module._buffers.get(name) is not buffer:
                     module._buffers[name] = buffer
             torch._foreach_copy_([buffer for _, _, buffer in self._kept], self._values)
+
+
+def _is_still(module: nn.Module) -> bool:
+    """Whether it is a batch norm that uses its statistics as they are, as when fine-tuning."""
+    return isinstance(module, _BatchNorm) and not module.training
 
 
 def _can_be_written_to(buffer: Tensor) -> bool:

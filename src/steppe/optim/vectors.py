@@ -45,10 +45,24 @@ def like(xs: Vector) -> Vector:
 def add_(xs: Vector, ys: Vector, scale: float | Tensor, *, spend: bool = False) -> None:
     """Computes ``xs += scale * ys``.
 
-    A tensor `scale` never leaves its device, which costs a temporary unless `ys` may be spent
-    (overwritten): foreach addition takes its factor as a Python number only.
+    A tensor `scale` never leaves its device. Foreach addition takes its factor as a Python number
+    only; on a GPU, the kernel of torch's fused SGD takes a learning rate from the device and does
+    the same. Elsewhere it costs a temporary, unless `ys` may be spent (overwritten).
     """
-    if isinstance(scale, Tensor):
+    if isinstance(scale, Tensor) and _fusible(xs, ys, scale):
+        torch._fused_sgd_(
+            xs,
+            ys,
+            [],
+            weight_decay=0.0,
+            momentum=0.0,
+            lr=scale,
+            dampening=0.0,
+            nesterov=False,
+            maximize=True,  # uphill
+            is_first_step=False,
+        )
+    elif isinstance(scale, Tensor):
         if spend:
             torch._foreach_mul_(ys, scale)
         else:
@@ -61,6 +75,19 @@ def add_(xs: Vector, ys: Vector, scale: float | Tensor, *, spend: bool = False) 
 def _wide(xs: Vector) -> torch.dtype:
     """The type to accumulate in."""
     return torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
+
+
+def _fusible(xs: Vector, ys: Vector, scale: Tensor) -> bool:
+    """Whether fused SGD can add them: float32 on a GPU, laid out alike."""
+    return (
+        scale.device.type == "cuda"
+        and scale.dtype == torch.float32
+        and not torch.compiler.is_compiling()
+        and all(
+            x.dtype == y.dtype == torch.float32 and x.stride() == y.stride()
+            for x, y in zip(xs, ys, strict=True)
+        )
+    )
 
 
 def _dotted(xs: Vector) -> bool:
