@@ -114,7 +114,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class _Failure:
+class Failure:
     """An error in a worker, as a value: torch would wrap its text in a traceback."""
 
     error: UserError
@@ -124,11 +124,11 @@ class _Steps(Dataset[Any]):
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
 
-    def __getitem__(self, step: int) -> list[Batch] | _Failure:
+    def __getitem__(self, step: int) -> list[Batch] | Failure:
         try:
             return self.sampling.batches(step)
         except UserError as error:
-            return _Failure(error)
+            return Failure(error)
 
 
 class _Chunks(Dataset[Any]):
@@ -138,24 +138,30 @@ class _Chunks(Dataset[Any]):
         self.domain, self.chosen, self.view = domain, chosen, view
         self.seeds, self.batch_size = seeds, batch_size
 
-    def __getitem__(self, number: int) -> Batch | _Failure:
+    def __getitem__(self, number: int) -> Batch | Failure:
         start = number * self.batch_size
         chosen = self.chosen[start : start + self.batch_size]
-        draws = None
-        if self.view.augment:
-            rng = np.random.default_rng([_EVALUATION, *self.seeds, number])
-            draws = rng.random((len(chosen), augment.DRAWS))
+        draws = evaluation_draws(self.view, self.seeds, number, len(chosen))
         try:
             return read(self.domain, chosen, self.view, draws)
         except UserError as error:
-            return _Failure(error)
+            return Failure(error)
+
+
+def evaluation_draws(
+    view: View, seeds: Sequence[int], number: int, images: int
+) -> augment.Draws | None:
+    """The randomness of one batch of an evaluation, where `view` asks for any."""
+    if not view.augment:
+        return None
+    return np.random.default_rng([_EVALUATION, *seeds, number]).random((images, augment.DRAWS))
 
 
 def training_batches(
     sampling: Sampling, start: int, stop: int, workers: int = 0, pin: bool = False
 ) -> Iterator[list[Batch]]:
     """The batches of the steps from `start` to `stop` - 1, one per source domain."""
-    yield from _load(_Steps(sampling), range(start, stop), workers, pin)
+    yield from load(_Steps(sampling), range(start, stop), workers, pin)
 
 
 def evaluation_batches(
@@ -172,10 +178,14 @@ def evaluation_batches(
     `seeds` determine the augmentation, where `view` asks for it.
     """
     chunks = _Chunks(domain, chosen, view, seeds, batch_size)
-    yield from _load(chunks, range(-(-len(chosen) // batch_size)), workers, pin)
+    yield from load(chunks, range(-(-len(chosen) // batch_size)), workers, pin)
 
 
-def _load(dataset: Dataset[Any], numbers: range, workers: int, pin: bool) -> Iterator[Any]:
+def load(dataset: Dataset[Any], numbers: range, workers: int, pin: bool) -> Iterator[Any]:
+    """The items of a dataset that these numbers stand for, in order, read ahead by workers.
+
+    An item that is a `Failure` is raised here.
+    """
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=None,
@@ -194,7 +204,7 @@ def _load(dataset: Dataset[Any], numbers: range, workers: int, pin: bool) -> Ite
     item = None
     try:
         for item in items:
-            if isinstance(item, _Failure):
+            if isinstance(item, Failure):
                 raise item.error
             yield item
     finally:

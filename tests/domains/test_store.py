@@ -1,0 +1,157 @@
+"""Stores: wherever images live, the pixels that reach the network are the same."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from steppe.domains import Arrays, Dataset, Domain, Split, load, packing, store
+from steppe.domains.batches import Batch, Sampling, View
+from steppe.domains.store import Host, Resident, Store, Stream, open_store
+from steppe.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+
+CPU = torch.device("cpu")
+SIZE = 16
+VIEWS = {"plain": View(SIZE, augment=False), "augmented": View(SIZE, augment=True)}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Two domains of images of several shapes, in a pack."""
+    root = tmp_path_factory.mktemp("data") / "own"
+    rng = np.random.default_rng(0)
+    for domain, count in (("ink", 14), ("oil", 9)):
+        for i in range(count):
+            pixels = rng.integers(256, size=(*rng.integers(10, 60, size=2), 3), dtype=np.uint8)
+            path = root / domain / "ab"[i % 2] / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path)
+    packing.make(load(root, packed=False), root.parent)
+    return load(root)
+
+
+@pytest.fixture(scope="module")
+def arrays() -> tuple[Domain, ...]:
+    rng = np.random.default_rng(1)
+    return tuple(
+        Domain(
+            name,
+            Arrays(rng.integers(256, size=(12, 20, 13, 1), dtype=np.uint8)),
+            rng.integers(5, size=12),
+        )
+        for name in ("0", "15")
+    )
+
+
+def sampling(domains: Any, view: View, **options: Any) -> Sampling:
+    parts = [
+        Split(domain, 2 * i, True, {"train": np.arange(3, len(domain))})
+        for i, domain in enumerate(domains)
+    ]
+    return Sampling(tuple(parts), batch_size=6, view=view, seed=3, **options)
+
+
+def stores(domains: Any, device: torch.device = CPU) -> Iterator[Store]:
+    yield Stream(device, domains, workers=0)
+    yield Stream(device, domains, workers=2)
+    yield Resident(device, domains)
+    yield Resident(device, domains, compiled=True)
+
+
+def assert_same(found: Batch, expected: Batch) -> None:
+    assert torch.equal(found.images, expected.images)
+    assert torch.equal(found.labels, expected.labels)
+    assert found.images.stride() == expected.images.stride(), "as the network wants it in memory"
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_training_batches_are_those_of_the_host(packed: Dataset, view: View, world: int) -> None:
+    chosen = sampling(packed.domains, view, rank=world - 1, world=world)
+    expected = list(Host(CPU, 0).training(chosen, 4, 7))
+    for place in stores(packed.domains):
+        for one, other in zip(place.training(chosen, 4, 7), expected, strict=True):
+            for found, wanted in zip(one, other, strict=True):
+                assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_evaluation_batches_are_those_of_the_host(packed: Dataset, view: View) -> None:
+    domain, chosen = packed.domains[1], np.array([8, 0, 3, 3, 5])
+    given = (domain, chosen, view, 2, (7, 1))
+    expected = list(Host(CPU, 0).evaluation(*given))
+    assert [len(batch.labels) for batch in expected] == [2, 2, 1]
+    for place in stores(packed.domains):
+        for found, wanted in zip(place.evaluation(*given), expected, strict=True):
+            assert_same(found, wanted)
+
+
+def test_images_in_memory_of_one_channel(arrays: tuple[Domain, ...]) -> None:
+    chosen = sampling(arrays, VIEWS["plain"])
+    expected = list(Host(CPU, 0).training(chosen, 0, 2))
+    for place in stores(arrays):
+        for one, other in zip(place.training(chosen, 0, 2), expected, strict=True):
+            for found, wanted in zip(one, other, strict=True):
+                assert_same(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_on_a_gpu_they_are_the_same(packed: Dataset, view: View) -> None:
+    device = torch.device("cuda")
+    chosen = sampling(packed.domains, view)
+    expected = list(Host(CPU, 0).training(chosen, 0, 5))
+    for place in stores(packed.domains, device):
+        batches = []
+        for batch in place.training(chosen, 0, 5):
+            torch.zeros(2**24, device=device).sin_()  # work that the next batch is made beside
+            batches.append([Batch(*(t.cpu() for t in part)) for part in batch])
+        for one, other in zip(batches, expected, strict=True):
+            for found, wanted in zip(one, other, strict=True):
+                assert torch.equal(found.images, wanted.images)
+                assert torch.equal(found.labels, wanted.labels)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_shard_is_named(packed: Dataset, tmp_path: Path, workers: int) -> None:
+    import shutil
+
+    domain = packed.domains[0]
+    folder = shutil.copytree(domain.images.pack, tmp_path / "own.pack")  # type: ignore[attr-defined]
+    (shard,) = folder.glob("ink-*.bin")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    broken = replace(domain, images=replace(domain.images, pack=folder, _maps={}))  # type: ignore[type-var]
+    with pytest.raises(UserError, match=r"shard ink-000\.bin is damaged"):
+        list(Stream(CPU, [broken], workers).evaluation(broken, np.arange(4), VIEWS["plain"], 2))
+    with pytest.raises(UserError, match=r"shard ink-000\.bin is damaged"):
+        Resident(CPU, [broken])
+
+
+def test_where_images_live(
+    packed: Dataset, arrays: tuple[Domain, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = load(packed.domains[0].images.pack.with_suffix(""), packed=False).domains  # type: ignore[attr-defined]
+    assert isinstance(open_store("auto", CPU, packed.domains, None), Host)
+    assert isinstance(open_store("device", CPU, packed.domains, None), Resident)
+    assert isinstance(open_store("stream", CPU, arrays, None), Stream)
+    assert isinstance(open_store("host", CPU, files, 3), Host)
+    for place in ("device", "stream"):
+        with pytest.raises(UserError, match="steppe data pack"):
+            open_store(place, CPU, files, None)
+    cuda, built = torch.device("cuda"), []
+    monkeypatch.setattr(store, "Resident", lambda *args: built.append("device"))
+    monkeypatch.setattr(store, "Stream", lambda *args: built.append("stream"))
+    needed = store.size(packed.domains)
+    assert needed == sum(d.images[i].size for d in packed.domains for i in range(len(d)))
+    for free in (4 * needed, 4 * needed - 4):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 10 * free))
+        open_store("auto", cuda, packed.domains, None)
+    assert built == ["device", "stream"]
+    assert isinstance(open_store("auto", cuda, files, None), Host)
