@@ -47,6 +47,8 @@ WRONG = [
     ({"algorithm": "CORAL", "batch_size": 4, "accumulate": 4}, "at least 2 images"),
     ({"split": "random"}, "split='random'.*'domainbed' or 'appendix'"),
     ({"precision": "fp8"}, "precision='fp8'"),
+    ({"engine": "on"}, "engine='on'.*'auto', 'off', 'compile' or 'graph'"),
+    ({"data": "gpu"}, "data='gpu'.*'auto', 'device', 'stream' or 'host'"),
     ({"steps": 0}, "steps=0.*greater than 0"),
     ({"steps": "many"}, "steps='many'"),
     ({"steps": None}, "steps=None"),
@@ -204,6 +206,23 @@ def test_a_config_is_the_same_after_a_trip_through_its_file(tmp_path):
     assert read_config(file).model_dump() == config.model_dump()
     assert make_config(config.model_dump()) == config
     assert apply_overrides(config.model_dump(), []) == config.model_dump()
+
+
+NEW_KEYS = ("engine", "data")
+"""Of format 3."""
+
+
+@pytest.mark.parametrize(("version", "engine"), [(1, "off"), (2, "off"), (3, "auto")])
+def test_a_run_from_before_there_was_an_engine_goes_on_without(tmp_path, version, engine):
+    values = json.loads(make_config({**DIGITS, "precision": "fp32"}).to_json())
+    values = {key: value for key, value in values.items() if key not in NEW_KEYS}
+    values["version"] = version
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(values))
+    config = read_config(file)
+    assert (config.version, config.engine, config.data) == (version, engine, "auto")
+    assert configure({}, resumed=config) == config
+    assert configure({}, ["engine=graph"], resumed=config).engine == "graph"
 
 
 @pytest.mark.parametrize(

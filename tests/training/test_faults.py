@@ -23,8 +23,9 @@ import torch
 from PIL import Image
 
 from steppe import cli
+from steppe.domains import store
 from steppe.errors import Interrupted, UserError
-from steppe.training import RunDirectory, checkpoint, load_model, make_config, scoring, train
+from steppe.training import RunDirectory, checkpoint, load_model, make_config, train
 from steppe.training.directory import VOLATILE
 from steppe.training.interrupts import Interrupts
 from steppe.training.progress import Silent
@@ -351,7 +352,7 @@ def test_a_signal_at_any_moment_saves_the_state(
 ):
     handlers = signal.getsignal(number)
     display = Silent() if evaluated else Hook(7, send(number))
-    evaluation_batches, calls = scoring.evaluation_batches, []
+    evaluation_batches, calls = store.evaluation_batches, []
 
     def watched(*args, **kwargs):
         calls.append(args)
@@ -359,7 +360,7 @@ def test_a_signal_at_any_moment_saves_the_state(
             send(number)()
         return evaluation_batches(*args, **kwargs)
 
-    monkeypatch.setattr(scoring, "evaluation_batches", watched)
+    monkeypatch.setattr(store, "evaluation_batches", watched)
     config = make_config(DIGITS)
     with pytest.raises(Interrupted) as caught:
         train(config, tmp_path, display=display)
@@ -383,6 +384,23 @@ def test_a_second_signal_is_not_held_back(tmp_path, undisturbed):
     assert checkpoint.load_last(run.checkpoints).step == 4  # it had no time to save
     train(config, tmp_path, resume=True)
     assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("place", ["device", "stream"])
+def test_a_resumed_run_may_have_its_images_elsewhere(tmp_path, undisturbed, place):
+    config = make_config({**DIGITS, "data": "host"})
+    with pytest.raises(Interrupted):
+        train(config, tmp_path, display=Hook(7, send(signal.SIGTERM)))
+    train(config.model_copy(update={"data": place}), tmp_path, resume=True)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_a_resumed_run_keeps_its_engine_and_precision(tmp_path):
+    config = make_config({**DIGITS, "steps": 1})
+    train(config, tmp_path)
+    for key, value in (("engine", "compile"), ("precision", "bf16")):
+        with pytest.raises(UserError, match=f"started with {key}='auto', not '{value}'"):
+            train(config.model_copy(update={key: value}), tmp_path, resume=True)
 
 
 def test_a_second_sigterm_ends_the_process():

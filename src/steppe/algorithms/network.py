@@ -69,6 +69,8 @@ class Network(nn.Module):
         self.dropout = dropout
         self.freeze_bn = freeze_bn
         self.stages = tuple(stages)
+        self.compiled_batch: int | None = None
+        """Where the featurizer is compiled: images in a batch for which it has code of its own."""
         # Constants of the pipeline, not learned: not in checkpoints.
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
@@ -100,8 +102,16 @@ class Network(nn.Module):
             keep: dropout's mask; None: nothing is dropped.
             tap: called at every stage.
         """
+        images = self.normalize(images)
+        featurizer: Callable[[Tensor], Tensor] = self.featurizer
+        if self.featurizer._compiled_call_impl is not None:
+            if tap is not None or len(images) == 1:
+                # Compiled code has no hooks; and 1, to the compiler, is a constant like no other.
+                featurizer = self.featurizer._call_impl
+            elif len(images) != self.compiled_batch or not torch.is_grad_enabled():
+                torch._dynamo.maybe_mark_dynamic(images, 0)  # once for all batch sizes
         with tapped(self.featurizer, self.stages, tap):
-            features: Tensor = self.featurizer(self.normalize(images))
+            features = featurizer(images)
         return features if keep is None else features * keep
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:

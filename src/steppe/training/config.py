@@ -21,13 +21,13 @@ from steppe.optim import optimizer_spec
 from .draws import FROM_NOTHING, draw_hparams
 from .loggers import check_loggers
 
-VERSION = 2
+VERSION = 3
 """Of the format of `config.json`; raised when an older steppe would misread it."""
 
 _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
 """DomainBed's."""
 
-MAY_CHANGE = frozenset({"device", "workers", "root", "packed", "loggers"})
+MAY_CHANGE = frozenset({"device", "data", "workers", "root", "packed", "loggers"})
 """Keys that say how a run is carried out; a resumed run may give others than it started with."""
 
 
@@ -93,9 +93,17 @@ class RunConfig(BaseModel):
     checkpoint_every: int = Field(gt=0, description="steps between evaluations and checkpoints")
     batch_size: int = Field(gt=0, description="images of each source domain in a step")
     accumulate: int = Field(1, gt=0, description="parts that a batch is cut into, to save memory")
-    precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp32"
+    precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = Field(
+        "auto", description="fp32 on a CPU; on a GPU the fastest that is true to the gradients"
+    )
+    engine: Literal["auto", "off", "compile", "graph"] = Field(
+        "auto", description="off on a CPU; on a GPU compiled, and captured in CUDA graphs"
+    )
     deterministic: bool = Field(False, description="same bits on a GPU, at some cost")
 
+    data: Literal["auto", "device", "stream", "host"] = Field(
+        "auto", description="where images live and are transformed; the pixels are the same"
+    )
     packed: bool = Field(True, description="use the dataset's pack where there is a valid one")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     workers: int | None = Field(None, ge=0, description="processes that read images; none: auto")
@@ -125,6 +133,14 @@ class RunConfig(BaseModel):
     @classmethod
     def _as_named(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_it_was(cls, values: Any) -> Any:
+        # A run that was begun before there was an engine goes on without one.
+        if isinstance(values, dict) and values.get("version", VERSION) in (1, 2):
+            return {"engine": "off", **values}
+        return values
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -14,6 +14,8 @@ from steppe.domains.batches import Batch
 
 BATCH = 64
 """Images in a batch of an evaluation."""
+LARGE_BATCH = 256
+"""The same on a GPU, where the algorithm predicts each image by itself."""
 BINS = 15
 """Bins of the calibration error, equal in width."""
 

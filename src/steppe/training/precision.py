@@ -5,19 +5,81 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
 from steppe.errors import UserError
 
+if TYPE_CHECKING:
+    from .config import Named
+
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+FIDELITY = 0.98
+"""The least mean cosine to float64 with which a precision is chosen by `auto`."""
+
+MEASURED: dict[float, dict[str, tuple[float, float]]] = {
+    0.01: {"fp16": (0.996, 0.971), "tf32": (0.998, 0.995)},
+    0.05: {"fp16": (0.999, 0.997), "tf32": (0.999, 0.998)},
+    0.1: {"fp16": (0.999, 0.997), "tf32": (0.999, 0.997)},
+    0.2: {"fp16": (0.998, 0.977), "tf32": (0.999, 0.981)},
+    0.5: {"fp16": (0.994, 0.970), "tf32": (0.996, 0.964)},
+    1.0: {"fp16": (0.989, 0.900), "tf32": (0.993, 0.901)},
+    2.0: {"fp16": (0.979, 0.690), "tf32": (0.987, 0.773)},
+}
+"""The cosine of h0 and of h1 to float64 at each rho: ``benchmarks/fidelity-h200.json``."""
+
+_RADII = ("rho", "grad_rho", "grad_norm_rho")
+_FIRST = ("sam",)
+"""Optimizers whose direction depends on g0 and g1 alone."""
+
+
+def resolve(precision: str, device: torch.device, optimizer: Named, needs_graph: bool) -> str:
+    """The precision that `auto` stands for; any other stands for itself.
+
+    On a CPU it is fp32. On a GPU it is fp16, with a scale: as fast as bf16, and better at the
+    differences of gradients that flatness lives in. Where the measured fidelity of those at the
+    optimizer's rho is too low, it is TF32, and fp32 where TF32's is too low as well. Between the
+    radii that were measured both neighbours must be good enough; beyond them, for adaptive radii,
+    and for optimizers that differentiate twice, it is fp32.
+
+    Examples:
+        >>> from .config import Named
+        >>> cuda = torch.device("cuda")
+        >>> resolve("auto", cuda, Named(name="fad", rho=0.05), needs_graph=False)
+        'fp16'
+        >>> resolve("auto", cuda, Named(name="fad", rho=2.0), needs_graph=False)
+        'fp32'
+    """
+    if precision != "auto":
+        return precision
+    if device.type == "cpu" or needs_graph or optimizer.options.get("adaptive"):
+        return "fp32"
+    radii = [optimizer.options[name] for name in _RADII if name in optimizer.options]
+    order = 0 if optimizer.name in _FIRST else 1
+    for candidate in ("fp16", "tf32"):
+        if all(_fidelity(candidate, rho, order) >= FIDELITY for rho in radii):
+            return candidate
+    return "fp32"
+
+
+def _fidelity(precision: str, rho: float, order: int) -> float:
+    """The lower of the measured cosines at the radii on either side; 0 beyond them."""
+    if rho == 0:
+        return 1.0  # nothing is subtracted
+    below = [r for r in MEASURED if r <= rho]
+    above = [r for r in MEASURED if r >= rho]
+    if not below or not above:
+        return 0.0
+    return min(MEASURED[r][precision][order] for r in (max(below), min(above)))
 
 
 def check(precision: str, device: torch.device, needs_graph: bool) -> None:
     """Refuses what cannot work, before anything starts."""
     if device.type == "cpu" and precision in ("fp16", "tf32"):
-        raise UserError(f"precision={precision} needs a GPU: on a CPU, use fp32 or bf16")
+        raise UserError(f"precision={precision} needs a GPU: on a CPU, use auto, fp32 or bf16")
     if needs_graph and precision == "fp16":
         raise UserError(
             "precision=fp16 does not suit an optimizer that differentiates twice (adahessian, "

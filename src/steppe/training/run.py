@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from steppe.errors import Interrupted, RunError, UserError
-from steppe.optim import optimizer_spec
 
 from . import precision
 from .config import MAY_CHANGE, RunConfig
@@ -19,6 +18,7 @@ from .directory import RunDirectory
 from .interrupts import Interrupts
 from .processes import Processes, join
 from .progress import Display, Silent
+from .setup import resolved_precision
 from .trainer import Trainer
 
 log = logging.getLogger("steppe")
@@ -55,9 +55,8 @@ def train(
     run = RunDirectory(Path(out))
     with ExitStack() as stack:
         processes = stack.enter_context(join(config.device))
-        needs_graph = optimizer_spec(config.optimizer.name).needs_graph
-        precision.check(config.precision, processes.device, needs_graph)
-        stack.enter_context(precision.settings(config.precision, config.deterministic))
+        number_format = resolved_precision(config, processes.device)
+        stack.enter_context(precision.settings(number_format, config.deterministic))
         if processes.first:
             stack.enter_context(_lock(run))
             _open(run, config, resume)

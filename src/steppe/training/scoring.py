@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from steppe.domains import Split
-from steppe.domains.batches import Batch, View, evaluation_batches
+from steppe.domains.batches import Batch, View
+from steppe.domains.store import Store
 from steppe.errors import Interrupted
 
 from .config import RunConfig
@@ -29,8 +30,9 @@ class Scoring:
         config: the run.
         splits: its domains.
         processes: this process among the others; each evaluates its share.
-        workers: processes that read images.
+        store: where images come from.
         predict: maps images, as they were read, to logits.
+        batch_size: images that are predicted together.
     """
 
     def __init__(
@@ -38,11 +40,12 @@ class Scoring:
         config: RunConfig,
         splits: Sequence[Split],
         processes: Processes,
-        workers: int,
+        store: Store,
         predict: Callable[[Tensor], Tensor],
+        batch_size: int = BATCH,
     ) -> None:
         self._config, self._splits, self._processes = config, splits, processes
-        self._workers, self._predict = workers, predict
+        self._store, self._predict, self._batch_size = store, predict, batch_size
         self._known: dict[str, Scores] = {}
         self._known_after = -1
 
@@ -100,15 +103,13 @@ class Scoring:
         augmented = config.augment and config.augment_validation and part == VALIDATION
         # Lists of files go class by class, and some algorithms look at a batch as a whole.
         shuffled = np.random.default_rng(0).permutation(split.parts[part])
-        batches = evaluation_batches(
+        batches = self._store.evaluation(
             split.domain,
             shuffled[rank::world],
             View(config.image_size, augmented),
-            BATCH,
+            self._batch_size,
             # More numbers than training seeds with: never the same draws.
             seeds=(config.seed, split.position, done, rank),
-            workers=self._workers,
-            pin=device.type == "cuda",
         )
         return evaluate(self._predict, watch(batches), device, self._processes.sum)
 

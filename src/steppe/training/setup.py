@@ -12,13 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from steppe.algorithms import Algorithm, Objective, build_algorithm
-from steppe.domains import Arrays, Dataset, Split, data_folder, load, split_dataset
-from steppe.domains.pool import cores
+from steppe.domains import Dataset, Split, data_folder, load, split_dataset
 from steppe.errors import UserError
 from steppe.optim import build_optimizer, optimizer_spec
 
+from . import precision
 from .backbones import build_network
 from .config import Named, RunConfig
+from .engine import Gears, choose_gears
 from .processes import Processes
 
 
@@ -64,8 +65,14 @@ def build(config: RunConfig, n_classes: int, channels: int, n_sources: int) -> A
     return build_algorithm(config.algorithm.name, network, n_sources, **config.algorithm.options)
 
 
-def optimizer(chosen: Named, objective: Objective, model: nn.Module) -> Optimizer:
-    """The optimizer of an objective: that of the run, with what the objective changes of it."""
+def optimizer(
+    chosen: Named, objective: Objective, model: nn.Module, fused: bool = False
+) -> Optimizer:
+    """The optimizer of an objective: that of the run, with what the objective changes of it.
+
+    `fused` asks for kernels that update all parameters at once and never make the host wait, where
+    the optimizer has them.
+    """
     spec = optimizer_spec(chosen.name)
     changed = {name: value for name, value in objective.options.items() if name in spec.options}
     for name in changed:
@@ -75,6 +82,10 @@ def optimizer(chosen: Named, objective: Objective, model: nn.Module) -> Optimize
                 "have algorithm.beta1)"
             )
     options = {**chosen.options, **changed}
+    plain = "foreach" in options or options.get("dampening")  # which fused kernels get wrong
+    if fused and "fused" in spec.options and not plain:
+        asked = ("fused", "capturable")  # the second is what torch wants to see of Adam in a graph
+        options = {**{name: True for name in asked if name in spec.options}, **options}
     by_factor: dict[float, list[nn.Parameter]] = {}
     for parameter in objective.parameters:
         by_factor.setdefault(objective.lr_factors.get(parameter, 1.0), []).append(parameter)
@@ -85,24 +96,35 @@ def optimizer(chosen: Named, objective: Objective, model: nn.Module) -> Optimize
     return build_optimizer(chosen.name, groups, model=model, **options)
 
 
-def reader_count(config: RunConfig, dataset: Dataset, processes: Processes) -> int:
-    """How many processes read images for this one."""
-    if config.workers is not None:
-        return config.workers
-    # On a CPU, readers would take the cores that compute; arrays need none.
-    in_memory = all(isinstance(domain.images, Arrays) for domain in dataset.domains)
-    if processes.device.type == "cpu" or in_memory:
-        return 0
-    return max(1, min(8, cores() // processes.world))
+def resolved_precision(config: RunConfig, device: torch.device) -> str:
+    """The precision of a run, once its device is known; refuses what cannot work."""
+    needs_graph = optimizer_spec(config.optimizer.name).needs_graph
+    chosen = precision.resolve(config.precision, device, config.optimizer, needs_graph)
+    precision.check(chosen, device, needs_graph)
+    return chosen
 
 
-def memory_format(config: RunConfig, device: torch.device) -> torch.memory_format:
-    """Channels-last where it is faster: large images on a CPU, half precision on a GPU."""
-    large = config.image_size >= 64
-    half = config.precision in ("fp16", "bf16")
-    return (
-        torch.channels_last if large and (device.type == "cpu" or half) else torch.contiguous_format
+def gears(config: RunConfig, processes: Processes) -> Gears:
+    """What the engine of a run may do."""
+    needs_graph = optimizer_spec(config.optimizer.name).needs_graph
+    return choose_gears(
+        config.engine, processes.device, config.image_size, needs_graph, processes.world
     )
+
+
+def memory_format(
+    algorithm: nn.Module, image_size: int, number_format: str, device: torch.device
+) -> torch.memory_format:
+    """Channels-last where it is faster: large images on a CPU, or on tensor cores.
+
+    Depthwise convolutions in 32 bits are an exception: on a GPU they are many times slower so.
+    """
+    depthwise = any(
+        isinstance(m, nn.Conv2d) and m.groups == m.in_channels > 1 for m in algorithm.modules()
+    )
+    cores = number_format in ("fp16", "bf16") or (number_format == "tf32" and not depthwise)
+    fast = image_size >= 64 and (device.type == "cpu" or cores)
+    return torch.channels_last if fast else torch.contiguous_format
 
 
 def parallel(algorithm: Algorithm, processes: Processes, several: bool) -> nn.Module:

@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,25 @@ import torch
 from torch import Tensor
 
 from steppe import __version__
-from steppe.algorithms import Losses, algorithm_spec
+from steppe.algorithms import Algorithm, Losses, algorithm_spec
 from steppe.averaging import build_averaging, reestimate, unfrozen
 from steppe.domains import seed_hash
-from steppe.domains.batches import Batch, Sampling, View, training_batches
+from steppe.domains.batches import Batch, Sampling, View
+from steppe.domains.store import open_store
 from steppe.errors import Interrupted, RunError, UserError
 
 from . import checkpoint, precision, randomness, setup
 from .config import RunConfig
 from .directory import RunDirectory, validation_accuracy
+from .engine import Engine
+from .evaluation import BATCH, LARGE_BATCH
 from .interrupts import Interrupts
 from .loggers import Logger, flatten, open_loggers
 from .means import Means
 from .processes import Processes
 from .progress import Display, Silent, summary
 from .scoring import Scoring, worst
-from .update import cut, forget, mean_state, optimize
+from .update import cut, forget, mean_state, take_up
 
 log = logging.getLogger("steppe")
 
@@ -81,8 +84,16 @@ class Trainer:
                 f"into accumulate={config.accumulate} equal parts"
             )
         algorithm_spec(config.algorithm.name).check_batch(share // config.accumulate)
-        self.workers = setup.reader_count(config, self.dataset, processes)
-        self.memory_format = setup.memory_format(config, self.device)
+        self.precision = setup.resolved_precision(config, self.device)
+        gears = setup.gears(config, processes)
+        self.store = open_store(
+            config.data,
+            self.device,
+            [split.domain for split in self.splits],
+            config.workers,
+            processes.world,
+            compiled=gears.compiled,
+        )
 
         randomness.seed_all(config.seed)
         n_classes, channels = len(self.dataset.classes), self.dataset.spec.channels
@@ -90,20 +101,38 @@ class Trainer:
         begun = checkpoint.any_saved(run.checkpoints)
         start = config.model_copy(update={"weights": "none"}) if begun else config
         self.algorithm = setup.build(start, n_classes, channels, len(sources)).to(self.device)
+        self.memory_format = setup.memory_format(
+            self.algorithm, config.image_size, self.precision, self.device
+        )
         self.algorithm.to(memory_format=self.memory_format)
         if processes.rank:  # from here on, other draws than process 0 (dropout)
             randomness.seed_all(seed_hash(config.seed, processes.rank))
         self.objectives = tuple(self.algorithm.objectives())
         self.parallel = setup.parallel(self.algorithm, processes, len(self.objectives) > 1)
         self.optimizers = {
-            objective.name: setup.optimizer(config.optimizer, objective, self.parallel)
+            objective.name: setup.optimizer(
+                config.optimizer, objective, self.parallel, fused=gears.captured
+            )
             for objective in self.objectives
             if objective.optimizer is None
         }
-        self.scaler = precision.scaler(config.precision, self.device)
+        self.scaler = precision.scaler(self.precision, self.device)
+        self.engine = Engine(
+            gears,
+            self.parallel,
+            self.algorithm.network,
+            self._autocast,
+            self.scaler,
+            # One size for a run by itself; for all that a search may draw, one code.
+            share // config.accumulate * len(sources) if config.draw is None else None,
+            config.deterministic,
+            say=lambda line: log.info("engine: %s", line) if processes.first else None,
+        )
         averaging = config.averaging
         self.averaging = build_averaging(averaging.name, self.algorithm, **averaging.options)
-        self.scoring = Scoring(config, self.splits, processes, self.workers, self._predict)
+        alone = type(self.algorithm).predict is Algorithm.predict
+        batch = LARGE_BATCH if alone and self.device.type == "cuda" else BATCH
+        self.scoring = Scoring(config, self.splits, processes, self.store, self._predict, batch)
         if self.averaging.follows_loss and not self.scoring.validates:
             raise UserError(
                 f"averaging {averaging.name!r} follows the validation loss, and the source domains "
@@ -132,10 +161,13 @@ class Trainer:
         self._restore()
         if self.processes.first:
             log.info(
-                "steppe %s, %s, data: %s, split %s, validation %s",
+                "steppe %s, %s, %s, %s; data: %s, %s, split %s, validation %s",
                 __version__,
                 self.device,
+                self.precision,
+                self.engine.gear,
                 self.dataset.origin,
+                self.store.where,
                 config.split,
                 "augmented" if config.augment_validation else "not augmented",
             )
@@ -180,9 +212,7 @@ class Trainer:
         self._settle(interrupts)
         if self.averaging.finished:
             return
-        pin = self.device.type == "cuda"
-        steps = training_batches(self.sampling, self.done, self.config.steps, self.workers, pin)
-        for batches in steps:
+        for batches in self.store.training(self.sampling, self.done, self.config.steps):
             with _determinism_explained():
                 self.step(batches)
             step = self.done - 1
@@ -225,21 +255,19 @@ class Trainer:
 
     def step(self, batches: Sequence[Batch]) -> None:
         """One update, from one batch of every source domain."""
-        parts = cut([self._to_device(batch) for batch in batches], self.config.accumulate)
-        with precision.autocast(self.config.precision, self.device):
+        parts = cut([self.laid_out(batch) for batch in batches], self.config.accumulate)
+        with self._autocast():
             prepared = [self.algorithm.prepare(part) for part in parts]
         firsts: list[dict[str, Losses]] = [{} for _ in prepared]
         for objective in self.objectives:
             if not objective.active(self.done):
                 continue
-            autocast = precision.autocast(self.config.precision, self.device)
             optimizer = self.optimizers[objective.optimizer or objective.name]
             if objective.reset(self.done):
                 forget(optimizer)
+                self.engine.forget()
             began = time.perf_counter()
-            losses = optimize(
-                optimizer, self.parallel, objective.name, prepared, autocast, self.scaler
-            )
+            losses = self.engine.optimize(optimizer, objective.name, prepared)
             self.update_seconds += time.perf_counter() - began
             for first, of_part in zip(firsts, losses, strict=True):
                 first[objective.name] = of_part
@@ -250,11 +278,12 @@ class Trainer:
         self.averaging.update()
         self.done += 1
 
-    def _to_device(self, batch: Batch) -> Batch:
-        images = batch.images.to(self.device, non_blocking=True)
-        labels = batch.labels.to(self.device, non_blocking=True)
-        images = self.algorithm.network.normalize(images)
-        return Batch(images.contiguous(memory_format=self.memory_format), labels)
+    def laid_out(self, batch: Batch) -> Batch:
+        """A batch as the network wants it in memory; the algorithm normalizes it."""
+        return Batch(batch.images.contiguous(memory_format=self.memory_format), batch.labels)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return precision.autocast(self.precision, self.device)
 
     def check_divergence(self) -> None:
         """Stops a run whose loss is no longer finite."""
@@ -268,7 +297,7 @@ class Trainer:
         raise RunError(
             f"{what}: the run diverged. Records and checkpoints so far are kept in "
             f"{self.dir.path}. Try a smaller optimizer.lr"
-            + (" or precision=fp32" if self.config.precision in ("fp16", "bf16") else "")
+            + (" or precision=fp32" if self.precision in ("fp16", "bf16") else "")
             + ", in another --out."
         )
 
@@ -287,6 +316,8 @@ class Trainer:
     def _record(self, interrupts: Interrupts) -> None:
         """Evaluates, appends the record and saves the state."""
         step, config = self.done - 1, self.config
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # updates that are under way are no evaluation
         started = time.perf_counter()
         seconds = (started - self._clock) / max(self.done - self._clocked, 1)
         if self._last:
@@ -354,12 +385,12 @@ class Trainer:
         total = steps * self.config.batch_size * len(self.sampling.sources)
 
         def images() -> Iterator[Tensor]:
-            batches = training_batches(self.sampling, 0, steps, self.workers)
+            batches = self.store.training(self.sampling, 0, steps)
             for number, domains in enumerate(batches, start=1):
                 self.display.evaluating(number * total // steps, total)
                 if interrupts.number is not None and self.processes.world == 1:
                     raise Interrupted(interrupts.number)
-                yield torch.cat([batch.images for batch in domains]).to(self.device)
+                yield torch.cat([batch.images for batch in domains])
 
         with self.averaging.applied():
             reestimate(self.algorithm, self._predict, images())
@@ -379,10 +410,14 @@ class Trainer:
                 statistic.copy_(mean.view_as(statistic))
 
     def _predict(self, images: Tensor) -> Tensor:
+        images = images.contiguous(memory_format=self.memory_format)
         images = self.algorithm.network.normalize(images)
-        with precision.autocast(self.config.precision, self.device):
-            images = images.contiguous(memory_format=self.memory_format)
-            return self.algorithm.predict(images)
+
+        def predict() -> Tensor:
+            with self._autocast():
+                return self.algorithm.predict(images)
+
+        return self.engine.guarded(predict)
 
     def _save(self) -> None:
         # One process's generators and losses are not another's: all of them are kept.
@@ -396,6 +431,7 @@ class Trainer:
             "recorded": self.recorded,
             "records_size": self.dir.records_size(),
             "optimizers": {name: o.state_dict() for name, o in self.optimizers.items()},
+            "precision": self.precision,
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "averaging": self.averaging.state_dict(),
             "best": self.best,
@@ -421,9 +457,18 @@ class Trainer:
             )
         self.algorithm.load_state_dict(found.model)
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(state["optimizers"][name])
-        if self.scaler:
+            take_up(optimizer, state["optimizers"][name])
+        if self.scaler and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
+        before = state.get("precision", self.precision)
+        if before != self.precision and self.processes.first:
+            log.warning(
+                "%s was trained in %s so far and goes on in %s, which precision=auto is on %s",
+                self.dir.path,
+                before,
+                self.precision,
+                self.device,
+            )
         losses = state["losses"]
         if found.format > 1:  # before, there was no averaging, and the first process's losses
             self.averaging.load_state_dict(state["averaging"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,8 +17,12 @@ from torch.optim import Optimizer
 from steppe.algorithms import Losses
 from steppe.domains.batches import Batch
 from steppe.optim import FlatnessOptimizer
+from steppe.optim.engine import give_momentum, skips_by_itself
 
 from .processes import Processes
+
+_LAUNCH = ("foreach", "fused", "capturable")
+"""Options of torch's optimizers that say how, not what."""
 
 
 def optimize(
@@ -26,7 +30,7 @@ def optimize(
     module: nn.Module,
     objective: str,
     prepared: Sequence[Any],
-    autocast: AbstractContextManager[object],
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     scaler: GradScaler | None = None,
 ) -> list[Losses]:
     """Takes one step and returns the losses at the weights before it, one for each part.
@@ -36,11 +40,63 @@ def optimize(
         module: the algorithm, or what wraps it for several processes.
         objective: which of the algorithm's losses.
         prepared: what the algorithm's `prepare` made of each part of the batch.
-        autocast: the context of forward passes; entered anew for each.
+        autocast: makes the context of forward passes.
         scaler: for fp16.
     """
+    if not isinstance(optimizer, FlatnessOptimizer):
+        losses = differentiate(optimizer, module, objective, prepared, autocast, scaler)
+        apply(optimizer, scaler)
+    else:
+        losses = []
+        closure = _closure(module, objective, prepared, autocast, scaler, losses, optimizer)
+        optimizer.step(closure, scaler=scaler)
+        if scaler is not None:
+            scaler.update()
+    if getattr(optimizer, "needs_graph", False):
+        module.zero_grad()  # other objectives' parameters: their gradients would hold the graph
+    return losses
+
+
+def differentiate(
+    optimizer: Optimizer,
+    module: nn.Module,
+    objective: str,
+    prepared: Sequence[Any],
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    scaler: GradScaler | None = None,
+) -> list[Losses]:
+    """The first half of a step of an optimizer that asks for one gradient: everything before it.
+
+    The arguments are those of `optimize`.
+    """
+    losses: list[Losses] = []
+    optimizer.zero_grad()
+    _closure(module, objective, prepared, autocast, scaler, losses, optimizer)()
+    return losses
+
+
+def apply(optimizer: Optimizer, scaler: GradScaler | None) -> None:
+    """The second half: the optimizer's step with the gradients that are there."""
+    if scaler is None:
+        optimizer.step()
+        return
+    if skips_by_itself(optimizer):
+        give_momentum(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def _closure(
+    module: nn.Module,
+    objective: str,
+    prepared: Sequence[Any],
+    autocast: Callable[[], AbstractContextManager[object]],
+    scaler: GradScaler | None,
+    firsts: list[Losses],
+    optimizer: Optimizer,
+) -> Callable[[], Tensor]:
+    """One pass, as a function; the first call's losses are put into `firsts`."""
     needs_graph = getattr(optimizer, "needs_graph", False)
-    firsts: list[Losses] = []
     share = 1 / len(prepared)
 
     def closure() -> Tensor:
@@ -49,7 +105,7 @@ def optimize(
         for i, part in enumerate(prepared):
             # Gradients are summed over processes once, with the last part's.
             with nullcontext() if i + 1 == len(prepared) else _no_sync(module):
-                with autocast:
+                with autocast():
                     aux = firsts[i].aux if again else None
                     losses: Losses = module(part, objective=objective, first=aux)
                     loss = losses.total if share == 1 else losses.total * share
@@ -59,29 +115,33 @@ def optimize(
             losses_at_point.append(loss.detach())
         return torch.stack(losses_at_point).sum()
 
-    if isinstance(optimizer, FlatnessOptimizer):
-        optimizer.step(closure, scaler=scaler)
-    else:
-        optimizer.zero_grad()
-        closure()
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-    if scaler is not None:
-        scaler.update()
-    if needs_graph:
-        module.zero_grad()  # other objectives' parameters: their gradients would hold the graph
-    return firsts
+    return closure
+
+
+def base_of(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that moves the weights."""
+    return optimizer.base if isinstance(optimizer, FlatnessOptimizer) else optimizer
 
 
 def forget(optimizer: Optimizer) -> None:
     """Lets an optimizer go on from where it is with moments as at the start."""
-    base = optimizer.base if isinstance(optimizer, FlatnessOptimizer) else optimizer
+    base = base_of(optimizer)
     groups = [{**group} for group in base.state_dict()["param_groups"]]
     for group in groups:
         group.pop("step", None)  # where pytorch_optimizer's classes count
     base.load_state_dict({"state": {}, "param_groups": groups})
+
+
+def take_up(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads an optimizer's saved state, except how its kernels are launched.
+
+    That depends on the device, which may be another than the state was saved on.
+    """
+    groups = [
+        {**saved, **{name: own[name] for name in _LAUNCH if name in own}}
+        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({**state, "param_groups": groups})
 
 
 def mean_state(firsts: Sequence[Mapping[str, Losses]], processes: Processes) -> dict[str, Losses]:

@@ -1,0 +1,345 @@
+"""The engine: how the passes of a step are carried out, as fast as the device allows.
+
+It has three gears. *Eager* runs layer by layer. *Compiled* runs the backbone, forward and backward,
+through `torch.compile`, once for all batch sizes and all algorithms. *Captured* records all passes
+of an update, the optimizer's arithmetic included, as one CUDA graph and replays it. Where a run
+does not allow a gear, the engine goes on in a lower one and says why in one line. What is computed
+stays the same, up to the rounding of fused kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from steppe.algorithms import Losses, Network
+from steppe.optim import FlatnessOptimizer
+from steppe.optim.engine import skips_by_itself
+
+from .update import apply, base_of, differentiate, optimize
+
+T = TypeVar("T")
+
+WARM_UP = 3
+"""Updates before one is captured: they create the optimizer's state and the kernels' workspaces."""
+MOST_GRAPHS = 4
+"""Kinds of update that are captured for one objective, each with memory of its own."""
+COMPILED_FROM = 64
+"""Height and width of the images from which compiling pays for itself."""
+RECOMPILATIONS = 64
+"""As torch counts them, per function, and a process may train many backbones. (Torch's limit is 8:
+after that it would go on without compiled code, and without a word.)"""
+
+
+@dataclass(frozen=True)
+class Gears:
+    """Which gears a run may use, and why not the others.
+
+    Attributes:
+        compiled: whether the backbone is compiled.
+        captured: whether updates are recorded and replayed.
+        reasons: for every gear that the run does without, one line.
+    """
+
+    compiled: bool
+    captured: bool
+    reasons: tuple[str, ...] = ()
+
+
+def choose_gears(
+    engine: str, device: torch.device, image_size: int, needs_graph: bool, world: int
+) -> Gears:
+    """The gears for a run.
+
+    Args:
+        engine: ``auto``, ``off``, ``compile`` or ``graph``, as in a config.
+        device: where it is trained.
+        image_size: height and width of the images.
+        needs_graph: whether the optimizer differentiates gradients.
+        world: the number of processes.
+
+    Examples:
+        >>> choose_gears("auto", torch.device("cpu"), 224, needs_graph=False, world=1).compiled
+        False
+    """
+    if engine == "off" or (engine == "auto" and device.type == "cpu"):
+        return Gears(compiled=False, captured=False)
+    if needs_graph:
+        why = "not compiled: the optimizer differentiates twice, which compiled code does not allow"
+        return Gears(compiled=False, captured=False, reasons=(why,))
+    reasons = []
+    compiled = engine != "auto" or image_size >= COMPILED_FROM
+    if not compiled:
+        reasons.append(f"not compiled: images of {image_size} pixels are too small to gain by it")
+    captured = engine != "compile"
+    if captured and device.type == "cpu":
+        captured = False
+        reasons.append("not captured: a CPU has no CUDA graphs")
+    elif captured and world > 1:
+        captured = False
+        reasons.append("not captured: gradients are shared between processes in every pass")
+    return Gears(compiled, captured, tuple(reasons))
+
+
+class Engine:
+    """Carries out updates and predictions in the highest gear that works.
+
+    Args:
+        gears: what the run allows.
+        module: the algorithm, or what wraps it for several processes.
+        network: the network inside it.
+        autocast: makes the context of forward passes.
+        scaler: for fp16.
+        batch: images of a pass, if code is to be compiled for that number alone, which is faster:
+            sums over a number of images that is left open take twice as long. None: for any.
+        deterministic: whether kernels are chosen without timing them.
+        say: is given each line about a gear that is not used.
+    """
+
+    def __init__(
+        self,
+        gears: Gears,
+        module: nn.Module,
+        network: Network,
+        autocast: Callable[[], AbstractContextManager[object]],
+        scaler: GradScaler | None = None,
+        batch: int | None = None,
+        deterministic: bool = False,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._module, self._network = module, network
+        self._autocast, self._scaler, self._say = autocast, scaler, say
+        self.compiled, self.captured = gears.compiled, gears.captured
+        self.reasons: list[str] = []
+        """Why gears are not used, one line each."""
+        for reason in gears.reasons:
+            self._note(reason)
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._seen: dict[Hashable, int] = {}
+        self._pool: Any = None
+        if self.compiled:
+            import torch._dynamo.config as dynamo
+
+            dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILATIONS)
+            network.compiled_batch = batch
+            options: dict[str, Any] = {"deterministic": True} if deterministic else {}
+            network.featurizer.compile(options=options)
+
+    @property
+    def gear(self) -> str:
+        """What it does now, in words."""
+        names = {"compiled": self.compiled, "captured in CUDA graphs": self.captured}
+        return " and ".join(name for name, on in names.items() if on) or "eager"
+
+    def optimize(
+        self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
+    ) -> list[Losses]:
+        """Takes one step and returns the losses at the weights before it, one for each part.
+
+        Where the step was replayed, they are valid until the next one of that objective.
+        """
+        if not self.captured:
+            return self._launch(optimizer, objective, prepared)
+        key = (objective, _kind(prepared), _settings(optimizer))
+        if key in self._graphs:
+            return self._replay(self._graphs[key], optimizer, prepared)
+        if sum(known[0] == objective for known in self._seen) > MOST_GRAPHS:  # type: ignore[index]
+            self._stop_capturing(
+                "its updates are of too many kinds: sizes, hyper-parameters or Python numbers in "
+                "the loss change from step to step"
+            )
+            return self._launch(optimizer, objective, prepared)
+        self._seen[key] = self._seen.get(key, 0) + 1
+        if self._seen[key] <= WARM_UP:
+            return self._warm_up(optimizer, objective, prepared)
+        graph = self._capture(optimizer, objective, prepared)
+        if graph is None:
+            return self._launch(optimizer, objective, prepared)
+        self._graphs[key] = graph
+        return self._replay(graph, optimizer, prepared)
+
+    def forget(self) -> None:
+        """Drops what was captured: an optimizer's state was replaced."""
+        self._graphs.clear()
+        self._seen.clear()
+
+    def guarded(self, compute: Callable[[], T]) -> T:
+        """What a function returns; without compiled code if that cannot be made."""
+        if not self.compiled:
+            return compute()
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            return compute()
+        except TorchDynamoException as error:
+            self.compiled = False
+            self._network.featurizer._compiled_call_impl = None
+            self._note(f"not compiled: {_first_line(error)}")
+        return compute()
+
+    def _launch(
+        self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
+    ) -> list[Losses]:
+        return self.guarded(
+            lambda: optimize(
+                optimizer, self._module, objective, prepared, self._autocast, self._scaler
+            )
+        )
+
+    def _warm_up(
+        self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
+    ) -> list[Losses]:
+        device = prepared[0].images.device
+        before = (torch.get_rng_state(), torch.cuda.get_rng_state(device))
+        losses = self._launch(optimizer, objective, prepared)
+        after = (torch.get_rng_state(), torch.cuda.get_rng_state(device))
+        if not all(map(torch.equal, before, after)):
+            self._stop_capturing(
+                "the loss draws random numbers (dropout inside the backbone), which all passes of "
+                "a step must share"
+            )
+        return losses
+
+    def _capture(
+        self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
+    ) -> _Graph | None:
+        whole = skips_by_itself(base_of(optimizer))
+        static = [_mapped(part, lambda t: t.clone()) for part in prepared]
+        steps = optimizer.steps if isinstance(optimizer, FlatnessOptimizer) else 0
+        self._module.zero_grad()  # gradients are to be allocated in the graph's own memory
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what launched steps used, captured ones will need again
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        run = optimize if whole else differentiate
+        try:
+            # Other threads, which copy images, may go on allocating meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                losses = run(
+                    optimizer, self._module, objective, static, self._autocast, self._scaler
+                )
+        except RuntimeError as error:
+            self._module.zero_grad()
+            if self._scaler is not None:  # it may be in the middle of a step that never was
+                self._scaler._per_optimizer_states.clear()
+            self._stop_capturing(_first_line(error))
+            return None
+        finally:
+            if isinstance(optimizer, FlatnessOptimizer):  # nothing has run yet
+                optimizer.abandon()
+                optimizer.steps = steps
+        gradients = [(p, p.grad) for p in self._module.parameters() if p.grad is not None]
+        self._module.zero_grad()
+        return _Graph(graph, static, losses, gradients, whole)
+
+    def _replay(self, graph: _Graph, optimizer: Optimizer, prepared: Sequence[Any]) -> list[Losses]:
+        for mine, given in zip(_tensors(graph.prepared), _tensors(prepared), strict=True):
+            mine.copy_(given)
+        graph.graph.replay()
+        if isinstance(optimizer, FlatnessOptimizer):
+            optimizer.steps += 1
+        if not graph.whole:
+            for p, gradient in graph.gradients:
+                p.grad = gradient
+            apply(optimizer, self._scaler)
+            self._module.zero_grad()
+        return graph.losses
+
+    def _stop_capturing(self, why: str) -> None:
+        self.captured = False
+        self.forget()
+        self._note(f"not captured: {why}")
+
+    def _note(self, line: str) -> None:
+        self.reasons.append(line)
+        self._say(line)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """One recorded update.
+
+    Attributes:
+        graph: the recording.
+        prepared: where it reads its batch.
+        losses: where it leaves its losses.
+        gradients: where it leaves gradients; held, so that nobody else is given their memory.
+        whole: whether it makes the optimizer's step too.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    prepared: Sequence[Any]
+    losses: list[Losses]
+    gradients: list[tuple[nn.Parameter, Tensor]]
+    whole: bool
+
+
+def _settings(optimizer: Optimizer) -> Hashable:
+    """Everything about an optimizer that a recording has as constants."""
+    step = optimizer.steps + 1 if isinstance(optimizer, FlatnessOptimizer) else 0
+    due = optimizer.due if isinstance(optimizer, FlatnessOptimizer) else True
+    groups = [
+        tuple(
+            (name, value(step) if callable(value) else value)
+            for name, value in group.items()
+            if name != "params" and not isinstance(value, Tensor)
+        )
+        for group in optimizer.param_groups
+    ]
+    return repr((id(optimizer), due, groups))
+
+
+def _kind(tree: Any) -> Hashable:
+    """A tree with the shapes of its tensors, and everything else as it is."""
+    if isinstance(tree, Tensor):
+        return (tuple(tree.shape), tree.dtype)
+    if is_dataclass(tree):
+        return tuple(_kind(getattr(tree, field.name)) for field in fields(tree))
+    if isinstance(tree, Mapping):
+        return tuple((key, _kind(value)) for key, value in tree.items())
+    if isinstance(tree, list | tuple):
+        return tuple(map(_kind, tree))
+    return repr(tree)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors of a tree, in a fixed order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif is_dataclass(tree):
+        for field in fields(tree):
+            yield from _tensors(getattr(tree, field.name))
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A tree like another, its tensors changed."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        changed = {f.name: _mapped(getattr(tree, f.name), change) for f in fields(tree)}
+        return replace(cast(Any, tree), **changed)
+    if isinstance(tree, Mapping):
+        return {key: _mapped(value, change) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        values = [_mapped(value, change) for value in tree]
+        named = isinstance(tree, tuple) and hasattr(tree, "_fields")
+        return type(tree)(*values) if named else type(tree)(values)
+    return tree
+
+
+def _first_line(error: BaseException) -> str:
+    cause = getattr(error, "inner_exception", error)  # what a compiler says, without who says it
+    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
