@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from steppe.bench import optim
+from steppe.bench.still import Still
 from steppe.cli import app
 from steppe.errors import UserError
 from steppe.optim import FAD
@@ -38,7 +39,7 @@ def test_the_gradients_are_such_as_autograd_gives():
     """Nothing else refers to them, so that adoption and recycling happen as in training."""
     params = [nn.Parameter(torch.randn(50)), nn.Parameter(torch.randn(3, 4))]
     gradients = optim.Gradients(params)
-    opt = FAD(optim.Still(params))
+    opt = FAD(Still(params))
     opt.step(gradients)
     assert gradients.calls == 4
     assert gradients.seconds > 0

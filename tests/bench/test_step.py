@@ -1,38 +1,174 @@
-"""`steppe bench step`: it times the real loop, from a pack, and its parts add up."""
+"""`steppe bench step`: it times the real loop, from a pack; its parts are what they are called."""
 
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from steppe.bench import step
+from steppe.bench.data import packed_images
+from steppe.bench.still import Still
+from steppe.domains.batches import Batch, Sampling
+from steppe.domains.store import Host
+from steppe.errors import UserError
+from steppe.training import make_config
+from steppe.training.engine import WARM_UP, Engine
+from steppe.training.trainer import Trainer
+
+CPU = torch.device("cpu")
 
 
-def test_parts_add_up() -> None:
+@pytest.fixture
+def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three domains of small images, which a run leaves small."""
+    rng = np.random.default_rng(0)
+    for domain in ("ink", "oil", "pen"):
+        for name in ("cat", "dog"):
+            folder = tmp_path / "images" / domain / name
+            folder.mkdir(parents=True)
+            for i in range(6):
+                pixels = rng.integers(256, size=(36, 36, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i}.jpg")
+    small = {"image_size": 32}
+    monkeypatch.setattr(step, "make_config", lambda values: make_config({**values, **small}))
+    return tmp_path / "images"
+
+
+def median(figures: dict[str, Any], name: str) -> float:
+    return float(figures[name]["median"])
+
+
+def test_figures_follow_from_each_other(images: Path) -> None:
     result = step.measure(
-        torch.device("cpu"), "resnet18", batch=3, optimizer="sgd", rounds=1, steps=1
+        CPU, "resnet18", batch=4, optimizer="sam", rounds=1, steps=2, images=images
     )
-    assert result["data"].endswith("packed")
-    assert result["batch"] == "3 x 1"
-    whole, update = (
-        result[name]["median"] for name in ("ms per step", "ms in forward, backward, optimizer")
-    )
-    waiting = result["ms waiting for data"]["median"]
-    assert 0 < waiting < whole - update < 0.6 * whole
-    assert abs(result["overhead"]["median"] - (1 - update / whole)) < 1e-3
-    assert step.tables(result)[0].row_count == 4
+    assert result["batch"] == "2 x 2"
+    assert list(result["runs"]) == ["sam", "adam"]
+    assert "nothing to compare" in result["plain"]
+    assert result["peak GiB of the process"] > 0.1
+    for name, passes in (("sam", 2), ("adam", 1)):
+        run = result["runs"][name]
+        assert (run["optimizer"], run["passes"], run["engine"]) == (name, passes, "eager")
+        assert (run["precision"], run["reasons"]) == ("fp32", [])
+        whole, one = median(run, "ms per step"), median(run, "ms per forward and backward")
+        data, update = (
+            median(run, key) for key in ("ms of data alone", "ms in forward, backward, optimizer")
+        )
+        assert 0 < data < whole
+        assert 0 < update < whole
+        assert median(run, "images per second") == pytest.approx(4e3 / whole, rel=1e-3)
+        assert median(run, "step over its passes") == pytest.approx(whole / passes / one, rel=1e-2)
+        assert median(run, "data alone over step") == pytest.approx(data / whole, abs=1e-3)
+        assert median(run, "overhead") == pytest.approx(1 - update / whole, abs=1e-3)
+    times = [median(run, "ms per step") for run in result["runs"].values()]
+    assert median(result["ratios"], "sam over adam") == pytest.approx(times[0] / times[1], rel=1e-2)
+    table, ratios = step.tables(result)
+    assert len(table.columns) == 3
+    assert ratios.row_count == 2
 
 
-def test_algorithms_are_compared_with_erm() -> None:
-    result = step.compare(
-        torch.device("cpu"),
+def test_beside_another_precision_there_is_a_plain_run(images: Path) -> None:
+    result = step.measure(
+        CPU,
         "resnet18",
-        batch=6,
+        batch=2,
+        optimizer="adam",
+        rounds=2,
+        steps=1,
+        precision="bf16",
+        images=images,
+    )
+    runs = result["runs"]
+    assert {name: run["precision"] for name, run in runs.items()} == {
+        "adam": "bf16",
+        "adam, plain": "fp32",
+    }
+    assert "plain" not in result
+    assert result["ratios"].keys() == {"adam over adam, plain"}
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_parts_are_what_they_are_called(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch takes 1 s, and nothing while it waits to be asked for; an update 4, a pass 0.5."""
+    clock, seen = Clock(), []
+    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=clock))
+    make, train, optimize = Host.training, Trainer.step, Engine.optimize
+
+    def slow(self: Host, sampling: Sampling, start: int, stop: int) -> Iterator[list[Batch]]:
+        for batches in make(self, sampling, start, stop):
+            clock.now += 1.0
+            yield batches
+
+    def long(self: Trainer, batches: list[Batch]) -> None:
+        clock.now += 4.0
+        train(self, batches)
+
+    def counted(self: Engine, optimizer: Any, objective: str, prepared: Any) -> Any:
+        if isinstance(optimizer, Still):
+            clock.now += 0.5
+            before = [p.detach().clone() for p in self._module.parameters()]
+            losses = optimize(self, optimizer, objective, prepared)
+            found = [p.grad for p in self._module.parameters() if p.requires_grad]
+            assert all(g is not None and g.abs().sum() > 0 for g in found)
+            assert all(map(torch.equal, before, self._module.parameters()))
+            seen.append(prepared[0].images.shape)
+            return losses
+        return optimize(self, optimizer, objective, prepared)
+
+    monkeypatch.setattr(Host, "training", slow)
+    monkeypatch.setattr(Trainer, "step", long)
+    monkeypatch.setattr(Engine, "optimize", counted)
+    with packed_images(images) as folder:
+        setting = step.Setting(CPU, folder, "resnet18", 4)
+        runner = step.Runner(setting.config("adam"), tmp_path)
+        found = runner.measure(3)
+    assert found | {"update": 0.0} == {
+        "whole": 5.0,
+        "update": 0.0,
+        "ready": 4.0,
+        "pass": 0.5,
+        "data": 1.0,
+    }
+    assert set(seen) == {torch.Size([4, 3, 32, 32])}
+    assert runner.trainer.done == WARM_UP + 2 + 1 + 3 + 3
+    assert all(p.grad is None for p in runner.trainer.algorithm.parameters())
+
+
+def test_a_batch_is_shared_by_the_domains(images: Path) -> None:
+    with pytest.raises(UserError, match="--batch 3 is not a multiple of 2 domains"):
+        step.measure(CPU, "resnet18", 3, "sgd", rounds=1, steps=1, images=images)
+
+
+def test_algorithms_are_compared_with_erm(images: Path) -> None:
+    result = step.compare(
+        CPU,
+        "resnet18",
+        batch=4,
         optimizer="sgd",
         rounds=1,
         steps=1,
-        precision="fp32",
+        precision="auto",
         names=["CORAL", "MLDG"],
+        images=images,
     )
     found = result["algorithms"]
+    assert (result["precision"], result["engine"]) == ("fp32", "eager")
     assert list(found) == ["ERM", "CORAL", "MLDG"]
     assert found["ERM"]["over ERM"] == {"median": 1.0, "min": 1.0, "max": 1.0}
     times = {name: of_one["ms per step"]["median"] for name, of_one in found.items()}
@@ -40,3 +176,20 @@ def test_algorithms_are_compared_with_erm() -> None:
         times["MLDG"] / times["ERM"], rel=1e-3
     )
     assert step.comparison_tables(result)[0].row_count == 3
+
+
+@pytest.mark.gpu
+def test_memory_and_gears_on_a_gpu(images: Path) -> None:
+    cuda = torch.device("cuda:0")
+    result = step.measure(
+        cuda, "resnet18", batch=8, optimizer="fad", rounds=2, steps=3, images=images
+    )
+    assert list(result["runs"]) == ["fad", "adam", "fad, plain"]
+    fad, adam, plain = result["runs"].values()
+    assert "captured" in fad["engine"]
+    assert "captured" in adam["engine"]
+    assert (plain["engine"], plain["precision"]) == ("eager", "fp32")
+    assert "Pillow" in plain["images"]
+    assert "on the device" in fad["images"]
+    assert all(run["peak GiB"] > 0 for run in (fad, adam, plain))
+    assert -0.5 < result["memory over adam, in parameter-sized buffers"] < 4

@@ -17,11 +17,11 @@ import torch
 import torchvision
 from rich.table import Table
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from steppe.optim import FAD, SAM, FlatnessOptimizer
 
 from .record import environment
+from .still import Still
 
 FAD_COPIES = 11.5
 """Copies of all parameters that move what FAD must move, read and write counted."""
@@ -32,16 +32,6 @@ def shapes(backbone: str = "resnet50", classes: int = 7) -> list[torch.Size]:
     with torch.device("meta"):
         model = torchvision.models.get_model(backbone, weights=None, num_classes=classes)
     return [p.shape for p in model.parameters()]
-
-
-class Still(Optimizer):
-    """A base that does not move, so that only the wrapper is timed."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, options)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Does nothing."""
 
 
 class Gradients:

@@ -16,7 +16,7 @@ import torch
 
 from steppe import __version__
 
-PACKAGES = ("torch", "torchvision", "timm", "pytorch_optimizer")
+PACKAGES = ("torch", "torchvision", "timm", "pillow", "pytorch_optimizer")
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -1,80 +1,203 @@
 """`steppe bench step`: what a step of a run costs.
 
-The same batches and steps as in `steppe train`, from packed images. For one algorithm: what
-reading, augmenting, moving, normalizing and counting add to forward, backward and the optimizer.
-For several: how their steps compare with ERM's.
+The same batches and steps as in `steppe train`, from packed images, with everything that belongs to
+a step: reading, augmenting, moving, normalizing, all passes, the optimizer, counting. Beside it:
+the same step in parts, Adam in the same engine, and the same optimizer done plainly (eager,
+fp32, images transformed by Pillow). For several algorithms: how their steps compare with ERM's.
 """
 
 from __future__ import annotations
 
-import itertools
+import gc
+import resource
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from steppe.domains import load, packing
-from steppe.domains.batches import training_batches
-from steppe.domains.pack import Packed
+from steppe.domains import load
+from steppe.domains.batches import Batch
 from steppe.errors import UserError
+from steppe.optim import optimizer_spec
 from steppe.training import RunConfig, RunDirectory, make_config
-from steppe.training.precision import settings
+from steppe.training.engine import WARM_UP, Engine, Gears
+from steppe.training.precision import autocast, settings
 from steppe.training.processes import Processes
 from steppe.training.progress import Silent
+from steppe.training.setup import resolved_precision
 from steppe.training.trainer import Trainer
 
+from .data import packed_images
 from .record import environment
-from .task import PIXELS, write_doodles
+from .still import Still
 
-DOMAINS = 3
+ADAM = "adam"
+"""The optimizer that others are compared with."""
 BASELINE = "ERM"
 """What other algorithms are compared with."""
+UNENDING = 10**9
+"""Steps that are never reached."""
+_COLUMNS = ("median", "min", "max")
 
 
-@contextmanager
-def packed_images(per_class: int = 24) -> Iterator[Path]:
-    """A folder of photograph-sized images in three domains and one to hold out, packed."""
-    with tempfile.TemporaryDirectory(prefix="steppe-bench-") as home:
-        root = Path(home) / "images"
-        write_doodles(root, per_class)
-        packing.make(load(root, packed=False), root.parent)
-        yield root
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for everything that is timed together.
+
+    Attributes:
+        device: where.
+        images: a folder ``domain/class/image`` that is packed.
+        backbone: any that a run knows.
+        batch: images in a step, of all source domains.
+        deterministic: as in a run.
+    """
+
+    device: torch.device
+    images: Path
+    backbone: str
+    batch: int
+    deterministic: bool = False
+
+    def config(
+        self,
+        optimizer: str,
+        precision: str = "auto",
+        engine: Literal["auto", "off"] = "auto",
+        data: Literal["auto", "host"] = "auto",
+        algorithm: str = BASELINE,
+    ) -> RunConfig:
+        """A run, the last domain held out.
+
+        No weights are needed to time it; batch norm that is frozen is usual.
+        """
+        *sources, target = (domain.name for domain in load(self.images).domains)
+        if self.batch % len(sources):
+            raise UserError(f"--batch {self.batch} is not a multiple of {len(sources)} domains")
+        return make_config(
+            {
+                "dataset": str(self.images),
+                "targets": [target],
+                "backbone": self.backbone,
+                "weights": "none",
+                "freeze_bn": True,
+                "algorithm": algorithm,
+                "optimizer": {"name": optimizer, "lr": 1e-4},
+                "batch_size": self.batch // len(sources),
+                "device": str(self.device),
+                "precision": precision,
+                "engine": engine,
+                "data": data,
+                "deterministic": self.deterministic,
+            }
+        )
 
 
-def run_config(
-    images: Path,
-    backbone: str,
-    batch: int,
-    optimizer: str,
-    device: torch.device,
-    precision: str,
-    deterministic: bool,
-    algorithm: str = "ERM",
-) -> RunConfig:
-    """A run on the packed images: no weights are needed to time it, frozen batch norm is usual."""
-    return make_config(
-        {
-            "dataset": str(images),
-            "targets": ["sketch"],
-            "backbone": backbone,
-            "weights": "none",
-            "freeze_bn": True,
-            "algorithm": algorithm,
-            "optimizer": {"name": optimizer, "lr": 1e-4},
-            "batch_size": batch // DOMAINS,
-            "device": str(device),
-            "precision": precision,
-            "deterministic": deterministic,
+class Runner:
+    """One way of training, ready to be timed: warmed up, compiled, captured.
+
+    Args:
+        config: the run.
+        out: a folder for it; nothing is written.
+    """
+
+    def __init__(self, config: RunConfig, out: Path) -> None:
+        self.device = torch.device(config.device)
+        self._deterministic = config.deterministic
+        self._precision = resolved_precision(config, self.device)
+        with self._settings():
+            self.trainer = Trainer(config, RunDirectory(out), Processes(self.device), Silent())
+            trainer = self.trainer
+            self._batches = trainer.store.training(trainer.sampling, 0, UNENDING)
+            for _ in range(WARM_UP + 2):
+                trainer.step(next(self._batches))
+            self._ready = next(self._batches)
+        # What workers have read ahead would be a present to a measurement.
+        self._ahead = 2 * getattr(trainer.store, "workers", 0) + 1
+        self._passes: Callable[[], object] | None = None
+
+    def about(self) -> dict[str, Any]:
+        """How it trains, in words."""
+        trainer = self.trainer
+        name = trainer.config.optimizer.name
+        return {
+            "optimizer": name,
+            "passes": optimizer_spec(name).passes,
+            "precision": trainer.precision,
+            "engine": trainer.engine.gear,
+            "reasons": list(trainer.engine.reasons),
+            "images": trainer.store.where,
         }
-    )
+
+    def measure(self, steps: int) -> dict[str, float]:
+        """Seconds a step, on average over some: whole, in parts."""
+        with self._settings():
+            self._seconds(self._whole, self._ahead)
+            self.trainer.update_seconds = 0.0
+            whole = self._seconds(self._whole, steps)
+            update = self.trainer.update_seconds / steps
+            ready = self._seconds(lambda: self.trainer.step(self._ready), steps)
+            if self._passes is None:
+                self._passes = self._prepare_passes()
+            one_pass = self._seconds(self._passes, steps)
+            self.trainer.parallel.zero_grad()
+            self._seconds(lambda: next(self._batches), self._ahead)
+            data = self._seconds(lambda: next(self._batches), steps)
+        return {"whole": whole, "update": update, "ready": ready, "pass": one_pass, "data": data}
+
+    def _whole(self) -> None:
+        self.trainer.step(next(self._batches))
+        self.trainer.check_divergence()
+
+    def _seconds(self, run: Callable[[], object], times: int) -> float:
+        _wait(self.device)
+        began = time.perf_counter()
+        for _ in range(times):
+            run()
+        _wait(self.device)
+        return (time.perf_counter() - began) / times
+
+    def _prepare_passes(self) -> Callable[[], object]:
+        """Forward and backward on one batch, in an engine like the run's, and nothing else."""
+        trainer = self.trainer
+        network, parameters = trainer.algorithm.network, trainer.parallel.parameters()
+        batches = [trainer.laid_out(batch) for batch in self._ready]
+
+        def cast() -> AbstractContextManager[object]:
+            return autocast(self._precision, self.device)
+
+        with cast():
+            prepared = [trainer.algorithm.prepare(batches)]
+        gears = Gears(trainer.engine.compiled, trainer.engine.captured)
+        engine = Engine(
+            gears,
+            trainer.parallel,
+            network,
+            cast,
+            batch=network.compiled_batch,
+            deterministic=self._deterministic,
+        )
+        idle = Still(parameters)
+
+        def run() -> object:
+            return engine.optimize(idle, trainer.objectives[0].name, prepared)
+
+        for _ in range(WARM_UP + 2):
+            run()
+        return run
+
+    def _settings(self) -> AbstractContextManager[None]:
+        return settings(self._precision, self._deterministic)
 
 
 def measure(
@@ -84,41 +207,139 @@ def measure(
     optimizer: str,
     rounds: int,
     steps: int,
-    precision: str = "fp32",
+    precision: str = "auto",
     deterministic: bool = False,
+    eager: bool = False,
+    images: Path | None = None,
 ) -> dict[str, Any]:
-    """Everything `steppe bench step` reports, as plain values."""
-    if batch % DOMAINS:
-        raise UserError(f"--batch {batch} is not a multiple of {DOMAINS} domains")
+    """Everything `steppe bench step` reports, as plain values.
+
+    Args:
+        device: where.
+        backbone: any that a run knows.
+        batch: images in a step, of all source domains.
+        optimizer: any from the registry.
+        rounds: how often everything takes its turn.
+        steps: in a turn.
+        precision: of the run, and of Adam beside it.
+        deterministic: as in a run.
+        eager: whether these two do without the engine.
+        images: a folder ``domain/class/image``; photograph-sized images are made unless given.
+    """
+    console = Console(stderr=True)
     with (
-        packed_images() as images,
+        packed_images(images, console=console) as folder,
         tempfile.TemporaryDirectory() as out,
-        settings(precision, deterministic),
+        Progress(console=console, transient=True) as progress,
     ):
-        config = run_config(images, backbone, batch, optimizer, device, precision, deterministic)
-        run = RunDirectory(Path(out))
-        trainer = Trainer(config, run, Processes(device), Silent())
-        batches = training_batches(trainer.sampling, 0, config.steps, trainer.workers)
-        for warm_up in itertools.islice(batches, 2):
-            trainer.step(warm_up)
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            each = progress.track(range(rounds), description=f"{backbone}, {optimizer}")
-            measured = [_round(trainer, batches, steps, device) for _ in each]
-        packed = all(isinstance(domain.images, Packed) for domain in trainer.dataset.domains)
-    return {
+        setting = Setting(device, folder, backbone, batch, deterministic)
+        engine: Literal["auto", "off"] = "off" if eager else "auto"
+        configs = {
+            name: setting.config(name, precision, engine)
+            for name in dict.fromkeys((optimizer, ADAM))
+        }
+        plain = f"{optimizer}, plain"
+        # On a CPU the engine is off and images stay on the host anyway.
+        if device.type != "cpu" or resolved_precision(configs[optimizer], device) != "fp32":
+            configs[plain] = setting.config(optimizer, "fp32", "off", "host")
+        bar = progress.add_task("", total=len(configs) * (rounds + 1))
+        runners: dict[str, Runner] = {}
+        for name, config in configs.items():
+            progress.update(bar, description=f"{backbone}, {name}: getting ready")
+            runners[name] = Runner(config, Path(out))
+            progress.advance(bar)
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
+        for _ in range(rounds):
+            for name, runner in runners.items():
+                progress.update(bar, description=f"{backbone}, {name}")
+                found[name].append(runner.measure(steps))
+                progress.advance(bar)
+        about = {name: runner.about() for name, runner in runners.items()}
+        parameters = sum(p.nbytes for p in runners[optimizer].trainer.algorithm.parameters())
+        del runners, runner  # their memory is not to be counted as another's
+        peaks = _peaks(configs, Path(out), device)
+    result: dict[str, Any] = {
         "environment": environment(device),
         "backbone": backbone,
         "optimizer": optimizer,
-        "batch": f"{DOMAINS} x {batch // DOMAINS}",
-        "precision": precision,
+        "batch": f"{batch // configs[optimizer].batch_size} x {configs[optimizer].batch_size}",
         "deterministic": deterministic,
-        "data": f"{PIXELS} x {PIXELS} images, {'packed' if packed else 'files'}",
+        "data": "doodles, enlarged" if images is None else images.resolve().name,
         "rounds": rounds,
         "steps a round": steps,
-        "ms per step": _spread([1e3 * r["step"] for r in measured]),
-        "ms waiting for data": _spread([1e3 * r["data"] for r in measured]),
-        **(_update(measured) if device.type == "cpu" else {}),
+        "runs": {
+            name: {**about[name], **_figures(rows, batch, about[name]["passes"], device)}
+            for name, rows in found.items()
+        },
+        "ratios": {
+            f"{optimizer} over {other}": _ratio(found[optimizer], found[other])
+            for other in found
+            if other != optimizer
+        },
     }
+    if plain not in found:
+        result["plain"] = f"{optimizer} is trained plainly here: there is nothing to compare with"
+    if device.type == "cuda":
+        for name, peak in peaks.items():
+            result["runs"][name]["peak GiB"] = round(peak / 2**30, 3)
+        result["memory over adam, in parameter-sized buffers"] = round(
+            (peaks[optimizer] - peaks[ADAM]) / parameters, 3
+        )
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        result["peak GiB of the process"] = round(peak / 2**30, 3)
+    return result
+
+
+def _figures(
+    rows: Sequence[dict[str, float]], batch: int, passes: int, device: torch.device
+) -> dict[str, Any]:
+    """One way of training, over the rounds."""
+    figures: dict[str, Any] = {
+        "ms per step": _spread([1e3 * r["whole"] for r in rows]),
+        "images per second": _spread([batch / r["whole"] for r in rows]),
+        "ms per forward and backward": _spread([1e3 * r["pass"] for r in rows]),
+        "step over its passes": _spread([r["whole"] / (passes * r["pass"]) for r in rows]),
+        "ms per step, batch at hand": _spread([1e3 * r["ready"] for r in rows]),
+        "batch at hand, over its passes": _spread(
+            [r["ready"] / (passes * r["pass"]) for r in rows]
+        ),
+        "ms of data alone": _spread([1e3 * r["data"] for r in rows]),
+        "data alone over step": _spread([r["data"] / r["whole"] for r in rows]),
+        "share that data adds to a step": _spread([1 - r["ready"] / r["whole"] for r in rows]),
+    }
+    if device.type == "cpu":  # a GPU's host does not wait for the update, and cannot tell
+        figures["ms in forward, backward, optimizer"] = _spread([1e3 * r["update"] for r in rows])
+        figures["overhead"] = _spread([1 - r["update"] / r["whole"] for r in rows])
+    return figures
+
+
+def _ratio(
+    ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]]
+) -> dict[str, float]:
+    return _spread([a["whole"] / b["whole"] for a, b in zip(ours, theirs, strict=True)])
+
+
+def _peaks(configs: dict[str, RunConfig], out: Path, device: torch.device) -> dict[str, int]:
+    """Bytes of a GPU that each run takes at most, from its beginning to its captured steps.
+
+    One after another, when libraries have the workspaces that the first to come would pay for.
+    """
+    if device.type != "cuda":
+        return {}
+    peaks = {}
+    for name, config in configs.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        # What was asked for: what the allocator rounds it up to depends on what was free.
+        before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+        runner = Runner(config, out)
+        _wait(device)
+        peaks[name] = torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before
+        del runner
+    return peaks
 
 
 def compare(
@@ -130,46 +351,58 @@ def compare(
     steps: int,
     precision: str,
     names: Sequence[str],
+    eager: bool = False,
+    images: Path | None = None,
 ) -> dict[str, Any]:
     """The steps of algorithms over ERM's: a turn of each in every round, so that noise is shared.
 
-    Batches are read before the clock starts: what is compared is the step alone. An adversary's
+    Batches are made before the clock starts: what is compared is the step alone. An adversary's
     steps are those of its turns, on average.
     """
-    if batch % DOMAINS:
-        raise UserError(f"--batch {batch} is not a multiple of {DOMAINS} domains")
     names = list(dict.fromkeys((BASELINE, *names)))
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    # Both sides of an adversary's game are captured after steps of their own.
+    warm_up = steps if device.type == "cpu" else max(steps, 4 * (WARM_UP + 2))
+    console = Console(stderr=True)
     with (
-        packed_images() as images,
+        packed_images(images, console=console) as folder,
         tempfile.TemporaryDirectory() as out,
-        settings(precision, deterministic=False),
-        Progress(console=Console(stderr=True), transient=True) as progress,
+        Progress(console=console, transient=True) as progress,
     ):
+        setting = Setting(device, folder, backbone, batch)
+        configs = {
+            name: setting.config(optimizer, precision, "off" if eager else "auto", algorithm=name)
+            for name in names
+        }
+        number_format = resolved_precision(configs[BASELINE], device)
         bar = progress.add_task(f"{backbone}, {optimizer}", total=(rounds + 1) * len(names))
-        trainers = {}
-        for name in names:
-            config = run_config(images, backbone, batch, optimizer, device, precision, False, name)
-            trainers[name] = Trainer(config, RunDirectory(Path(out)), Processes(device), Silent())
-        for round_number in range(rounds + 1):
-            for name, trainer in trainers.items():
-                first = round_number * steps
-                batches = [trainer.sampling.batches(first + step) for step in range(steps)]
-                began = time.perf_counter()
-                for domains in batches:
-                    trainer.step(domains)
-                trainer.check_divergence()
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                if round_number:  # the first is for warming up
-                    seconds[name].append((time.perf_counter() - began) / steps)
-                progress.advance(bar)
+        with settings(number_format, deterministic=False):
+            trainers = {
+                name: Trainer(config, RunDirectory(Path(out)), Processes(device), Silent())
+                for name, config in configs.items()
+            }
+            for round_number in range(rounds + 1):
+                for name, trainer in trainers.items():
+                    count = steps if round_number else warm_up
+                    batches = list(_next_batches(trainer, count))
+                    _wait(device)
+                    began = time.perf_counter()
+                    for domains in batches:
+                        trainer.step(domains)
+                    trainer.check_divergence()
+                    _wait(device)
+                    if round_number:  # the first is for warming up
+                        seconds[name].append((time.perf_counter() - began) / steps)
+                    progress.advance(bar)
+        gear = trainers[BASELINE].engine.gear
+        reasons = {name: list(t.engine.reasons) for name, t in trainers.items()}
     return {
         "environment": environment(device),
         "backbone": backbone,
         "optimizer": optimizer,
-        "batch": f"{DOMAINS} x {batch // DOMAINS}",
-        "precision": precision,
+        "batch": f"{batch // configs[BASELINE].batch_size} x {configs[BASELINE].batch_size}",
+        "precision": number_format,
+        "engine": gear,
         "rounds": rounds,
         "steps a round": steps,
         "algorithms": {
@@ -178,10 +411,20 @@ def compare(
                 f"over {BASELINE}": _spread(
                     [value / base for value, base in zip(own, seconds[BASELINE], strict=True)]
                 ),
+                **({"reasons": reasons[name]} if reasons[name] else {}),
             }
             for name, own in seconds.items()
         },
     }
+
+
+def _next_batches(trainer: Trainer, count: int) -> Iterator[list[Batch]]:
+    return islice(trainer.store.training(trainer.sampling, trainer.done, UNENDING), count)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def comparison_tables(result: dict[str, Any]) -> list[Table]:
@@ -190,42 +433,12 @@ def comparison_tables(result: dict[str, Any]) -> list[Table]:
     table = Table("", "ms per step", f"over {BASELINE}", "min", "max", title=title)
     for name, of_one in result["algorithms"].items():
         ratio = of_one[f"over {BASELINE}"]
-        shares = (f"{ratio[key]:.2f}" for key in ("median", "min", "max"))
-        table.add_row(name, f"{of_one['ms per step']['median']:.0f}", *shares)
+        shares = (f"{ratio[key]:.2f}" for key in _COLUMNS)
+        table.add_row(name, f"{of_one['ms per step']['median']:.1f}", *shares)
     return [table]
 
 
-def _update(measured: list[dict[str, float]]) -> dict[str, Any]:
-    """The share of the update; a GPU's host does not wait for it, and cannot tell."""
-    return {
-        "ms in forward, backward, optimizer": _spread([1e3 * r["update"] for r in measured]),
-        "overhead": _spread([1 - r["update"] / r["step"] for r in measured]),
-    }
-
-
-def _round(
-    trainer: Trainer, batches: Iterator[Any], steps: int, device: torch.device
-) -> dict[str, float]:
-    """Seconds a step, on average over some steps: whole, in the update, waiting for data."""
-    trainer.update_seconds = waited = 0.0
-    began = time.perf_counter()
-    for _ in range(steps):
-        asked = time.perf_counter()
-        batch = next(batches)
-        waited += time.perf_counter() - asked
-        trainer.step(batch)
-        trainer.check_divergence()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    whole = time.perf_counter() - began
-    return {
-        "step": whole / steps,
-        "update": trainer.update_seconds / steps,
-        "data": waited / steps,
-    }
-
-
-def _spread(values: list[float]) -> dict[str, float]:
+def _spread(values: Sequence[float]) -> dict[str, float]:
     return {
         "median": round(statistics.median(values), 4),
         "min": round(min(values), 4),
@@ -234,13 +447,33 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """The result for the terminal."""
-    title = f"{result['backbone']}, {result['optimizer']}, batch {result['batch']}"
-    table = Table("", "median", "min", "max", title=f"{title}, {result['data']}")
-    columns = ("median", "min", "max")
-    for name in (name for name in result if name.startswith("ms ")):
-        table.add_row(name, *(f"{result[name][key]:.1f}" for key in columns))
-    if "overhead" in result:
-        shares = (f"{100 * result['overhead'][key]:.1f} %" for key in columns)
-        table.add_row("overhead: all but the update", *shares)
-    return [table]
+    """The result for the terminal: medians, and in brackets the least and the most."""
+    runs = result["runs"]
+    title = f"{result['backbone']}, batch {result['batch']}, {result['data']}"
+    table = Table("", *runs, title=title)
+    for key in ("precision", "engine", "images", "passes"):
+        table.add_row(key, *(str(run[key]) for run in runs.values()))
+    for key in next(iter(runs.values())):
+        cells = [run[key] for run in runs.values()]
+        if isinstance(cells[0], dict):
+            table.add_row(key, *(_cell(cell) for cell in cells))
+    if "peak GiB" in next(iter(runs.values())):
+        table.add_row("peak GiB", *(f"{run['peak GiB']:.2f}" for run in runs.values()))
+    ratios = Table("ratio of whole steps", "")
+    for name, spread in result["ratios"].items():
+        ratios.add_row(name, _cell(spread))
+    over = "memory over adam, in parameter-sized buffers"
+    if over in result:
+        ratios.add_row(over, f"{result[over]:.2f}")
+    for name, run in runs.items():
+        for reason in run["reasons"]:
+            ratios.add_row(name, reason)
+    if "plain" in result:
+        ratios.add_row("plain", result["plain"])
+    return [table, ratios]
+
+
+def _cell(spread: dict[str, float]) -> str:
+    digits = 1 if spread["median"] >= 10 else 3
+    median, least, most = (f"{spread[key]:,.{digits}f}" for key in _COLUMNS)
+    return f"{median} ({least} to {most})"

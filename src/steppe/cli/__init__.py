@@ -1,0 +1,102 @@
+"""The command line: parses, calls, prints; no logic.
+
+Exit codes: 0 success; 1 a run that failed, data with problems, a missing extra, or a bug; 2 a
+user's mistake; 130 interrupted by Ctrl-C, 143 by SIGTERM.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from steppe import __version__
+from steppe.errors import Interrupted, RunError, UserError
+
+from .extras import missing
+
+try:
+    import rich  # noqa: F401  (typer runs without it, the commands do not)
+    import typer
+except ModuleNotFoundError as error:  # a plain `pip install steppe` brings torch and nothing else
+    raise SystemExit(missing(error)) from None
+
+from . import bench, curvature, data, reports, runs, sweep
+
+app = typer.Typer(
+    help="Flatness-aware optimizers and a domain-generalization benchmark.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a bug is reported with a traceback that can be pasted
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"steppe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Keep the runs here; a temporary folder else."),
+    ] = None,
+) -> None:
+    """Compare the optimizers on built-in data, each domain held out in turn: minutes on a CPU."""
+    from steppe.demo import run
+
+    run(out or Path(tempfile.mkdtemp(prefix="steppe-demo-")))
+
+
+app.command()(runs.train)
+app.command()(runs.evaluate)
+app.command()(runs.export)
+app.command()(reports.report)
+for name, group in (
+    ("data", data.app),
+    ("sweep", sweep.app),
+    ("import", reports.import_app),
+    ("curvature", curvature.app),
+    ("bench", bench.app),
+):
+    app.add_typer(group, name=name, no_args_is_help=True)
+
+
+def main() -> None:
+    """Run the command line; the `steppe` script and `python -m steppe` call this."""
+    try:
+        app(prog_name="steppe")
+    except UserError as error:
+        _fail(str(error), code=2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _fail(f"{error.filename}: {error.strerror}", code=2)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "steppe":
+            raise
+        sys.exit(missing(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Interrupted as error:
+        sys.exit(error.code)
+    except RunError as error:
+        _fail(str(error), code=1)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"steppe: {message}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,159 @@
+"""`steppe curvature`: how flat the minimum of a run is."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from .common import JSON, ROOT, WHICH, Which, talk, writable
+
+
+class _MeasuresUnlessTold(TyperGroup):
+    """`curvature RUN` is `curvature measure RUN`; a run called compare is ./compare."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["measure", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_MeasuresUnlessTold,
+    help="Measure how flat a run's minimum is: 'steppe curvature RUN' (the options: 'steppe "
+    "curvature measure --help'); then compare runs.",
+)
+_DOMAIN = typer.Option(
+    "--domain",
+    metavar="NAME",
+    help="A domain to measure on, may be repeated; those the run was trained on unless given.",
+)
+
+
+@app.command("measure")
+def curvature_measure(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    domain: Annotated[list[str] | None, _DOMAIN] = None,
+    top: Annotated[int, typer.Option(min=1, help="Eigenvalues, the largest first.")] = 50,
+    images: Annotated[
+        int, typer.Option(min=0, help="Drawn evenly from the domains; 0: all of them.")
+    ] = 1024,
+    which: Annotated[Which, WHICH] = "last",
+    rho: Annotated[
+        float | None,
+        typer.Option(help="The radius of R0, R1 and R_FAD; the optimizer's own or 0.05 else."),
+    ] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="The share of R0 in R_FAD; FAD's own or 0.5 else.")
+    ] = None,
+    tol: Annotated[
+        float, typer.Option(help="Residual to reach, relative to the largest eigenvalue.")
+    ] = 1e-3,
+    trace_rtol: Annotated[
+        float, typer.Option(help="Standard error of the trace to reach, relative to it.")
+    ] = 0.02,
+    density: Annotated[
+        bool, typer.Option("--density", help="Also estimate how all eigenvalues are spread.")
+    ] = False,
+    precision: Annotated[
+        Literal["float32", "float64"], typer.Option(help="Of the computation.")
+    ] = "float32",
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Images in a batch, 64 if they are large: fewer need less memory."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    root: Annotated[Path | None, ROOT] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the images drawn and the random vectors.")
+    ] = 0,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Measure a run's loss around its weights: eigenvalues and trace of the Hessian, flatness.
+
+    The result goes to RUN/curvature/NAME.json and is shown by 'steppe report RUN --format html'.
+    With --json, a line for each run.
+    """
+    from rich.console import Console
+
+    from steppe.reports import curvature
+    from steppe.training import measure_run
+    from steppe.training.curvature import run_folder
+    from steppe.training.measured import measurement_file
+    from steppe.training.phases import Shown
+
+    for run in runs:
+        with Shown(talk(), f"curvature of {run}") as shown:
+            measured = measure_run(
+                run,
+                domains=domain,
+                top=top,
+                images=images,
+                which=which,
+                rho=rho,
+                alpha=alpha,
+                tol=tol,
+                trace_rtol=trace_rtol,
+                batch_size=batch_size,
+                density=density,
+                seed=seed,
+                device=device,
+                root=str(root) if root else None,
+                precision=precision,
+                progress=shown,
+            )
+        if as_json:
+            print(json.dumps(measured.to_json()))
+            continue
+        Console().print(curvature.measured_table(measured))
+        for remark in curvature.remarks(measured):
+            print(f"note: {remark}")
+        where = measurement_file(run_folder(run), measured.name)
+        print(f"{where}: written after {measured.seconds:.0f} s")
+
+
+@app.command("compare")
+def curvature_compare(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Runs, sweeps, or folders of runs.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", metavar="FILE", callback=writable, help="The figure: .svg, .png or .pdf."
+        ),
+    ] = Path("curvature.svg"),
+    domain: Annotated[list[str] | None, _DOMAIN] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target",
+            metavar="NAME",
+            help="Only runs that hold out exactly this target, may be repeated; all unless given.",
+        ),
+    ] = None,
+    which: Annotated[Which, WHICH] = "last",
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Draw the spectra of measured runs by method, their largest eigenvalues and traces."""
+    from rich.console import Console
+
+    from steppe.reports import curvature, load_runs, spectra
+
+    spectra.check_format(out)
+    loaded = load_runs(paths)
+    compared = curvature.compare(loaded.runs, domain, which, target)
+    spectra.draw(compared, out)
+    print(f"{out}: drawn", file=sys.stderr)
+    if as_json:
+        print(json.dumps(compared.to_json(), indent=2))
+    else:
+        Console().print(curvature.comparison_table(compared))
+    for note in compared.notes:
+        print(f"note: {note}", file=sys.stderr)
+    for problem in loaded.problems:
+        print(f"steppe: {problem}", file=sys.stderr)

@@ -1,0 +1,69 @@
+"""`steppe report`, and results of other programs for it."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from .common import writable
+
+import_app = typer.Typer(help="Results of other programs.")
+
+
+def report(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Sweeps, runs, or folders of runs.")
+    ],
+    selection: Annotated[
+        Literal["train-val", "leave-one-out", "oracle"],
+        typer.Option(help="How a step and hyper-parameters are chosen."),
+    ] = "train-val",
+    form: Annotated[
+        Literal["terminal", "markdown", "latex", "csv", "json", "html"],
+        typer.Option("--format", help="What to write."),
+    ] = "terminal",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", callback=writable, help="Write it here instead of printing."
+        ),
+    ] = None,
+    best: Annotated[
+        Path | None,
+        typer.Option(
+            "--best", metavar="FILE", callback=writable, help="Write the chosen configs as JSON."
+        ),
+    ] = None,
+) -> None:
+    """Make tables of many runs: the mean over trials of what the selection chooses."""
+    from steppe import reports
+
+    command = shlex.join(["steppe", *sys.argv[1:]])
+    title = ", ".join(str(path) for path in paths)
+    made = reports.build_report(reports.load_runs(paths), selection, command, title)
+    text = reports.write(made, form)
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+        print(f"{out}: {len(made.selected.runs):,} runs", file=sys.stderr)
+    else:
+        print(text, end="" if text.endswith("\n") else "\n")
+    if best is not None:
+        best.write_text(reports.best_json(made.best), encoding="utf-8")
+    for problem in made.problems:
+        print(f"steppe: {problem}", file=sys.stderr)
+
+
+@import_app.command("domainbed")
+def import_domainbed(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A folder with DomainBed's runs.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Where steppe's are written.")],
+) -> None:
+    """Read DomainBed's output folders, so that 'steppe report' can make tables of them."""
+    from steppe import reports
+
+    imported = reports.import_domainbed(source, target)
+    for problem in imported.problems:
+        print(f"steppe: {problem}", file=sys.stderr)
+    print(f"{target}: {imported.n:,} runs; see them with 'steppe report {target}'")

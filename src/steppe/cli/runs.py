@@ -1,0 +1,192 @@
+"""`steppe train`, `steppe evaluate` and `steppe export`."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steppe.errors import UserError
+
+from .common import JSON, PLUGINS, ROOT, WHICH, Which, talk
+
+_RUN = typer.Argument(metavar="RUN", help="The folder of a run.")
+
+
+def train(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The run's folder.")],
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="A name ('steppe data list'), or a folder DOMAIN/CLASS/IMAGE."),
+    ] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="A domain to hold out; may be repeated.")
+    ] = None,
+    source: Annotated[
+        list[str] | None, typer.Option(help="A domain to train on; all others unless given.")
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(
+            help="How domains become a loss: ERM, IRM, VREx, GroupDRO, Mixup, MLDG, MMD, CORAL, "
+            "DANN, CDANN, MTL, SagNet, ARM, RSC, MixStyle, MIRO or Fishr."
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="How the loss is minimized: adam, adamw, sgd, yogi, adabelief, adahessian, sam, "
+            "gam, gam-exact, gam-release or fad."
+        ),
+    ] = None,
+    averaging: Annotated[
+        str | None, typer.Option(help="How weights are averaged: none, swad or sma.")
+    ] = None,
+    backbone: Annotated[
+        str | None, typer.Option(help="resnet18, resnet50, or any name in timm.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="imagenet, none, or a safetensors or checkpoint file.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="domainbed, or the paper's appendix.")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, fp16 or bf16.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Updates; the dataset's unless given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, batches and augmentation.")] = None,
+    trial_seed: Annotated[int | None, typer.Option(help="Of the split, as in DomainBed.")] = None,
+    draw: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Draw hyper-parameters as DomainBed's hparams_seed N."),
+    ] = None,
+    space: Annotated[
+        str | None, typer.Option(help="What --draw draws from: domainbed (default), fad or fair.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A config.json to start from.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Any key of the config: optimizer.rho=0.1."
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
+    root: Annotated[Path | None, ROOT] = None,
+    logger: Annotated[
+        list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; may be repeated.")
+    ] = None,
+    plugin: Annotated[list[str] | None, PLUGINS] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits again on a GPU, at some cost.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where the run in DIR was interrupted.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the selected record as JSON, for programs.")
+    ] = False,
+) -> None:
+    """Train one model: some domains held out, the others trained on.
+
+    Several GPUs or processes: torchrun --nproc-per-node N -m steppe train ...
+    """
+    from steppe import training
+    from steppe.training.progress import display, summary
+
+    given = {
+        "dataset": dataset,
+        "targets": target,
+        "sources": source,
+        "algorithm": algorithm,
+        "optimizer": optimizer,
+        "averaging": averaging,
+        "backbone": backbone,
+        "weights": weights,
+        "split": split,
+        "precision": precision,
+        "steps": steps,
+        "seed": seed,
+        "trial_seed": trial_seed,
+        "device": device,
+        "root": str(root) if root else None,
+        "loggers": logger,
+        "plugins": plugin,
+        "deterministic": deterministic or None,
+    }
+    options = {key: value for key, value in given.items() if value is not None}
+    run = training.RunDirectory(out)
+    if resume and not run.exists() and not options and config is None:
+        raise UserError(f"{out} is not a run: nothing to resume")
+    resumed = run.config() if resume and run.exists() else None
+    chosen = training.configure(
+        options, overrides or [], file=config, resumed=resumed, draw=draw, space=space
+    )
+    console = talk()
+    records = training.train(chosen, out, resume=resume, display=display(console))
+    if os.environ.get("RANK", "0") != "0":  # one of several processes, and not the one that talks
+        return
+    best = training.select(records)
+    if as_json:
+        print(json.dumps(best))
+    else:
+        validated = training.validation_accuracy(best) is not None
+        title = "best by validation" if validated else "last (no validation images)"
+        if best.get("averaged") and not records[0].get("averaged"):
+            title = "the average"  # made at the end, of what the other records are of
+        print(f"{title}: {summary(best)}")
+        console.print(f"{out}: done", highlight=False)
+
+
+def evaluate(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    ensemble: Annotated[
+        bool, typer.Option("--ensemble", help="Also sum the logits of all runs: with sma, EoA.")
+    ] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            help="A folder DOMAIN/CLASS/IMAGE or CLASS/IMAGE, or a dataset's name; the run's own "
+            "target domains unless given.",
+        ),
+    ] = None,
+    which: Annotated[Which, WHICH] = "last",
+    root: Annotated[Path | None, ROOT] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Evaluate a run's model, or an ensemble of several, on every image of some domains."""
+    from rich.console import Console
+
+    from steppe.training import evaluate_ensemble, evaluate_run
+    from steppe.training.progress import ensemble_table, score_table
+
+    home = str(root) if root else None
+    if ensemble:
+        found = evaluate_ensemble(runs, data, which=which, device=device, root=home)
+        names = [str(run) for run in runs]
+        if as_json:
+            print(json.dumps({d: value.to_json(names) for d, value in found.items()}, indent=2))
+        else:
+            Console().print(ensemble_table(found, names, f"{which} weights, all images"))
+        return
+    if len(runs) > 1:
+        raise UserError(f"{len(runs)} runs were given: add --ensemble, or evaluate one at a time")
+    scores = evaluate_run(runs[0], data, which=which, device=device, root=home)
+    if as_json:
+        print(json.dumps({domain: value.to_json() for domain, value in scores.items()}, indent=2))
+    else:
+        title = f"{runs[0].name}: {which} weights, all images"
+        Console().print(score_table(scores, title))
+
+
+def export(
+    run: Annotated[Path, _RUN],
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors file to write.")],
+    which: Annotated[Which, WHICH] = "last",
+) -> None:
+    """Write a run's network as one safetensors file that timm or torchvision can load."""
+    from steppe.training import export_run
+
+    facts = export_run(run, out, which)
+    print(f"{out}: {facts['backbone']}, {len(json.loads(facts['classes']))} classes")

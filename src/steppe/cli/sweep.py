@@ -1,0 +1,224 @@
+"""`steppe sweep`: many runs, on one machine or a cluster."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from .common import JSON, PLUGINS, ROOT, talk
+
+app = typer.Typer(help="Sweeps: many runs, on one machine or a cluster.")
+_SWEEP = typer.Argument(metavar="DIR", help="The sweep's folder.")
+_STALE = typer.Option(
+    "--stale", min=1, help="Seconds of silence after which a worker is taken for dead."
+)
+_THREADS = typer.Option("--threads", min=1, help="Threads of each worker, on a CPU.")
+_RUNS = typer.Argument(metavar="[RUN]...", help="Names of runs; all that apply unless given.")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+@app.command("plan")
+def sweep_plan(
+    path: Annotated[Path, _SWEEP],
+    datasets: Annotated[str, typer.Option(help="Names or folders, with commas.")],
+    algorithms: Annotated[str, typer.Option(help="Names, with commas.")] = "ERM",
+    optimizers: Annotated[str, typer.Option(help="Names, with commas.")] = "adam",
+    averaging: Annotated[str, typer.Option(help="Names, with commas.")] = "none",
+    trials: Annotated[int, typer.Option(min=1, help="Seeds of the split.")] = 3,
+    draws: Annotated[
+        int, typer.Option(min=1, help="Hyper-parameters; the first are the defaults.")
+    ] = 20,
+    targets: Annotated[
+        Literal["single", "pairs"],
+        typer.Option(help="Also hold out pairs, for leave-one-domain-out selection."),
+    ] = "single",
+    space: Annotated[str, typer.Option(help="What is drawn from: domainbed, fad or fair.")] = (
+        "domainbed"
+    ),
+    steps: Annotated[int | None, typer.Option(help="Updates; the dataset's unless given.")] = None,
+    backbone: Annotated[
+        str | None, typer.Option(help="resnet18, resnet50, or any name in timm.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="imagenet, none, or a safetensors or checkpoint file.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any key of every run's config."),
+    ] = None,
+    root: Annotated[Path | None, ROOT] = None,
+    plugin: Annotated[list[str] | None, PLUGINS] = None,
+    retries: Annotated[
+        int | None, typer.Option(min=0, help="Times a failed run is tried again: 1.")
+    ] = None,
+    extend: Annotated[
+        bool, typer.Option("--extend", help="Add to the sweep that DIR has.")
+    ] = False,
+    estimate: Annotated[
+        bool, typer.Option(help="Time a pass on this machine, to estimate the cost.")
+    ] = True,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Plan a sweep: a run for every target, algorithm, optimizer, averaging, trial and draw."""
+    from rich.console import Console
+
+    from steppe import sweeps
+    from steppe.sweeps import cost
+
+    given = {
+        "steps": steps,
+        "backbone": backbone,
+        "weights": weights,
+        "root": str(root) if root else None,
+        "plugins": plugin,
+    }
+    grid = sweeps.Grid(
+        _names(datasets),
+        _names(algorithms),
+        _names(optimizers),
+        _names(averaging),
+        trials,
+        draws,
+        targets,
+        space,
+        tuple(overrides or ()),
+        {key: value for key, value in given.items() if value is not None},
+    )
+    command = shlex.join(["steppe", *sys.argv[1:]])
+    plan = sweeps.write_plan(grid, path, retries=retries, command=command, extend=extend)
+    found = cost.estimate(plan, measured=estimate)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+        return
+    Console().print(cost.table(found))
+    print(f"{path}: {len(plan.names):,} runs planned; start them with 'steppe sweep run {path}'")
+
+
+@app.command("run")
+def sweep_run(
+    path: Annotated[Path, _SWEEP],
+    launcher: Annotated[
+        Literal["local", "ray", "slurm"], typer.Option(help="What starts the workers.")
+    ] = "local",
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many; all GPUs or cores (Slurm: at most 16) else."),
+    ] = None,
+    per_gpu: Annotated[int, typer.Option(min=1, help="Workers that share a GPU.")] = 1,
+    threads: Annotated[int, _THREADS] = 1,
+    stale: Annotated[float, _STALE] = 60.0,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Of a Ray cluster: $RAY_ADDRESS, or one that is started here."),
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="For sbatch, such as --sbatch=--time=12:00:00."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only write the script for Slurm.")
+    ] = False,
+) -> None:
+    """Carry a sweep out: start workers, and wait for its end (Slurm: only submit them)."""
+    from steppe.sweeps import launch
+
+    done = launch.run(
+        path,
+        launcher,
+        workers=workers,
+        per_gpu=per_gpu,
+        threads=threads,
+        stale=stale,
+        address=address,
+        sbatch=tuple(sbatch or ()),
+        dry_run=dry_run,
+    )
+    if done is not None and not done:
+        raise typer.Exit(1)
+
+
+@app.command("work")
+def sweep_work(
+    path: Annotated[Path, _SWEEP],
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    threads: Annotated[int, _THREADS] = 1,
+    stale: Annotated[float, _STALE] = 60.0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Runs to take, at most.")] = None,
+) -> None:
+    """Take runs from a sweep, one after the other, until none is left: what launchers start."""
+    from steppe import sweeps
+
+    talk()
+    sweeps.work(path, device, threads, stale, limit)
+
+
+@app.command("status")
+def sweep_status(
+    path: Annotated[Path, _SWEEP],
+    watch: Annotated[bool, typer.Option("--watch", help="Look again, until it is over.")] = False,
+    stale: Annotated[float, _STALE] = 60.0,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Show how far a sweep is: counts, speed, the time that is left, what failed."""
+    from rich.console import Console
+
+    from steppe.sweeps import read_plan, status
+
+    plan = read_plan(path)
+    if as_json:
+        print(json.dumps(status.look(plan, stale).to_json(), indent=2))
+    elif watch:
+        status.watch(plan, Console(), stale)
+    else:
+        Console().print(status.show(plan, status.look(plan, stale)))
+
+
+@app.command("retry")
+def sweep_retry(
+    path: Annotated[Path, _SWEEP], runs: Annotated[list[str] | None, _RUNS] = None
+) -> None:
+    """Let runs that failed or were cancelled be tried again."""
+    from steppe.sweeps import read_plan, retry
+
+    changed = retry(read_plan(path), tuple(runs or ()))
+    print(f"{len(changed):,} runs will be tried again; 'steppe sweep run {path}' starts them")
+
+
+@app.command("cancel")
+def sweep_cancel(
+    path: Annotated[Path, _SWEEP], runs: Annotated[list[str] | None, _RUNS] = None
+) -> None:
+    """Take runs out of a sweep that are planned or at work; 'retry' brings them back."""
+    from steppe.sweeps import cancel, read_plan
+
+    changed = cancel(read_plan(path), tuple(runs or ()))
+    print(f"{len(changed):,} runs cancelled; those at work stop within seconds")
+
+
+@app.command("ensemble")
+def sweep_ensemble(
+    path: Annotated[Path, _SWEEP],
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Evaluate, for every method and target, the ensemble of all its trials and draws."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from steppe.sweeps import ensemble, read_plan
+
+    plan = read_plan(path)
+    console = Console(stderr=True)
+    each = track(ensemble.ensembles(plan, device), "ensembles", console=console, transient=True)
+    found = list(each)
+    if as_json:
+        print(json.dumps([one.to_json() for one in found], indent=2))
+    else:
+        Console().print(ensemble.table(found))
+    ensemble.save(plan, found)
