@@ -1,7 +1,9 @@
 """`steppe bench learning`: pairs are pairs, intervals Student's, and what is done is not redone."""
 
 import json
+import shutil
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +181,23 @@ def test_a_killed_one_goes_on_where_it_was(
     with pytest.raises(UserError, match="holds something else"):
         learning.measure(study(images), path)
     assert [p.name for p in tmp_path.glob("result*")] == ["result.json"]
+
+
+@pytest.mark.parametrize("text", ["engine=off", "seed=7", "optimizer.name=adam", "precision=bf16"])
+def test_what_is_compared_cannot_be_overridden(images: Path, text: str) -> None:
+    with pytest.raises(UserError, match="the benchmark's to set"):
+        replace(study(images), overrides=(text,)).config("engine", "oil", 0)
+
+
+def test_pairs_of_another_study_are_refused(images: Path, tmp_path: Path) -> None:
+    """A folder of the same name with other images is another study."""
+    save, other = tmp_path / "l.json", tmp_path / "other" / images.name
+    shutil.copytree(images, other)
+    (other / "ink/cat/0.png").rename(other / "ink/cat/renamed.png")
+    facts = study(images).facts()
+    save.write_text(json.dumps({**facts, "pairs": [], "said": {}}))
+    with pytest.raises(UserError, match="fingerprint"):
+        learning._saved(study(other), save)
 
 
 def test_a_target_that_is_not_there(images: Path) -> None:

@@ -63,6 +63,7 @@ def stores(domains: Any, device: torch.device = CPU) -> Iterator[Store]:
     yield Stream(device, domains, workers=2)
     yield Resident(device, domains)
     yield Resident(device, domains, compiled=True)
+    yield Stream(device, domains, workers=0, compiled=True)
 
 
 def assert_same(found: Batch, expected: Batch) -> None:
@@ -128,10 +129,27 @@ def test_a_damaged_shard_is_named(packed: Dataset, tmp_path: Path, workers: int)
     (shard,) = folder.glob("ink-*.bin")
     shard.write_bytes(bytes(shard.stat().st_size))
     broken = replace(domain, images=replace(domain.images, pack=folder, _maps={}))  # type: ignore[type-var]
-    with pytest.raises(UserError, match=r"shard ink-000\.bin is damaged"):
+    with pytest.raises(UserError, match=r"^pack .*: shard ink-000\.bin is damaged"):
         list(Stream(CPU, [broken], workers).evaluation(broken, np.arange(4), VIEWS["plain"], 2))
     with pytest.raises(UserError, match=r"shard ink-000\.bin is damaged"):
         Resident(CPU, [broken])
+
+
+def test_one_compilation_for_all_batches_of_a_stream(packed: Dataset) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    place = Stream(CPU, packed.domains, workers=0, compiled=True)
+    chosen = sampling(packed.domains, VIEWS["plain"])
+    for size in (6, 4):
+        list(place.training(replace(chosen, batch_size=size), 0, 3))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_channels_that_differ(packed: Dataset, arrays: tuple[Domain, ...]) -> None:
+    with pytest.raises(UserError, match="ink have 3 channels and those of 0 1"):
+        Stream(CPU, [packed.domains[0], arrays[0]], workers=0)
 
 
 def test_where_images_live(

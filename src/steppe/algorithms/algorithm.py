@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,9 @@ class Algorithm(nn.Module, ABC):
         network: the network to train.
         n_domains: the number of source domains.
     """
+
+    differentiates: ClassVar[bool] = False
+    """Whether `forward` itself asks for gradients of the network, as compiled code does not let."""
 
     def __init__(self, network: Network, n_domains: int) -> None:
         super().__init__()

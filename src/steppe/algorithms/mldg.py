@@ -37,6 +37,8 @@ class MLDG(Algorithm):
     the same. At least one domain is left to train on, however high `n_meta_test` is.
     """
 
+    differentiates = True
+
     def __init__(
         self,
         network: Network,

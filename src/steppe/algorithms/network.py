@@ -30,6 +30,51 @@ class Stage:
     dim: int = 1
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """The compiled code of a featurizer; `compiled` makes it.
+
+    Attributes:
+        fixed: for training on batches of one size.
+        open: for everything else, whatever the number of images.
+        batch: that size; None: there is none.
+    """
+
+    fixed: Callable[[nn.Module, Tensor], Tensor]
+    open: Callable[[nn.Module, Tensor], Tensor]
+    batch: int | None
+
+    def __call__(self, featurizer: nn.Module, images: Tensor) -> Tensor:
+        """The features of images."""
+        if len(images) == self.batch and torch.is_grad_enabled():
+            return self.fixed(featurizer, images)
+        torch._dynamo.maybe_mark_dynamic(images, 0)
+        return self.open(featurizer, images)
+
+
+def compiled(batch: int | None, **options: Any) -> Compiled:
+    """Code for any featurizer, compiled by inductor when it is first called.
+
+    Two functions, because code for one function is chosen by what it was called with before: an
+    evaluation that comes first must not change what is trained with.
+    """
+    return Compiled(
+        torch.compile(_call, dynamic=False, options=options),
+        torch.compile(_call_open, options=options),
+        batch,
+    )
+
+
+def _call(featurizer: nn.Module, images: Tensor) -> Tensor:
+    features: Tensor = featurizer(images)
+    return features
+
+
+def _call_open(featurizer: nn.Module, images: Tensor) -> Tensor:
+    features: Tensor = featurizer(images)
+    return features
+
+
 class Network(nn.Module):
     """Maps images to logits.
 
@@ -69,8 +114,8 @@ class Network(nn.Module):
         self.dropout = dropout
         self.freeze_bn = freeze_bn
         self.stages = tuple(stages)
-        self.compiled_batch: int | None = None
-        """Where the featurizer is compiled: images in a batch for which it has code of its own."""
+        self.compiled: Compiled | None = None
+        """The featurizer's compiled code, where there is some."""
         # Constants of the pipeline, not learned: not in checkpoints.
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
@@ -103,15 +148,10 @@ class Network(nn.Module):
             tap: called at every stage.
         """
         images = self.normalize(images)
-        featurizer: Callable[[Tensor], Tensor] = self.featurizer
-        if self.featurizer._compiled_call_impl is not None:
-            if tap is not None or len(images) == 1:
-                # Compiled code has no hooks; and 1, to the compiler, is a constant like no other.
-                featurizer = self.featurizer._call_impl
-            elif len(images) != self.compiled_batch or not torch.is_grad_enabled():
-                torch._dynamo.maybe_mark_dynamic(images, 0)  # once for all batch sizes
+        # Compiled code has no hooks; and 1, to the compiler, is a constant like no other.
+        compiled = self.compiled if tap is None and len(images) > 1 else None
         with tapped(self.featurizer, self.stages, tap):
-            features = featurizer(images)
+            features: Tensor = (compiled or _call)(self.featurizer, images)
         return features if keep is None else features * keep
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:

@@ -85,6 +85,7 @@ class Job:
         }
         if self.evaluations is not None:
             values["checkpoint_every"] = interval(self.steps, self.evaluations)
+        refuse_own(values, self.overrides)
         return configure(values, self.overrides)
 
     def arguments(self, images: Path) -> list[str]:
@@ -98,6 +99,14 @@ class Job:
         if self.evaluations is not None:
             words += ["--evaluations", str(self.evaluations)]
         return words + [word for text in self.overrides for word in ("--set", text)]
+
+
+def refuse_own(own: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Refuses overrides of what a benchmark sets, and records, itself."""
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if key in own or key.removesuffix(".name") in own:
+            raise UserError(f"--set {text}: {key} is the benchmark's to set; it has an option")
 
 
 def interval(steps: int, evaluations: int) -> int:

@@ -29,13 +29,14 @@ from rich.table import Table
 from scipy.special import stdtrit
 
 from steppe.domains import load
+from steppe.domains.pack import checksum
 from steppe.durable import durable, sync_folder
 from steppe.errors import UserError
 from steppe.training import RunConfig, configure, train
 from steppe.training.progress import Silent
 
 from .data import packed_images
-from .job import overheard, without_folder
+from .job import overheard, refuse_own, without_folder
 from .record import environment
 
 LEVEL = 0.95
@@ -92,7 +93,9 @@ class Study:
             "trial_seed": seed,
             "device": str(self.device),
         }
-        return configure({**values, **WAYS[way]}, self.overrides)
+        chosen = {**values, **WAYS[way]}
+        refuse_own(chosen, self.overrides)
+        return configure(chosen, self.overrides)
 
     def facts(self) -> dict[str, Any]:
         """What pairs of one study have in common, without where things lie on this machine."""
@@ -101,6 +104,13 @@ class Study:
             "weights": Path(self.weights).name,
             "optimizer": self.optimizer,
             "data": self.images.resolve().name,
+            "fingerprint": load(self.images).fingerprint()[:16],
+            "weights' checksum": _checksum(self.weights),
+            "made with": {
+                name: value
+                for name, value in environment(self.device).items()
+                if name in ("gpu", "torch", "pillow", "steppe")
+            },
             "steps": self.steps,
             "precision": self.precision,
             "device": self.device.type,
@@ -145,13 +155,15 @@ def measure(study: Study, save: Path | None = None) -> dict[str, Any]:
     console = Console(stderr=True)
     with packed_images(study.images, console=console):
         domains = [domain.name for domain in load(study.images).domains]
-    targets = study.targets or tuple(domains)
+    targets = tuple(dict.fromkeys(study.targets)) or tuple(domains)
     for target in targets:
         if target not in domains:
             raise UserError(f"{study.images} has no domain {target!r}: {', '.join(domains)}")
     for way in WAYS:  # what is wrong is said before hours have passed
         study.config(way, targets[0], 0)
     pairs, said = _saved(study, save)
+    if pairs:
+        console.print(f"{len(pairs)} pairs found in {save}", highlight=False, markup=False)
     wanted = [(target, seed) for seed in range(study.seeds) for target in targets]
     known = {(pair.target, pair.seed) for pair in pairs}
     missing = [key for key in wanted if key not in known]
@@ -258,6 +270,11 @@ def difference(values: Sequence[float]) -> dict[str, Any]:
         half = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * statistics.stdev(values) / math.sqrt(n)
         interval = [round(mean - half, 4), round(mean + half, 4)]
     return {"mean": round(mean, 4), "interval": interval, "n": n}
+
+
+def _checksum(weights: str) -> str | None:
+    """Of a file of weights; None where they come from elsewhere."""
+    return checksum(Path(weights))[:16] if Path(weights).is_file() else None
 
 
 def _percent(values: Sequence[float]) -> float:

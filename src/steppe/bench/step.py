@@ -122,8 +122,9 @@ class Runner:
             for _ in range(WARM_UP + 2):
                 trainer.step(next(self._batches))
             self._ready = next(self._batches)
-        # What workers have read ahead would be a present to a measurement.
-        self._ahead = 2 * getattr(trainer.store, "workers", 0) + 1
+        # What workers have read ahead would be a present to a measurement, and they come together.
+        workers = getattr(trainer.store, "workers", 0)
+        self._ahead, self._workers = 2 * workers + 1, max(1, workers)
         self._passes: Callable[[], object] | None = None
 
     def about(self) -> dict[str, Any]:
@@ -152,7 +153,8 @@ class Runner:
             one_pass = self._seconds(self._passes, steps)
             self.trainer.parallel.zero_grad()
             self._seconds(lambda: next(self._batches), self._ahead)
-            data = self._seconds(lambda: next(self._batches), steps)
+            rounds = max(2, -(-steps // self._workers)) * self._workers
+            data = self._seconds(lambda: next(self._batches), rounds)
         return {"whole": whole, "update": update, "ready": ready, "pass": one_pass, "data": data}
 
     def _whole(self) -> None:
@@ -184,7 +186,7 @@ class Runner:
             trainer.parallel,
             network,
             cast,
-            batch=network.compiled_batch,
+            batch=network.compiled.batch if network.compiled else None,
             deterministic=self._deterministic,
         )
         idle = Still(parameters)
@@ -229,7 +231,7 @@ def measure(
     console = Console(stderr=True)
     with (
         packed_images(images, console=console) as folder,
-        tempfile.TemporaryDirectory() as out,
+        tempfile.TemporaryDirectory(prefix="steppe-bench-") as out,
         Progress(console=console, transient=True) as progress,
     ):
         setting = Setting(device, folder, backbone, batch, deterministic)
@@ -241,7 +243,8 @@ def measure(
         plain = f"{optimizer}, plain"
         # On a CPU the engine is off and images stay on the host anyway.
         if device.type != "cpu" or resolved_precision(configs[optimizer], device) != "fp32":
-            configs[plain] = setting.config(optimizer, "fp32", "off", "host")
+            for name in dict.fromkeys((optimizer, ADAM)):
+                configs[f"{name}, plain"] = setting.config(name, "fp32", "off", "host")
         bar = progress.add_task("", total=len(configs) * (rounds + 1))
         runners: dict[str, Runner] = {}
         for name, config in configs.items():

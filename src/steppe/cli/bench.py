@@ -1,6 +1,8 @@
 """`steppe bench`: measurements."""
 
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +13,14 @@ from steppe.errors import UserError
 from .common import JSON, writable
 
 app = typer.Typer(help="Measure: every figure in the README comes from here.")
+
+
+@app.callback(help="Measure: every figure in the README comes from here.")
+def _end_tidily() -> None:
+    """Lets a SIGTERM end a benchmark as Ctrl-C does: its folders and children go with it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 _SAVE = typer.Option(
     "--save", metavar="FILE", callback=writable, help="Also store the result as JSON in FILE."
 )
@@ -127,7 +137,7 @@ def bench_job(
     steps: Annotated[int, typer.Option(min=1, help="Updates.")] = 30,
     evaluations: Annotated[
         int | None,
-        typer.Option(min=2, help="How many; as many as a run makes by itself unless given."),
+        typer.Option(min=2, help="At most so many; as a run makes by itself unless given."),
     ] = None,
     overrides: Annotated[list[str] | None, _OVERRIDES] = None,
     cold: Annotated[

@@ -86,7 +86,8 @@ class Host(Store):
 
     def __init__(self, to: torch.device, workers: int) -> None:
         self._device, self.workers = to, workers
-        self.where = "on the host, transformed by Pillow"
+        readers = f" in {workers} workers" if workers else ""
+        self.where = f"on the host, transformed by Pillow{readers}"
 
     def training(self, sampling: Sampling, start: int, stop: int) -> Iterator[list[Batch]]:
         """As `training_batches`, moved to the device."""
@@ -127,6 +128,7 @@ class _OnDevice(Store):
 
     def __init__(self, to: torch.device, domains: Sequence[Domain], compiled: bool) -> None:
         self._device = to
+        _check_channels(domains)
         self._heights, self._widths = (
             np.concatenate(sides) for sides in zip(*map(_shapes, domains), strict=True)
         )
@@ -289,6 +291,8 @@ class Stream(_OnDevice):
     def _made(self, raw: _Raw, view: View) -> Batch:
         moved: _Raw = self._moved(raw)
         stack = Stack(moved.pixels, moved.offsets, moved.heights, moved.widths, moved.channels)
+        for tensor in moved[:4]:  # of another length in every batch
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return self._transformed(stack, _Work(*moved[5:]), view)
 
 
@@ -366,7 +370,8 @@ def _compiled(transform: Callable[..., Tensor]) -> Callable[..., Tensor]:
         try:
             return chosen(*args)
         except TorchDynamoException as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            cause = getattr(error, "inner_exception", error)
+            reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
             log.warning("transforms are not compiled, and slower: %s", reason)
             chosen = transform
         return chosen(*args)
@@ -410,6 +415,16 @@ def _shapes(domain: Domain) -> tuple[Indices, Indices]:
         f"the images of {domain.name} are files, whose pixels can neither be kept on the device "
         "nor streamed: pack them with 'steppe data pack', or set data=host"
     )
+
+
+def _check_channels(domains: Sequence[Domain]) -> None:
+    first = domains[0]
+    for other in domains:
+        if _channels(other.images) != _channels(first.images):
+            raise UserError(
+                f"images of {first.name} have {_channels(first.images)} channels and those of "
+                f"{other.name} {_channels(other.images)}: they cannot be in one batch"
+            )
 
 
 def _channels(images: Images) -> int:

@@ -234,6 +234,8 @@ class FlatnessOptimizer(Wrapper, ABC):
             raise RuntimeError(USAGE.format(method=type(self).__name__, passes=passes, graph=graph))
         if self.max_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters(), self.max_norm)
+        if skips_by_itself(self.base):
+            give_momentum(self.base)
         self.base.step()
         self._ready = False
         self.steps += 1

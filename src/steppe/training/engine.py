@@ -20,9 +20,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from steppe.algorithms import Losses, Network
+from steppe.algorithms.network import compiled
 from steppe.optim import FlatnessOptimizer
 from steppe.optim.engine import skips_by_itself
 
+from . import randomness
 from .update import apply, base_of, differentiate, optimize
 
 T = TypeVar("T")
@@ -54,7 +56,12 @@ class Gears:
 
 
 def choose_gears(
-    engine: str, device: torch.device, image_size: int, needs_graph: bool, world: int
+    engine: str,
+    device: torch.device,
+    image_size: int,
+    needs_graph: bool,
+    world: int,
+    differentiates: bool = False,
 ) -> Gears:
     """The gears for a run.
 
@@ -64,12 +71,13 @@ def choose_gears(
         image_size: height and width of the images.
         needs_graph: whether the optimizer differentiates gradients.
         world: the number of processes.
+        differentiates: whether the algorithm takes gradients inside its loss.
 
     Examples:
         >>> choose_gears("auto", torch.device("cpu"), 224, needs_graph=False, world=1).compiled
         False
     """
-    if engine == "off" or (engine == "auto" and device.type == "cpu"):
+    if engine == "off" or (engine == "auto" and device.type != "cuda"):
         return Gears(compiled=False, captured=False)
     if needs_graph:
         why = "not compiled: the optimizer differentiates twice, which compiled code does not allow"
@@ -78,10 +86,13 @@ def choose_gears(
     compiled = engine != "auto" or image_size >= COMPILED_FROM
     if not compiled:
         reasons.append(f"not compiled: images of {image_size} pixels are too small to gain by it")
+    elif differentiates:
+        compiled = False
+        reasons.append("not compiled: the algorithm takes gradients inside its loss")
     captured = engine != "compile"
-    if captured and device.type == "cpu":
+    if captured and device.type != "cuda":
         captured = False
-        reasons.append("not captured: a CPU has no CUDA graphs")
+        reasons.append(f"not captured: a {device.type.upper()} has no CUDA graphs")
     elif captured and world > 1:
         captured = False
         reasons.append("not captured: gradients are shared between processes in every pass")
@@ -128,9 +139,7 @@ class Engine:
             import torch._dynamo.config as dynamo
 
             dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILATIONS)
-            network.compiled_batch = batch
-            options: dict[str, Any] = {"deterministic": True} if deterministic else {}
-            network.featurizer.compile(options=options)
+            network.compiled = compiled(batch, **({"deterministic": True} if deterministic else {}))
 
     @property
     def gear(self) -> str:
@@ -141,10 +150,7 @@ class Engine:
     def optimize(
         self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
     ) -> list[Losses]:
-        """Takes one step and returns the losses at the weights before it, one for each part.
-
-        Where the step was replayed, they are valid until the next one of that objective.
-        """
+        """Takes one step and returns the losses at the weights before it, one for each part."""
         if not self.captured:
             return self._launch(optimizer, objective, prepared)
         key = (objective, _kind(prepared), _settings(optimizer))
@@ -169,6 +175,7 @@ class Engine:
         """Drops what was captured: an optimizer's state was replaced."""
         self._graphs.clear()
         self._seen.clear()
+        self._pool = None
 
     def guarded(self, compute: Callable[[], T]) -> T:
         """What a function returns; without compiled code if that cannot be made."""
@@ -180,7 +187,7 @@ class Engine:
             return compute()
         except TorchDynamoException as error:
             self.compiled = False
-            self._network.featurizer._compiled_call_impl = None
+            self._network.compiled = None
             self._note(f"not compiled: {_first_line(error)}")
         return compute()
 
@@ -196,11 +203,9 @@ class Engine:
     def _warm_up(
         self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
     ) -> list[Losses]:
-        device = prepared[0].images.device
-        before = (torch.get_rng_state(), torch.cuda.get_rng_state(device))
+        before = _random_states(prepared[0].images.device)
         losses = self._launch(optimizer, objective, prepared)
-        after = (torch.get_rng_state(), torch.cuda.get_rng_state(device))
-        if not all(map(torch.equal, before, after)):
+        if _random_states(prepared[0].images.device) != before:
             self._stop_capturing(
                 "the loss draws random numbers (dropout inside the backbone), which all passes of "
                 "a step must share"
@@ -211,17 +216,21 @@ class Engine:
         self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
     ) -> _Graph | None:
         whole = skips_by_itself(base_of(optimizer))
+        if isinstance(optimizer, FlatnessOptimizer) and not whole:
+            self._stop_capturing("the step of the base optimizer needs the host: it is not fused")
+            return None
         static = [_mapped(part, lambda t: t.clone()) for part in prepared]
         steps = optimizer.steps if isinstance(optimizer, FlatnessOptimizer) else 0
         self._module.zero_grad()  # gradients are to be allocated in the graph's own memory
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what launched steps used, captured ones will need again
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         run = optimize if whole else differentiate
         try:
             # Other threads, which copy images, may go on allocating meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.device(static[0].images.device),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
                 losses = run(
                     optimizer, self._module, objective, static, self._autocast, self._scaler
                 )
@@ -250,7 +259,8 @@ class Engine:
                 p.grad = gradient
             apply(optimizer, self._scaler)
             self._module.zero_grad()
-        return graph.losses
+        # Copies: the memory may be another recording's too.
+        return [_mapped(losses, Tensor.clone) for losses in graph.losses]
 
     def _stop_capturing(self, why: str) -> None:
         self.captured = False
@@ -282,7 +292,12 @@ class _Graph:
 
 
 def _settings(optimizer: Optimizer) -> Hashable:
-    """Everything about an optimizer that a recording has as constants."""
+    """Everything about an optimizer that a recording has as constants.
+
+    One that is not recorded may change them as it likes; some count their steps there.
+    """
+    if not skips_by_itself(base_of(optimizer)):
+        return id(optimizer)
     step = optimizer.steps + 1 if isinstance(optimizer, FlatnessOptimizer) else 0
     due = optimizer.due if isinstance(optimizer, FlatnessOptimizer) else True
     groups = [
@@ -306,7 +321,8 @@ def _kind(tree: Any) -> Hashable:
         return tuple((key, _kind(value)) for key, value in tree.items())
     if isinstance(tree, list | tuple):
         return tuple(map(_kind, tree))
-    return repr(tree)
+    plain = tree is None or isinstance(tree, bool | int | float | str)
+    return repr(tree) if plain else id(tree)  # nobody can say whether it has changed
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -338,6 +354,14 @@ def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
         named = isinstance(tree, tuple) and hasattr(tree, "_fields")
         return type(tree)(*values) if named else type(tree)(values)
     return tree
+
+
+def _random_states(device: torch.device) -> list[Any]:
+    """The state of every global generator."""
+    kept = randomness.get_state(device)
+    name, numbers, *rest = kept["numpy"]
+    tensors = (kept["torch"], kept["cuda"])
+    return [kept["python"], name, numbers.tolist(), rest, *(t.tolist() for t in tensors)]
 
 
 def _first_line(error: BaseException) -> str:

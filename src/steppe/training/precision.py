@@ -11,6 +11,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from steppe.errors import UserError
+from steppe.optim import optimizer_spec
 
 if TYPE_CHECKING:
     from .config import Named
@@ -55,9 +56,10 @@ def resolve(precision: str, device: torch.device, optimizer: Named, needs_graph:
     """
     if precision != "auto":
         return precision
-    if device.type == "cpu" or needs_graph or optimizer.options.get("adaptive"):
+    if device.type != "cuda" or needs_graph or optimizer.options.get("adaptive"):
         return "fp32"
-    radii = [optimizer.options[name] for name in _RADII if name in optimizer.options]
+    options = {**optimizer_spec(optimizer.name).defaults, **optimizer.options}
+    radii = [options[name] for name in _RADII if name in options]
     order = 0 if optimizer.name in _FIRST else 1
     for candidate in ("fp16", "tf32"):
         if all(_fidelity(candidate, rho, order) >= FIDELITY for rho in radii):

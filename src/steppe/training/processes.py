@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,10 @@ def join(device: str) -> Iterator[Processes]:
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
-        yield Processes(find_device(device))
+        mine = find_device(device)
+        # Graphs and streams are made on the current device, whatever the tensors are on.
+        with torch.cuda.device(mine) if mine.type == "cuda" else nullcontext():
+            yield Processes(mine)
         return
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     mine = find_device(device, local)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from steppe.algorithms import Algorithm, Objective, build_algorithm
+from steppe.algorithms import Algorithm, Objective, algorithm_spec, build_algorithm
 from steppe.domains import Dataset, Split, data_folder, load, split_dataset
 from steppe.errors import UserError
 from steppe.optim import build_optimizer, optimizer_spec
@@ -108,7 +108,12 @@ def gears(config: RunConfig, processes: Processes) -> Gears:
     """What the engine of a run may do."""
     needs_graph = optimizer_spec(config.optimizer.name).needs_graph
     return choose_gears(
-        config.engine, processes.device, config.image_size, needs_graph, processes.world
+        config.engine,
+        processes.device,
+        config.image_size,
+        needs_graph,
+        processes.world,
+        algorithm_spec(config.algorithm.name).target.differentiates,
     )
 
 

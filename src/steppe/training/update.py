@@ -69,6 +69,7 @@ def differentiate(
 
     The arguments are those of `optimize`.
     """
+    assert not isinstance(optimizer, FlatnessOptimizer), "it asks for more than one"
     losses: list[Losses] = []
     optimizer.zero_grad()
     _closure(module, objective, prepared, autocast, scaler, losses, optimizer)()
@@ -77,11 +78,11 @@ def differentiate(
 
 def apply(optimizer: Optimizer, scaler: GradScaler | None) -> None:
     """The second half: the optimizer's step with the gradients that are there."""
+    if skips_by_itself(optimizer):
+        give_momentum(optimizer)
     if scaler is None:
         optimizer.step()
         return
-    if skips_by_itself(optimizer):
-        give_momentum(optimizer)
     scaler.step(optimizer)
     scaler.update()
 
@@ -133,7 +134,7 @@ def forget(optimizer: Optimizer) -> None:
 
 
 def take_up(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads an optimizer's saved state, except how its kernels are launched.
+    """Loads an optimizer's saved state, except how its kernels are launched and laid out.
 
     That depends on the device, which may be another than the state was saved on.
     """
@@ -142,6 +143,11 @@ def take_up(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({**state, "param_groups": groups})
+    for p, kept in optimizer.state.items():
+        for name, value in kept.items():
+            alike = isinstance(value, Tensor) and value.shape == p.shape
+            if alike and value.stride() != p.stride():
+                kept[name] = torch.empty_like(p, dtype=value.dtype).copy_(value)
 
 
 def mean_state(firsts: Sequence[Mapping[str, Losses]], processes: Processes) -> dict[str, Losses]:
