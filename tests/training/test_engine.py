@@ -109,6 +109,8 @@ def test_two_compilations_serve_every_batch_size_and_run(
     options = {"draw": draw, "device": "cpu", "engine": "compile"}
     for batch_size in batch_sizes:  # from 16 images on: a CPU has other convolutions for fewer
         run, _ = trained(tmp_path, 2, batch_size=batch_size, **options)
+        assert run.algorithm.network.compiled is not None
+        assert run.algorithm.network.compiled.batch == (None if draw else 3 * batch_size)
         with run._evaluation_mode(), torch.no_grad():
             for images in (64, 33, 1):
                 run._predict(torch.zeros(images, 1, 8, 8, dtype=torch.uint8))

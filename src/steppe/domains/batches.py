@@ -161,7 +161,7 @@ def training_batches(
     sampling: Sampling, start: int, stop: int, workers: int = 0, pin: bool = False
 ) -> Iterator[list[Batch]]:
     """The batches of the steps from `start` to `stop` - 1, one per source domain."""
-    yield from load(_Steps(sampling), range(start, stop), workers, pin)
+    yield from read_ahead(_Steps(sampling), range(start, stop), workers, pin)
 
 
 def evaluation_batches(
@@ -178,10 +178,10 @@ def evaluation_batches(
     `seeds` determine the augmentation, where `view` asks for it.
     """
     chunks = _Chunks(domain, chosen, view, seeds, batch_size)
-    yield from load(chunks, range(-(-len(chosen) // batch_size)), workers, pin)
+    yield from read_ahead(chunks, range(-(-len(chosen) // batch_size)), workers, pin)
 
 
-def load(dataset: Dataset[Any], numbers: range, workers: int, pin: bool) -> Iterator[Any]:
+def read_ahead(dataset: Dataset[Any], numbers: range, workers: int, pin: bool) -> Iterator[Any]:
     """The items of a dataset that these numbers stand for, in order, read ahead by workers.
 
     An item that is a `Failure` is raised here.

@@ -30,10 +30,10 @@ from .batches import (
     View,
     evaluation_batches,
     evaluation_draws,
-    load,
+    read_ahead,
     training_batches,
 )
-from .dataset import Arrays, Domain, Images, Indices
+from .dataset import Arrays, Domain, Images, Indices, Pixels
 from .device import Reach, Stack
 from .pack import Packed
 from .pool import cores
@@ -182,7 +182,7 @@ class Resident(_OnDevice):
         for domain in domains:
             self._first[domain.name] = count
             count += len(domain)
-        self._stack = _everything(domains, to)
+        self._stack = _everything(domains, self._heights, self._widths, to)
         size = self._stack.pixels.nbytes / 2**30
         self.where = f"on the device ({size:.2f} GiB), transformed there"
 
@@ -286,7 +286,7 @@ class Stream(_OnDevice):
         yield from _ahead(make(), self._device)
 
     def _load(self, dataset: Any, numbers: range) -> Iterator[_Raw]:
-        return load(dataset, numbers, self.workers, pin=self._device.type == "cuda")
+        return read_ahead(dataset, numbers, self.workers, pin=self._device.type == "cuda")
 
     def _made(self, raw: _Raw, view: View) -> Batch:
         moved: _Raw = self._moved(raw)
@@ -440,31 +440,37 @@ def size(domains: Sequence[Domain]) -> int:
     )
 
 
-def _everything(domains: Sequence[Domain], to: torch.device) -> Stack:
+def _everything(
+    domains: Sequence[Domain], heights: Indices, widths: Indices, to: torch.device
+) -> Stack:
     """All images of some domains on a device; packed ones are compared with their checksums."""
-    heights, widths = (np.concatenate(sides) for sides in zip(*map(_shapes, domains), strict=True))
     channels = _channels(domains[0].images)
     sizes = heights * widths * channels
-    offsets = np.cumsum(sizes) - sizes
-    pixels = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=to)
+    ends = np.cumsum(sizes)
+    pixels = torch.empty(int(ends[-1]), dtype=torch.uint8, device=to)
     first = 0
     for domain in domains:  # one at a time: the host need not have room for all of them
         last = first + len(domain)
-        begin, end = int(offsets[first]), int(offsets[last - 1] + sizes[last - 1])
-        buffer = np.empty(end - begin, np.uint8)
-
-        def read(index: int, first: int = first, domain: Domain = domain) -> None:
-            start = int(offsets[first + index]) - begin  # noqa: B023 - used before it changes
-            image = domain.images[index]
-            buffer[start : start + image.size] = image.reshape(-1)  # noqa: B023
-
-        with ThreadPoolExecutor(min(_READERS, cores())) as threads:
-            for _ in threads.map(read, range(len(domain))):
-                pass
-        pixels[begin:end].copy_(torch.from_numpy(buffer))
+        begin = int(ends[first] - sizes[first])
+        found = _read_all(domain.images, ends[first:last] - begin)
+        pixels[begin : begin + len(found)].copy_(torch.from_numpy(found))
         first = last
-    begins, rows, columns = (torch.from_numpy(v).to(to) for v in (offsets, heights, widths))
+    begins, rows, columns = (torch.from_numpy(v).to(to) for v in (ends - sizes, heights, widths))
     return Stack(pixels, begins, rows, columns, channels)
+
+
+def _read_all(images: Images, ends: Indices) -> Pixels:
+    """The pixels of all images, one after another, given where each ends."""
+    buffer = np.empty(int(ends[-1]), np.uint8)
+
+    def read(index: int) -> None:
+        pixels = images[index]
+        buffer[ends[index] - pixels.size : ends[index]] = pixels.reshape(-1)
+
+    with ThreadPoolExecutor(min(_READERS, cores())) as threads:
+        for _ in threads.map(read, range(len(images))):
+            pass
+    return buffer
 
 
 def open_store(
@@ -489,6 +495,8 @@ def open_store(
     """
     known = all(isinstance(domain.images, Packed | Arrays) for domain in domains)
     in_memory = all(isinstance(domain.images, Arrays) for domain in domains)
+    if place == "auto" and to.type == "cuda" and not known:
+        log.info("images are read as files; 'steppe data pack' would let them live on the device")
     if place == "auto":
         place = "host" if to.type == "cpu" or not known else _fitting(to, size(domains))
     if place == "device":
