@@ -8,10 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from steppe.bench import job
 from steppe.cli import app
@@ -21,20 +19,6 @@ from steppe.training.progress import Silent
 
 CPU = torch.device("cpu")
 SMALL = ("image_size=16", "batch_size=2")
-
-
-@pytest.fixture
-def images(tmp_path: Path) -> Path:
-    """Three domains of small images."""
-    rng = np.random.default_rng(0)
-    for domain in ("ink", "oil", "pen"):
-        for name in ("cat", "dog"):
-            folder = tmp_path / "images" / domain / name
-            folder.mkdir(parents=True)
-            for i in range(5):
-                pixels = rng.integers(256, size=(20, 20, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{i}.png")
-    return tmp_path / "images"
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from rich.progress import Progress
 from scipy import stats
 
@@ -22,20 +20,6 @@ from steppe.training import RunConfig
 CPU = torch.device("cpu")
 DOMAINS = ("ink", "oil", "pen")
 SMALL = ("image_size=16", "batch_size=2")
-
-
-@pytest.fixture
-def images(tmp_path: Path) -> Path:
-    """Three domains of small images."""
-    rng = np.random.default_rng(0)
-    for domain in DOMAINS:
-        for name in ("cat", "dog"):
-            folder = tmp_path / "images" / domain / name
-            folder.mkdir(parents=True)
-            for i in range(5):
-                pixels = rng.integers(256, size=(20, 20, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{i}.png")
-    return tmp_path / "images"
 
 
 def study(images: Path, **changes: Any) -> learning.Study:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-from steppe.domains import store
 from steppe.domains.batches import Sampling, View
+from steppe.domains.store import Store
 from steppe.errors import Interrupted, UserError
 from steppe.training import (
     RunDirectory,
@@ -143,7 +143,7 @@ def test_a_signal_in_an_evaluation_loses_nothing(tmp_path, monkeypatch, averagin
     """Whatever is evaluated then: the weights, or the average in their place."""
     values = {**DIGITS, "averaging": averaging}
     train(make_config(values), tmp_path / "whole")
-    batches, calls = store.evaluation_batches, []
+    batches, calls = Store.evaluation, []
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
@@ -151,7 +151,7 @@ def test_a_signal_in_an_evaluation_loses_nothing(tmp_path, monkeypatch, averagin
             signal.raise_signal(signal.SIGTERM)
         return batches(*args, **kwargs)
 
-    monkeypatch.setattr(store, "evaluation_batches", watched)
+    monkeypatch.setattr(Store, "evaluation", watched)
     with pytest.raises(Interrupted):
         train(make_config(values), tmp_path / "broken")
     monkeypatch.undo()
@@ -225,11 +225,11 @@ def test_unfinished_weights_do_not_claim_to_be_averaged(tmp_path, monkeypatch) -
 def test_a_class_by_class_part_is_shuffled_for_evaluation(tmp_path, monkeypatch) -> None:
     """MTL looks at a batch as a whole: in the files' order it would see one class at a time."""
     seen: list[Any] = []
-    batches = store.evaluation_batches
+    batches = Store.evaluation
 
-    def watched(domain: Any, chosen: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(self: Any, domain: Any, chosen: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(domain.labels[chosen])
-        return batches(domain, chosen, *args, **kwargs)
+        return batches(self, domain, chosen, *args, **kwargs)
 
     def by_class(config: Any) -> Any:
         dataset, splits = open_data(config)
@@ -240,7 +240,7 @@ def test_a_class_by_class_part_is_shuffled_for_evaluation(tmp_path, monkeypatch)
         return dataset, tuple(ordered)
 
     monkeypatch.setattr(setup, "open_data", by_class)
-    monkeypatch.setattr(store, "evaluation_batches", watched)
+    monkeypatch.setattr(Store, "evaluation", watched)
     train(make_config({**DIGITS, "algorithm": "MTL", "steps": 1}), tmp_path)
     assert all(len(set(labels[:16])) > 4 for labels in seen)
 

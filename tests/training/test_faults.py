@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 from steppe import cli
-from steppe.domains import store
+from steppe.domains.store import Store
 from steppe.errors import Interrupted, UserError
 from steppe.training import RunDirectory, checkpoint, load_model, make_config, train
 from steppe.training.directory import VOLATILE
@@ -352,7 +352,7 @@ def test_a_signal_at_any_moment_saves_the_state(
 ):
     handlers = signal.getsignal(number)
     display = Silent() if evaluated else Hook(7, send(number))
-    evaluation_batches, calls = store.evaluation_batches, []
+    evaluation_batches, calls = Store.evaluation, []
 
     def watched(*args, **kwargs):
         calls.append(args)
@@ -360,7 +360,7 @@ def test_a_signal_at_any_moment_saves_the_state(
             send(number)()
         return evaluation_batches(*args, **kwargs)
 
-    monkeypatch.setattr(store, "evaluation_batches", watched)
+    monkeypatch.setattr(Store, "evaluation", watched)
     config = make_config(DIGITS)
     with pytest.raises(Interrupted) as caught:
         train(config, tmp_path, display=display)

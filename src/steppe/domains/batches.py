@@ -11,9 +11,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,10 @@ from .splits import Split
 
 _TRAINING, _EVALUATION = 1, 2
 """Begin the seeds, so that no draw of an evaluation is one of training."""
+
+
+Drawn = tuple[Domain, Indices, augment.Draws | None]
+"""Images of a domain, and the randomness of each; None: they are not augmented."""
 
 
 class Batch(NamedTuple):
@@ -104,13 +109,54 @@ class Sampling:
         mine = slice(self.rank, None, self.world)
         return chosen[mine], None if draws is None else draws[mine]
 
+    def drawn(self, number: int) -> list[Drawn]:
+        """The same of every source domain, at the step of that number."""
+        return [(split.domain, *self.draw(split, number)) for split in self.sources]
+
     def batches(self, step: int) -> list[Batch]:
         """The batch of every source domain at a step."""
-        drawn = [self.draw(split, step) for split in self.sources]
-        return [
-            read(split.domain, chosen, self.view, draws)
-            for split, (chosen, draws) in zip(self.sources, drawn, strict=True)
-        ]
+        return read_all(self.drawn(step), self.view)
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """Images of one domain, once each, in order.
+
+    Attributes:
+        domain: the domain.
+        chosen: which of its images.
+        view: how they reach the network.
+        batch_size: how many together.
+        seeds: determine the augmentation, where `view` asks for it.
+    """
+
+    domain: Domain
+    chosen: Indices
+    view: View
+    batch_size: int
+    seeds: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        return -(-len(self.chosen) // self.batch_size)
+
+    def drawn(self, number: int) -> list[Drawn]:
+        """The images of the batch of that number, with the randomness of each."""
+        start = number * self.batch_size
+        chosen = self.chosen[start : start + self.batch_size]
+        draws = None
+        if self.view.augment:
+            rng = np.random.default_rng([_EVALUATION, *self.seeds, number])
+            draws = rng.random((len(chosen), augment.DRAWS))
+        return [(self.domain, chosen, draws)]
+
+
+Plan = Sampling | Evaluation
+"""What says which images a batch has, by its number."""
+
+
+def read_all(drawn: Sequence[Drawn], view: View) -> list[Batch]:
+    """Reads and transforms the images of several domains, a batch of each."""
+    return [read(domain, chosen, view, draws) for domain, chosen, draws in drawn]
 
 
 @dataclass(frozen=True)
@@ -120,48 +166,37 @@ class Failure:
     error: UserError
 
 
-class _Steps(Dataset[Any]):
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
+class Reading(Dataset[Any]):
+    """What a plan draws, read by a function, possibly in another process.
 
-    def __getitem__(self, step: int) -> list[Batch] | Failure:
+    Args:
+        plan: says which images.
+        read: reads them.
+    """
+
+    def __init__(self, plan: Plan, read: Callable[[Sequence[Drawn]], Any]) -> None:
+        self._plan, self._read = plan, read
+
+    def __getitem__(self, number: int) -> Any:
         try:
-            return self.sampling.batches(step)
+            return self._read(self._plan.drawn(number))
         except UserError as error:
             return Failure(error)
 
 
-class _Chunks(Dataset[Any]):
-    def __init__(
-        self, domain: Domain, chosen: Indices, view: View, seeds: Sequence[int], batch_size: int
-    ) -> None:
-        self.domain, self.chosen, self.view = domain, chosen, view
-        self.seeds, self.batch_size = seeds, batch_size
-
-    def __getitem__(self, number: int) -> Batch | Failure:
-        start = number * self.batch_size
-        chosen = self.chosen[start : start + self.batch_size]
-        draws = evaluation_draws(self.view, self.seeds, number, len(chosen))
-        try:
-            return read(self.domain, chosen, self.view, draws)
-        except UserError as error:
-            return Failure(error)
-
-
-def evaluation_draws(
-    view: View, seeds: Sequence[int], number: int, images: int
-) -> augment.Draws | None:
-    """The randomness of one batch of an evaluation, where `view` asks for any."""
-    if not view.augment:
-        return None
-    return np.random.default_rng([_EVALUATION, *seeds, number]).random((images, augment.DRAWS))
+def planned_batches(
+    plan: Plan, numbers: range, workers: int = 0, pin: bool = False
+) -> Iterator[list[Batch]]:
+    """The batches of a plan that these numbers stand for, a list of one per domain each."""
+    reading = Reading(plan, partial(read_all, view=plan.view))
+    yield from read_ahead(reading, numbers, workers, pin)
 
 
 def training_batches(
     sampling: Sampling, start: int, stop: int, workers: int = 0, pin: bool = False
 ) -> Iterator[list[Batch]]:
     """The batches of the steps from `start` to `stop` - 1, one per source domain."""
-    yield from read_ahead(_Steps(sampling), range(start, stop), workers, pin)
+    yield from planned_batches(sampling, range(start, stop), workers, pin)
 
 
 def evaluation_batches(
@@ -177,8 +212,9 @@ def evaluation_batches(
 
     `seeds` determine the augmentation, where `view` asks for it.
     """
-    chunks = _Chunks(domain, chosen, view, seeds, batch_size)
-    yield from read_ahead(chunks, range(-(-len(chosen) // batch_size)), workers, pin)
+    plan = Evaluation(domain, chosen, view, batch_size, seeds)
+    for (batch,) in planned_batches(plan, range(len(plan)), workers, pin):
+        yield batch
 
 
 def read_ahead(dataset: Dataset[Any], numbers: range, workers: int, pin: bool) -> Iterator[Any]:

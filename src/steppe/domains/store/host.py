@@ -1,0 +1,64 @@
+"""What a store is, and the one on the host."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from steppe.domains.batches import Batch, Evaluation, Plan, Sampling, View, planned_batches
+from steppe.domains.dataset import Domain, Indices
+
+
+class Store(ABC):
+    """The images of a run, as batches on its device.
+
+    Attributes:
+        where: where they live, for people.
+    """
+
+    where: str
+
+    @abstractmethod
+    def batches(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
+        """The batches of a plan that these numbers stand for, a list of one per domain each."""
+
+    def training(self, sampling: Sampling, start: int, stop: int) -> Iterator[list[Batch]]:
+        """The batches of the steps from `start` to `stop` - 1, one per source domain."""
+        yield from self.batches(sampling, range(start, stop))
+
+    def evaluation(
+        self,
+        domain: Domain,
+        chosen: Indices,
+        view: View,
+        batch_size: int,
+        seeds: Sequence[int] = (),
+    ) -> Iterator[Batch]:
+        """The chosen images of a domain, once each, in order, as `evaluation_batches` has them."""
+        plan = Evaluation(domain, chosen, view, batch_size, seeds)
+        for (batch,) in self.batches(plan, range(len(plan))):
+            yield batch
+
+
+class Host(Store):
+    """Images that workers read and transform.
+
+    Args:
+        to: the device.
+        workers: how many; 0: this process itself.
+    """
+
+    def __init__(self, to: torch.device, workers: int) -> None:
+        self._device, self.workers = to, workers
+        readers = f" in {workers} workers" if workers else ""
+        self.where = f"on the host, transformed by Pillow{readers}"
+
+    def batches(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
+        """As `planned_batches`, moved to the device."""
+        pin = self._device.type == "cuda"
+        for batches in planned_batches(plan, numbers, self.workers, pin):
+            yield [
+                Batch(*(t.to(self._device, non_blocking=True) for t in batch)) for batch in batches
+            ]
