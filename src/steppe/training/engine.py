@@ -225,16 +225,20 @@ class Engine:
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         run = optimize if whole else differentiate
+        device = static[0].images.device
         try:
-            # Other threads, which copy images, may go on allocating meanwhile.
+            # Other threads, which copy images, may go on allocating meanwhile. The outer stream is
+            # there for captures that fail: they would leave their own as the current one.
             with (
-                torch.cuda.device(static[0].images.device),
+                torch.cuda.device(device),
+                torch.cuda.stream(torch.cuda.current_stream(device)),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
                 losses = run(
                     optimizer, self._module, objective, static, self._autocast, self._scaler
                 )
         except RuntimeError as error:
+            _release_generator(device)
             self._module.zero_grad()
             if self._scaler is not None:  # it may be in the middle of a step that never was
                 self._scaler._per_optimizer_states.clear()
@@ -362,6 +366,17 @@ def _random_states(device: torch.device) -> list[Any]:
     name, numbers, *rest = kept["numpy"]
     tensors = (kept["torch"], kept["cuda"])
     return [kept["python"], name, numbers.tolist(), rest, *(t.tolist() for t in tensors)]
+
+
+def _release_generator(device: torch.device) -> None:
+    """Gives the device's generator a state of its own again.
+
+    A capture that fails leaves it as if the capture went on, and every later draw would be refused.
+    """
+    generator = torch.cuda.default_generators[device.index]
+    released = torch.Generator(device)
+    released.set_state(generator.get_state())
+    generator.graphsafe_set_state(released)
 
 
 def _first_line(error: BaseException) -> str:
