@@ -20,7 +20,7 @@ try:
 except ModuleNotFoundError as error:  # a plain `pip install steppe` brings torch and nothing else
     raise SystemExit(missing(error)) from None
 
-from . import bench, curvature, data, reports, runs, sweep
+from . import bench, curvature, data, reports, reproduce, runs, sweep
 
 app = typer.Typer(
     help="Flatness-aware optimizers and a domain-generalization benchmark.",
@@ -65,6 +65,7 @@ app.command()(runs.train)
 app.command()(runs.evaluate)
 app.command()(runs.export)
 app.command()(reports.report)
+app.command()(reproduce.reproduce)
 for name, group in (
     ("data", data.app),
     ("sweep", sweep.app),

@@ -32,11 +32,17 @@ def sweep_plan(
     averaging: Annotated[str, typer.Option(help="Names, with commas.")] = "none",
     trials: Annotated[int, typer.Option(min=1, help="Seeds of the split.")] = 3,
     draws: Annotated[
-        int, typer.Option(min=1, help="Hyper-parameters; the first are the defaults.")
+        int,
+        typer.Option(
+            min=0, help="Hyper-parameters; the first are the space's defaults, 0: a single run's."
+        ),
     ] = 20,
     targets: Annotated[
-        Literal["single", "pairs"],
-        typer.Option(help="Also hold out pairs, for leave-one-domain-out selection."),
+        str,
+        typer.Option(
+            help="single: each in turn; pairs: also pairs, for leave-one-domain-out selection; or "
+            "names, with commas."
+        ),
     ] = "single",
     space: Annotated[str, typer.Option(help="What is drawn from: domainbed, fad or fair.")] = (
         "domainbed"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.measure import Measurement
+from rich.table import Table as RichTable
 
 from steppe.errors import UserError
 
@@ -53,7 +54,11 @@ def _sections(report: Report) -> list[Table | Grid]:
 
 
 def _terminal(report: Report) -> str:
-    tables = [to_terminal(section) for section in _sections(report)]
+    return printed([to_terminal(section) for section in _sections(report)])
+
+
+def printed(tables: Sequence[RichTable]) -> str:
+    """Tables as they look on a terminal that is wide enough for them."""
     # A line that a narrow terminal folds can be read; a number that was cut off cannot.
     roomy = Console(width=100_000)
     natural = [Measurement.get(roomy, roomy.options, table).maximum for table in tables]

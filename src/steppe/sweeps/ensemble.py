@@ -49,13 +49,14 @@ def ensembles(sweep: Sweep, device: str = "auto") -> Iterator[Ensemble]:
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, axes in sweep.axes.items():
         if Job(sweep.folder(name)).result.exists():
-            groups[tuple(str(axes[axis]) for axis in AXES)].append(name)
+            key = (*(str(axes[axis]) for axis in AXES), str(axes.get("tag", "")))
+            groups[key].append(name)
     if not groups:
         raise UserError(f"{sweep.path} has no finished runs yet: see 'steppe sweep status'")
     for key, names in groups.items():
         folders = [Job(sweep.folder(name)).result for name in names]
         found = evaluate_ensemble(folders, which="best", device=device)
-        yield Ensemble(dict(zip(AXES, key, strict=True)), tuple(names), found)
+        yield Ensemble(dict(zip(AXES, key[:-1], strict=True)), tuple(names), found)
 
 
 def save(sweep: Sweep, found: list[Ensemble]) -> None:

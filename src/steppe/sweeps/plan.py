@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from steppe import __version__
 from steppe.algorithms import algorithm_spec
 from steppe.averaging import averaging_spec
 from steppe.domains import DatasetSpec, dataset_spec, import_plugins, seed_hash
 from steppe.durable import durable, sync_folder
-from steppe.errors import UserError
+from steppe.errors import UserError, unknown
 from steppe.optim import optimizer_spec
 from steppe.optim.search import get_space
 from steppe.training import RunConfig, configure, read_config
@@ -39,12 +39,15 @@ class Grid:
         optimizers: names.
         averaging: names.
         trials: seeds of the split, counted from 0.
-        draws: hyper-parameters, counted from 0, which are the defaults.
+        draws: hyper-parameters, counted from 0, which are the defaults of the space; with 0 draws
+            a run has what a single run would have.
         targets: what is held out: each target of the dataset (`single`), or also each with one
-            more domain (`pairs`), which leave-one-domain-out selection needs.
+            more domain (`pairs`), which leave-one-domain-out selection needs; or domains, with
+            commas: each of these in turn, or several at once where ``+`` joins them.
         space: what hyper-parameters are drawn from.
         overrides: ``key=value`` texts for every run.
         options: other config keys for every run, such as `root`.
+        tag: ends the names of the runs, so that a sweep can have several grids of the same axes.
     """
 
     datasets: tuple[str, ...]
@@ -53,10 +56,11 @@ class Grid:
     averaging: tuple[str, ...] = ("none",)
     trials: int = 3
     draws: int = 20
-    targets: Literal["single", "pairs"] = "single"
+    targets: str = "single"
     space: str = "domainbed"
     overrides: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    tag: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,17 @@ def target_sets(spec: DatasetSpec, targets: str) -> list[tuple[str, ...]]:
         ('art_painting', 'cartoon')
         >>> len(target_sets(dataset_spec("PACS"), "pairs"))
         10
+        >>> target_sets(dataset_spec("PACS"), "sketch,photo+cartoon")
+        [('sketch',), ('cartoon', 'photo')]
     """
-    sets = [frozenset(held_out) for held_out in spec.targets]
+    if targets in ("single", "pairs"):
+        sets = [frozenset(held_out) for held_out in spec.targets]
+    else:
+        given = [name.strip() for name in targets.split(",") if name.strip()]
+        sets = [frozenset(name.split("+")) for name in given]
+        for domain in frozenset().union(*sets):
+            if domain not in spec.domains:
+                raise UserError(unknown(f"target of {spec.name}:", domain, spec.domains))
     if targets == "pairs":
         sets += [held_out | {d} for held_out in sets for d in spec.domains if d not in held_out]
     if any(len(held_out) >= len(spec.domains) for held_out in sets):
@@ -123,7 +136,7 @@ def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
         )
         for trial, algorithm, optimizer, average, held_out in axes:
             numbers = [spec.domains.index(domain) for domain in held_out]
-            for draw in range(grid.draws):
+            for draw in range(grid.draws) if grid.draws else (None,):
                 options = {
                     **grid.options,
                     "dataset": dataset,
@@ -132,10 +145,11 @@ def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
                     "optimizer": optimizer,
                     "averaging": average,
                     "trial_seed": trial,
-                    "seed": seed_hash(spec.name, algorithm, numbers, draw, trial),
+                    "seed": seed_hash(spec.name, algorithm, numbers, draw or 0, trial),
                 }
-                config = configure(options, grid.overrides, draw=draw, space=grid.space)
-                yield _name(config), config
+                space = None if draw is None else grid.space
+                config = configure(options, grid.overrides, draw=draw, space=space)
+                yield _name(config, grid.tag), config
 
 
 def _known(names: Sequence[str], find: Any) -> list[str]:
@@ -161,15 +175,16 @@ def _axes(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _name(config: RunConfig) -> str:
+def _name(config: RunConfig, tag: str) -> str:
     axes = _axes(config)
-    parts = (str(axes[axis]) for axis in AXES)
-    text = "-".join((*parts, f"trial{axes['trial']}", f"draw{axes['draw']}"))
-    return re.sub(r"[^\w.+-]", "_", text)
+    parts = [*(str(axes[axis]) for axis in AXES), f"trial{axes['trial']}"]
+    parts += [] if config.draw is None else [f"draw{config.draw}"]
+    parts += [tag] if tag else []
+    return re.sub(r"[^\w.+-]", "_", "-".join(parts))
 
 
 def write_plan(
-    grid: Grid,
+    grid: Grid | Sequence[Grid],
     path: Path,
     *,
     retries: int | None = None,
@@ -179,7 +194,7 @@ def write_plan(
     """Write a plan: `sweep.json`, and a folder with `config.json` for every run.
 
     Args:
-        grid: what is varied.
+        grid: what is varied; or several grids, which together name no run twice.
         path: the sweep's folder.
         retries: how often a run that failed is tried again; once unless given.
         command: what was typed, for the record.
@@ -196,11 +211,14 @@ def write_plan(
     elif path.exists() and any(p.name != "runs" and p.name[0] != "." for p in path.iterdir()):
         # (Runs alone are what a plan leaves that was cut off.)
         raise UserError(f"{path} is not empty and holds no sweep: choose another folder")
+    grids = [grid] if isinstance(grid, Grid) else list(grid)
     planned: dict[str, RunConfig] = {}
-    for name, config in jobs(grid):
-        if name in planned:
-            raise UserError(f"two runs would both be called {name}: plan them in two sweeps")
-        planned[name] = config
+    tags: dict[str, str] = {}
+    for one in grids:
+        for name, config in jobs(one):
+            if name in planned:
+                raise UserError(f"two runs would both be called {name}: plan them in two sweeps")
+            planned[name], tags[name] = config, one.tag
     new = {name: config for name, config in planned.items() if not old or name not in old.axes}
     for name, config in planned.items():
         if name not in new and config != read_config(path / "runs" / name / "config.json"):
@@ -216,10 +234,13 @@ def write_plan(
     facts = {
         "version": VERSION,
         "steppe": __version__,
-        "grids": [*(old.facts["grids"] if old else ()), asdict(grid)],
+        "grids": [*(old.facts["grids"] if old else ()), *map(asdict, grids)],
         "commands": [*(old.facts["commands"] if old else ()), command],
         "retries": (old.retries if old else RETRIES) if retries is None else retries,
-        "runs": {**(old.axes if old else {}), **{n: _axes(config) for n, config in new.items()}},
+        "runs": {
+            **(old.axes if old else {}),
+            **{n: {**_axes(config), "tag": tags[n]} for n, config in new.items()},
+        },
     }
     # Last: a plan that was cut off is no plan.
     with durable(path / f".{_FILE}.writing") as file:

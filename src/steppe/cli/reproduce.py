@@ -1,0 +1,186 @@
+"""`steppe reproduce`: the paper's tables and figures."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from .common import JSON, ROOT, talk
+
+if TYPE_CHECKING:
+    from steppe.recipes import Order
+    from steppe.sweeps import Sweep
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def reproduce(
+    name: Annotated[
+        str, typer.Argument(metavar="[NAME]", help="A recipe; without one, they are listed.")
+    ] = "",
+    scale: Annotated[
+        Literal["full", "small", "smoke"], typer.Option(help="How much of it is run.")
+    ] = "small",
+    datasets: Annotated[
+        str, typer.Option(help="Names or folders, with commas; the scale's unless given.")
+    ] = "",
+    optimizers: Annotated[
+        str, typer.Option(help="Of the recipe's, with commas, or all; the scale's unless given.")
+    ] = "",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="The sweep's folder: reproduce/NAME-SCALE."),
+    ] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Seeds; the scale's unless given.")] = (
+        None
+    ),
+    draws: Annotated[
+        int | None,
+        typer.Option(min=0, help="Hyper-parameters drawn; with 0, learning rates are tuned."),
+    ] = None,
+    share: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Of the paper's updates.")
+    ] = None,
+    backbone: Annotated[
+        str | None, typer.Option(help="resnet18, resnet50, or any name in timm.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="imagenet, none, or a safetensors or checkpoint file.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any key of every run's config."),
+    ] = None,
+    root: Annotated[Path | None, ROOT] = None,
+    launcher: Annotated[
+        Literal["local", "ray"], typer.Option(help="What starts the workers.")
+    ] = "local",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="How many; all GPUs or cores else.")
+    ] = None,
+    per_gpu: Annotated[int, typer.Option(min=1, help="Workers that share a GPU.")] = 1,
+    only_plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan", help="Only plan the runs, to be carried out by 'steppe sweep run DIR'."
+        ),
+    ] = False,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Run a table or figure of the paper, and show the paper's numbers beside ours.
+
+    It is a sweep: interrupted at any moment, the same command goes on with it.
+    """
+    from rich.console import Console
+
+    from steppe import recipes
+
+    if not name:
+        _list()
+        return
+    wanted = _names(optimizers)
+    if wanted == ("all",) and name in recipes.RECIPES:
+        parts = recipes.RECIPES[name].parts
+        wanted = tuple(dict.fromkeys(o for part in parts for o in part.optimizers))
+    changes = {"trials": trials, "draws": draws, "share": share}
+    given = {"backbone": backbone, "weights": weights, "root": str(root) if root else None}
+    order = recipes.make_order(
+        name,
+        scale,
+        datasets=_names(datasets),
+        optimizers=wanted,
+        changes={key: value for key, value in changes.items() if value is not None},
+        overrides=tuple(overrides or ()),
+        options={key: value for key, value in given.items() if value is not None},
+    )
+    folder = out or Path("reproduce") / f"{name}-{scale}"
+    command = shlex.join(["steppe", *sys.argv[1:]])
+    if only_plan:
+        _plan(order, folder, command)
+        return
+    console = Console(stderr=True)
+    complete = []
+
+    def carry_out(sweep: "Sweep") -> bool:
+        from steppe.sweeps import launch
+
+        done = launch.run(
+            sweep.path,
+            launcher,
+            workers=workers,
+            per_gpu=per_gpu,
+            threads=1,
+            stale=60.0,
+            address=None,
+            sbatch=(),
+            dry_run=False,
+        )
+        complete.append(bool(done))
+        return bool(done)
+
+    talk()
+    found = recipes.reproduce(
+        order,
+        folder,
+        carry_out,
+        command=command,
+        say=lambda line: console.print(line, highlight=False, markup=False),
+    )
+    files = recipes.write_results(found, folder, _facts(order), command)
+    _show(found, as_json)
+    print(f"written: {', '.join(map(str, files))}", file=sys.stderr)
+    if not all(complete):
+        raise typer.Exit(1)
+
+
+def _facts(order: "Order") -> dict[str, Any]:
+    from steppe.bench.record import environment
+    from steppe.training.processes import find_device
+
+    return environment(find_device(str(order.options.get("device", "auto"))))
+
+
+def _plan(order: "Order", folder: Path, command: str) -> None:
+    from rich.console import Console
+
+    from steppe import recipes
+    from steppe.sweeps import cost
+
+    sweep, rates = recipes.plan(order, folder, command)
+    Console().print(cost.table(cost.estimate(sweep, measured=False)))
+    n = len(sweep.names)
+    print(f"{folder}: {n:,} runs planned; start them with 'steppe sweep run {folder}'")
+    if rates is None:
+        print("these tune learning rates; the same command plans the others after them")
+
+
+def _show(found: Any, as_json: bool) -> None:
+    from steppe.recipes.results import grids, to_json
+    from steppe.reports import to_terminal
+    from steppe.reports.write import printed
+
+    if as_json:
+        print(json.dumps(to_json(found), indent=1))
+        return
+    print(printed([to_terminal(grid) for grid in grids(found)]), end="")
+    for problem in found.problems:
+        print(f"steppe: {problem}", file=sys.stderr)
+
+
+def _list() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from steppe.recipes import RECIPES, SCALES
+
+    shown = Table("recipe", "what it shows", "datasets of the paper", box=None)
+    for recipe in RECIPES.values():
+        shown.add_row(recipe.name, recipe.about, ", ".join(recipe.datasets))
+    Console().print(shown)
+    for scale in SCALES.values():
+        print(f"--scale {scale.name}: {scale.about}")

@@ -1,0 +1,156 @@
+"""Runs a recipe: plans it as a sweep, has it carried out, and writes what it gave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from steppe.reports import build_report, compare, draw, load_runs, to_markdown, write
+from steppe.reports.curvature import comparison_table
+from steppe.sweeps import Sweep, write_plan
+from steppe.training import load_measurements, measure_run
+
+from . import figures
+from .orders import TUNING, Order, Place, Rate, choose_rates, default_rates, grids, tuning_grids
+from .results import Results, gather, to_json, tuning_runs
+from .results import grids as result_grids
+
+CarryOut = Callable[[Sweep], bool]
+"""Runs what a sweep has left; whether everything is done."""
+
+
+def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Place, Rate] | None]:
+    """Plan as much of a recipe as can be known: first what tunes learning rates, then the rest.
+
+    Args:
+        order: what to run.
+        out: the sweep's folder; what it has already stays.
+        command: what was typed, for the record.
+
+    Returns:
+        The sweep; and the learning rates, or None while they are still to be tuned.
+    """
+    if not order.tunes:
+        rates = default_rates(order)
+        return write_plan(grids(order, rates), out, command=command, extend=True), rates
+    sweep = write_plan(tuning_grids(order), out, command=command, extend=True)
+    if len(tuning_runs(sweep)) < sum(_tunes(axes) for axes in sweep.axes.values()):
+        return sweep, None
+    rates = choose_rates(order, load_runs(tuning_runs(sweep)).runs)
+    return write_plan(grids(order, rates), out, command=command, extend=True), rates
+
+
+def _tunes(axes: Mapping[str, Any]) -> bool:
+    return str(axes.get("tag", "")).startswith(TUNING)
+
+
+def reproduce(
+    order: Order,
+    out: Path,
+    carry_out: CarryOut,
+    *,
+    command: str = "",
+    say: Callable[[str], None] = lambda line: None,
+) -> Results:
+    """Run a recipe to its end; what is done already is not done again.
+
+    Args:
+        order: what to run.
+        out: a folder for the sweep and what it gives.
+        carry_out: runs what the sweep has left.
+        command: what was typed, for the record.
+        say: is told what is done next.
+    """
+    sweep, rates = plan(order, out, command)
+    if rates is None:
+        say(f"tuning learning rates: {len(sweep.names):,} short runs in {out}")
+        carry_out(sweep)
+        sweep, rates = plan(order, out, command)
+    if rates is None:
+        return Results(order, {}, (), ("some runs that tune learning rates have no result yet",))
+    say(f"{order.recipe.name}: {len(sweep.names):,} runs in {out}")
+    carry_out(sweep)
+    found = gather(order, sweep, rates)
+    return _measured(found, say) if order.recipe.curvature and found.variants else found
+
+
+def _measured(found: Results, say: Callable[[str], None]) -> Results:
+    """Measures the curvature of every chosen model that has not been measured yet."""
+    chosen = [c.run for v in found.variants for c in v.selected.chosen.values()]
+    for number, run in enumerate(chosen, start=1):
+        if not load_measurements(run.path):
+            say(f"curvature of {run.path.parent.name}, {number} of {len(chosen)}")
+            root = found.order.options.get("root")
+            device = found.order.options.get("device", "auto")
+            measure_run(run.path, root=root, device=device, **found.order.scale.curvature)
+    return replace(found, curvature=compare(chosen))
+
+
+def write_results(
+    found: Results, out: Path, facts: Mapping[str, Any], command: str = ""
+) -> list[Path]:
+    """Write what a recipe gave: Markdown, JSON, a figure, and the page of its runs.
+
+    Args:
+        found: from `reproduce`.
+        out: the folder.
+        facts: about the machine and versions, for the JSON.
+        command: what was typed.
+
+    Returns:
+        The files.
+    """
+    values = {"environment": dict(facts), **to_json(found)}
+    made = [out / "results.json"]
+    made[0].write_text(json.dumps(values, indent=1) + "\n")
+    pictures = []
+    if found.variants and found.order.recipe.figure:
+        pictures.append(out / "figure.svg")
+        figures.save(figures.FIGURES[found.order.recipe.figure](found), pictures[0])
+    if found.curvature is not None:
+        pictures.append(out / "spectra.svg")
+        draw(found.curvature, pictures[-1])
+    text = out / "results.md"
+    text.write_text(markdown(found, [path.name for path in pictures], command))
+    made += [*pictures, text]
+    if found.variants:
+        runs = tuple(run for variant in found.variants for run in variant.selected.runs)
+        loaded = load_runs([run.path for run in runs])
+        page = out / "report.html"
+        page.write_text(write(build_report(loaded, "train-val", command, out.name), "html"))
+        made.append(page)
+    return made
+
+
+def markdown(found: Results, pictures: list[str], command: str = "") -> str:
+    """The results as a page of Markdown."""
+    order = found.order
+    where = f" (`{order.recipe.label}` in the paper)" if order.recipe.label else ""
+    about = order.recipe.about[0].upper() + order.recipe.about[1:]
+    parts = [f"# {order.recipe.name}\n", f"{about}{where}.\n"]
+    scale = order.scale
+    counts = (("trial", scale.trials), ("draw", scale.draws))
+    said = ", ".join(f"{n} {word}{'s' * (n != 1)}" for word, n in counts if n)
+    parts.append(f"Scale `{scale.name}`: {said}.\n")
+    if command:
+        parts.append(f"```bash\n{command}\n```\n")
+    parts += [f"![{order.recipe.about}]({name})\n" for name in pictures]
+    parts += [to_markdown(grid) for grid in result_grids(found)]
+    if found.curvature is not None:
+        parts.append(_curvature_markdown(found))
+    parts += [f"- {problem}" for problem in found.problems]
+    return "\n".join(parts) + "\n"
+
+
+def _curvature_markdown(found: Results) -> str:
+    assert found.curvature is not None
+    table = comparison_table(found.curvature)
+    cells = [list(column.cells) for column in table.columns]
+    headings = [str(column.header) for column in table.columns]
+    rows = [[str(cell) for cell in row] for row in zip(*cells, strict=True)]
+    lines = [headings, ["---"] * len(headings), *rows]
+    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{body}\n\nHessian of the {found.curvature.about}; errors {found.curvature.errors}.\n"

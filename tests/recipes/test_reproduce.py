@@ -1,0 +1,103 @@
+"""Recipes run from beginning to end, on built-in data."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from steppe.recipes import RECIPES, make_order, plan, reproduce, write_results
+from steppe.reports import Row
+from steppe.sweeps import Sweep, read_plan, work
+
+
+def carry_out(sweep: Sweep) -> bool:
+    work(sweep.path, "cpu", 1, 60.0, None)
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_smoke(tmp_path: Path, name: str) -> None:
+    order = make_order(name, "smoke")
+    found = reproduce(order, tmp_path, carry_out)
+    assert not found.problems
+    files = {path.name for path in write_results(found, tmp_path, {})}
+    assert files >= {"results.json", "results.md", "report.html"}
+    stored = json.loads((tmp_path / "results.json").read_text())
+    cells = [cell for cell in stored["results"] if cell["column"] != "Avg."]
+    wanted = {o for part in order.parts for o in part.optimizers}
+    assert {cell["optimizer"] for cell in cells} == wanted
+    assert all(0 <= cell["mean"] <= 100 for cell in cells)
+    if RECIPES[name].figure:
+        assert "figure.svg" in files
+    if RECIPES[name].curvature:
+        assert "spectra.svg" in files
+        assert {m["optimizer"] for m in stored["curvature"]["methods"]} == wanted
+
+    def nothing_left(sweep: Sweep) -> bool:
+        assert work(sweep.path, "cpu", 1, 60.0, None) == 0
+        return True
+
+    assert reproduce(order, tmp_path, nothing_left).variants == found.variants
+
+
+def test_rates_are_tuned_first(tmp_path: Path) -> None:
+    """A rate that learns nothing is tried beside one that learns: validation tells."""
+    changes = {"factors": (1e-6, 1.0), "share": 0.2, "tuning": 1.0, "only": 1, "trials": 2}
+    order = make_order(
+        "table1",
+        "small",
+        datasets=["RotatedDigits"],
+        optimizers=["sgd", "adam"],
+        changes=changes,
+        options={"device": "cpu"},
+        overrides=["optimizer.weight_decay=0"],
+    )
+    sweep, rates = plan(order, tmp_path)
+    assert rates is None
+    assert len(sweep.names) == 2 * 2
+    assert all(axes["tag"].startswith("tune") for axes in sweep.axes.values())
+    found = reproduce(order, tmp_path, carry_out)
+    for place, rate in found.rates.items():
+        assert rate.lr == {"sgd": 0.001, "adam": 5e-5}[place.method.optimizer]
+        assert len(rate.validation) == 2
+    main = [n for n, axes in read_plan(tmp_path).axes.items() if not axes["tag"]]
+    assert len(main) == 2 * 2
+    (variant,) = found.variants
+    assert set(variant.selected.rows()) == {Row("ERM", "sgd", "none"), Row("ERM", "adam", "none")}
+    assert {run.hparams["lr"] for run in variant.selected.runs} == {0.001, 5e-5}
+
+
+def steppe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "steppe", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+    )
+
+
+def test_the_command(tmp_path: Path) -> None:
+    listed = steppe("reproduce", cwd=tmp_path)
+    assert listed.returncode == 0
+    assert all(name in listed.stdout for name in RECIPES)
+    planned = steppe("reproduce", "table1", "--plan", "--datasets", "RotatedDigits", cwd=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    assert "reproduce/table1-small: 90 runs planned" in planned.stdout
+    done = steppe("reproduce", "convergence", "--scale", "smoke", "--workers", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "fad" in done.stdout
+    assert (tmp_path / "reproduce/convergence-smoke/figure.svg").exists()
+    wrong = steppe("reproduce", "table7", cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "did you mean 'table" in wrong.stderr

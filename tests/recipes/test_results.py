@@ -1,0 +1,127 @@
+"""What a recipe gave, with the paper's numbers beside ours."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from steppe.recipes import make_order, printed, write_results
+from steppe.recipes.orders import Order, default_rates
+from steppe.recipes.results import Results, comparisons, costs, gather, grids, lines, to_json
+from steppe.reports import Row
+from steppe.sweeps import write_plan
+from tests.reports.trees import DOMAINS, config, record, write_run
+
+OURS = {"adam": 0.80, "fad": 0.82, "sgd": 0.70}
+
+
+def carried_out(tmp_path: Path, order: Order) -> Results:
+    """As if all runs had been made: accuracies are known, sketch of trial 1 is 2 points up."""
+    from steppe.recipes.orders import grids as planned
+
+    sweep = write_plan(planned(order, default_rates(order)), tmp_path / "sweep")
+    for name, axes in sweep.axes.items():
+        target, trial, optimizer = axes["targets"], axes["trial"], axes["optimizer"]
+        extra = 0.02 if (target, trial) == ("sketch", 1) else 0.0
+        about = config([target], trial, optimizer={"name": optimizer}, steps=axes["steps"])
+
+        def accuracy(domain: str, part: str, value: float = OURS[optimizer] + extra) -> float:
+            return value
+
+        seconds = 0.04 if optimizer == "fad" else 0.01
+        records = [
+            record(step, [target], accuracy, seconds_per_step=seconds)
+            for step in (0, axes["steps"] - 1)
+        ]
+        write_run(sweep.folder(name) / "result", about, records)
+    return gather(order, sweep, default_rates(order))
+
+
+@pytest.fixture
+def table1(tmp_path: Path) -> Results:
+    changes = {"trials": 2, "factors": ()}
+    order = make_order("table1", "small", optimizers=["adam", "sgd", "fad"], changes=changes)
+    return carried_out(tmp_path, order)
+
+
+def test_every_cell_has_the_papers_number_beside_it(table1: Results) -> None:
+    found = {(line.column, line.method.optimizer): line for line in lines(table1)}
+    assert len(found) == 3 * (len(DOMAINS) + 1)
+    by_cell = {
+        (n.target or "Avg.", n.method.optimizer): (n.value, n.line)
+        for n in printed()
+        if n.table == "table1-pacs"
+    }
+    for (column, optimizer), line in found.items():
+        assert line.cell is not None
+        assert line.paper is not None
+        trials = 0.01 if column == "sketch" else 0.0025 if column == "Avg." else 0.0
+        assert line.cell.mean == pytest.approx(100 * (OURS[optimizer] + trials))
+        value, number = by_cell[column, optimizer]
+        if (
+            column == "Avg."
+        ):  # Table 1 itself comes first; it has Adam at 84.2, the appendix at 84.3
+            assert line.paper.lines[0] < 340
+        else:
+            assert (line.paper.value, line.paper.lines) == (value, (number,))
+    assert found["sketch", "fad"].cell.err == pytest.approx(1 / 2**0.5)  # type: ignore[union-attr]
+    assert found["Avg.", "fad"].cell.err == pytest.approx(0.25 / 2**0.5)  # type: ignore[union-attr]
+
+
+def test_the_tables_say_so(table1: Results, tmp_path: Path) -> None:
+    table, paired = grids(table1)
+    assert table.headings == ("method", *DOMAINS, "Avg.")
+    assert [line[0].text for line in table.lines] == ["adam", "sgd", "fad"]  # the paper's order
+    assert table.lines[2][-1] == ("82.2 ± 0.2 (88.2)", True)
+    assert "in brackets the paper's" in table.note
+    assert [line[0].text for line in paired.lines] == ["fad - adam", "fad - sgd"]
+    (adam, sgd) = comparisons(table1)
+    assert (adam.difference, sgd.difference) == pytest.approx((2.0, 12.0))
+    write_results(table1, tmp_path, {"gpu": "none"}, "steppe reproduce table1")
+    text = (tmp_path / "results.md").read_text()
+    assert "| fad | 82.0 ± 0.0 (88.5) |" in text.replace("**", "")
+    assert "steppe reproduce table1" in text
+    assert (tmp_path / "figure.svg").read_text().startswith("<?xml")
+    stored = json.loads((tmp_path / "results.json").read_text())
+    assert stored["environment"] == {"gpu": "none"}
+    assert stored["results"] == json.loads(json.dumps(to_json(table1)["results"]))
+    cell = next(r for r in stored["results"] if (r["column"], r["optimizer"]) == ("photo", "fad"))
+    assert (cell["mean"], cell["paper"], cell["paper's lines"]) == (pytest.approx(82), 98.4, [801])
+
+
+def test_times(tmp_path: Path) -> None:
+    changes = {"trials": 1, "factors": ()}
+    order = make_order("table3", "small", optimizers=["sgd", "fad"], changes=changes)
+    found = carried_out(tmp_path, order)
+    spent = {(part.steps, row.optimizer): cost for (part, row), cost in costs(found).items()}
+    assert spent[10_000, "fad"].seconds == pytest.approx(0.04 * 500)
+    assert spent[10_000, "fad"].relative == pytest.approx(4)
+    paper = spent[10_000, "fad"].paper
+    assert paper is not None
+    assert paper.value == 10450.8
+    table = grids(found)[0]
+    assert table.headings[:2] == ("method", "setting")
+    assert table.lines[1][-2].text == "10 (5,058)"
+
+
+def test_the_papers_mean_is_only_beside_the_same_datasets(tmp_path: Path) -> None:
+    order = make_order("table1", "smoke")
+    found = Results(order, {}, ())
+    from steppe.recipes.results import ALL, _paper
+
+    fad = Row("ERM", "fad", "none")
+    assert _paper(found, order.parts[0], ALL, "Avg.", fad) is None
+    full = Results(make_order("table1", "full"), {}, ())
+    beside = _paper(full, order.parts[0], ALL, "Avg.", fad)
+    assert beside is not None
+    assert beside.value == 67.6
+
+
+def test_runs_without_a_result_are_counted(tmp_path: Path) -> None:
+    from steppe.recipes.orders import grids as planned
+
+    order = make_order("convergence", "small", changes={"factors": ()})
+    sweep = write_plan(planned(order, default_rates(order)), tmp_path / "sweep")
+    found = gather(order, sweep, default_rates(order))
+    assert found.problems == ("20 of 20 runs have no result yet",)
+    assert not grids(found)
