@@ -9,7 +9,18 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("algorithms", "curvature", "domains", "optim", "training")
+_SUBPACKAGES = (
+    "algorithms",
+    "averaging",
+    "curvature",
+    "domains",
+    "integrations",
+    "optim",
+    "recipes",
+    "reports",
+    "sweeps",
+    "training",
+)
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -19,4 +30,4 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_SUBPACKAGES])
+    return sorted({*globals(), *_SUBPACKAGES})

@@ -97,7 +97,7 @@ def lookup(
 
     Examples:
         >>> lookup(["table1"], Row("ERM", "fad", "none"), "PACS")
-        Beside(value=88.2, lines=(331,))
+        Beside(value=88.2, lines=(332,))
         >>> lookup(["table1-pacs"], Row("ERM", "fad", "none"), "PACS", "photo+sketch").value
         90.6
     """
