@@ -45,7 +45,9 @@ In a loop that owns backward, step() without a closure follows the phases:
     for phase in opt.phases():
         with phase:
             loss_fn(model(x), y).backward({graph})
-    opt.step()"""
+    opt.step()
+
+steppe.integrations has this for Lightning, Hugging Face's Trainer and Accelerate."""
 
 
 class FlatnessOptimizer(Wrapper, ABC):

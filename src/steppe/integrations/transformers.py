@@ -1,0 +1,142 @@
+"""Flatness-aware steps in Hugging Face's Trainer.
+
+The Trainer runs one backward pass per micro-batch and then calls ``optimizer.step()`` bare, which a
+flatness-aware optimizer answers with an error. Only its `training_step` has to be another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers.trainer import Trainer
+
+from steppe.errors import UserError
+from steppe.optim import FlatnessOptimizer
+
+from .accelerate import FlatnessPasses, check_mode, unwrapped
+
+_USAGE = """\
+    FlatnessTrainer(model, args, train_dataset=data, flatness=partial(FAD, rho=0.05))"""
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    inputs: dict[str, Any]
+    n_items: Tensor | int | None
+    """Labels in the whole step, which token-averaged losses are divided by."""
+    per_step: int
+    """Micro-batches in the step, which other losses are divided by."""
+
+
+class FlatnessTrainer(Trainer):
+    """A Trainer whose step is flatness-aware; everything else is the Trainer's.
+
+    Micro-batches of a step are kept until the last one, and gone through once per pass. The loss
+    that is logged is that at the unperturbed weights. `max_grad_norm` (1.0 unless you say
+    otherwise), the logged ``grad_norm``, loss scaling in fp16 and the scheduler act on the
+    direction. Checkpoints hold the optimizer's whole state, and training resumes from them exactly.
+    The count of floating-point operations is still that of one pass.
+
+    Args:
+        *args: as for `transformers.Trainer`.
+        flatness: makes the flatness-aware optimizer out of the one that the Trainer makes from its
+            arguments (`optim`, `learning_rate`, `weight_decay`) or was given:
+            ``functools.partial(FAD, rho=0.05)``. Leave it out if ``optimizers=`` brings one.
+        **kwargs: as for `transformers.Trainer`.
+
+    Raises:
+        UserError: if no optimizer is flatness-aware, and in the modes that
+            `FlatnessPasses` refuses; also for optimizers that step inside
+            backward (LOMO, layer-wise GaLore and Apollo) or need its graph.
+
+    Examples:
+        >>> import tempfile
+        >>> from functools import partial
+        >>> from steppe.optim import FAD
+        >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+        >>> config = BertConfig(
+        ...     vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        ...     intermediate_size=8,
+        ... )
+        >>> data = [{"input_ids": [n % 20, 3], "labels": n % 2} for n in range(8)]
+        >>> args = TrainingArguments(
+        ...     tempfile.mkdtemp(), use_cpu=True, max_steps=2, save_strategy="no",
+        ...     report_to="none", disable_tqdm=True,
+        ... )
+        >>> trainer = FlatnessTrainer(
+        ...     BertForSequenceClassification(config), args, train_dataset=data,
+        ...     flatness=partial(FAD, rho=0.05),
+        ... )
+        >>> trainer.train().global_step
+        {...}
+        2
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        flatness: Callable[[Optimizer], FlatnessOptimizer] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.flatness = flatness
+        self._passes: FlatnessPasses[_MicroBatch] | None = None
+        check_mode(self.accelerator)
+        if flatness is not None and isinstance(self.optimizer, FlatnessOptimizer):
+            raise UserError(
+                f"Both flatness= and optimizers= bring a flatness-aware optimizer "
+                f"({type(self.optimizer).__name__}): leave one out."
+            )
+        if self.optimizer is None and any(n in self.args.optim for n in ("lomo", "layerwise")):
+            raise UserError(
+                f"optim={self.args.optim!r} changes weights during backward, before a "
+                "flatness-aware step has seen all gradients. Use optim='adamw_torch'."
+            )
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """The Trainer's optimizer, made flatness-aware. Called at the start of every training."""
+        self._passes = None  # with whatever an earlier training has left there
+        optimizer = super().create_optimizer(model)
+        opt = unwrapped(optimizer)
+        if self.flatness is not None and not isinstance(opt, FlatnessOptimizer):
+            opt = self.optimizer = optimizer = self.flatness(optimizer)
+        if not isinstance(opt, FlatnessOptimizer):
+            raise UserError(
+                f"FlatnessTrainer needs a flatness-aware optimizer, got {type(opt).__name__}. "
+                f"Write\n\n{_USAGE}"
+            )
+        if opt.needs_graph:
+            raise UserError(
+                f"{type(opt).__name__} needs backward(create_graph=True), which the Trainer does "
+                "not call. Use GAM, or Accelerate with accelerator.backward(loss, "
+                "create_graph=True)."
+            )
+        return optimizer
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """Keeps a micro-batch; with the last one of a step, runs all passes.
+
+        Returns:
+            The loss of the step's micro-batches together when it was the last one, else zero.
+        """
+        if self._passes is None:
+            assert self.optimizer is not None
+            self._passes = FlatnessPasses(self.accelerator, model, self.optimizer)
+        given = _MicroBatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
+        loss = torch.zeros((), device=self.args.device)
+        for phase, micro in self._passes.over(given):
+            self.current_gradient_accumulation_steps = micro.per_step
+            part = super().training_step(model, micro.inputs, micro.n_items)
+            if phase.index == 0:
+                loss += part
+        return loss
