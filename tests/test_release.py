@@ -116,16 +116,21 @@ def test_the_metadata_asks_for_torch_alone(release):
     assert [Requirement(need).name for need in always] == ["torch"]
 
 
-def test_the_command_is_the_entry_point(release):
+LIGHTNING = "steppe.integrations.lightning"
+
+
+def test_the_entry_points(release):
     entries = metadata.EntryPoints(
         metadata.EntryPoints._from_text(release.text("entry_points.txt"))
     )
-    (entry,) = entries
-    assert (entry.group, entry.name, entry.value) == (
-        "console_scripts",
-        "steppe",
-        "steppe.cli:main",
-    )
+    assert {(entry.group, entry.name, entry.value) for entry in entries} == {
+        ("console_scripts", "steppe", "steppe.cli:main"),
+        (
+            "lightning.pytorch.callbacks_factory",
+            "steppe",
+            "steppe.integrations.lightning:callbacks",
+        ),
+    }
 
 
 def repository(*options: str) -> set[str]:

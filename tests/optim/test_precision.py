@@ -155,3 +155,31 @@ def test_a_warning_that_is_an_error_leaves_no_autocast_behind() -> None:
         with pytest.raises(Bfloat16Warning):
             opt.step(closure)
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("method", [SAM, FAD])
+def test_a_region_around_the_step_sees_the_weights_move(method):
+    """It would keep its casts of the weights from pass to pass, and from the last pass on."""
+
+    def losses(around):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+        x, y = torch.randn(32, 8), torch.randint(3, (32,))
+        opt = method(torch.optim.SGD(model.parameters(), lr=0.0), rho=0.5)
+        found = []
+
+        def closure():
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            found.append(loss.item())
+            return loss
+
+        with torch.autocast("cpu", dtype=torch.float16, enabled=around):
+            opt.step(closure)
+            found.append(nn.functional.cross_entropy(model(x), y).item() if around else found[0])
+        return found
+
+    inside, alone = losses(around=True), losses(around=False)
+    assert inside == pytest.approx(alone, rel=1e-3)
+    assert alone[1] > 1.05 * alone[0]

@@ -123,6 +123,8 @@ class Excursion:
         """Runs the stage after a pass, or goes home if the pass or the stage failed."""
         assert self.contexts is not None
         self.contexts.close()
+        # An autocast region around the step keeps casts of weights that are about to move.
+        torch.clear_autocast_cache()
         try:
             if failed:
                 self.close()
