@@ -9,7 +9,7 @@ JOBS   ?= 2
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format types imports docs bench build clean
+.PHONY: help install demo test test-all lint format types imports docs figures bench build clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ imports: $(STAMP) ## check that imports only go down the layers
 docs: $(STAMP) ## build the documentation into site/
 	@# not --quiet, which also hides the warnings that --strict counts
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+figures: $(STAMP) ## draw the figures of the documentation again (minutes)
+	$(BIN)/python docs/figures.py
 
 bench: $(STAMP) ## measure the optimizers
 	$(BIN)/steppe bench optim
