@@ -17,7 +17,6 @@ DOCS = ROOT / "docs"
 FIGURES = DOCS / "figures"
 COLUMNS = {
     "λ max": ("lambda_max", 2),
-    "trace": ("trace", 1),
     "R0": ("zeroth", 3),
     "R1": ("first", 3),
     "accuracy at 75°": ("accuracy", 1),

@@ -1,6 +1,7 @@
 """Lightning's two modes against plain loops: the same weights, or an error that says how."""
 
 import contextlib
+import copy
 import itertools
 import logging
 import os
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning import pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
@@ -251,7 +252,7 @@ def test_a_method_that_needs_the_graph():
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
-@pytest.mark.parametrize("frequency", [1, 2])
+@pytest.mark.parametrize("frequency", [1, 2, 3])
 def test_schedulers_step_as_in_automatic_optimization(interval, frequency):
     def configure(module):
         opt = fad(module)
@@ -262,8 +263,7 @@ def test_schedulers_step_as_in_automatic_optimization(interval, frequency):
     rates = []
     for kind in Automatic, Manual:
         module = kind(configure)
-        # One epoch of steps: beyond it automatic optimization counts batches of the epoch anew.
-        trainer = fit(module, epochs=1 if interval == "step" else 4)
+        trainer = fit(module, epochs=4)  # batches are counted anew in each
         rates.append(trainer.optimizers[0].param_groups[0]["lr"])
     automatic, manual = rates
     assert manual == automatic < 0.3
@@ -417,6 +417,69 @@ def test_what_is_refused_is_wrong_indeed(options, monkeypatch):
         right, _ = plain(accumulate=3)
     gap = (module.net[0].weight - right[0].weight).abs().max()
     assert gap > 1e-3  # far beyond rounding
+
+
+def test_two_optimizers_have_their_schedulers():
+    class Two(Manual):
+        def __init__(self):
+            super().__init__()
+            self.other = network()
+
+        def configure_optimizers(self):
+            opts = [FAD(sgd(net), rho=0.1, model=self) for net in (self.net, self.other)]
+            schedulers = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.5) for opt in opts]
+            about = [{"scheduler": s, "interval": "step", "frequency": 2} for s in schedulers]
+            return opts, about
+
+        def training_step(self, batch, batch_idx):
+            for net, opt in zip((self.net, self.other), self.optimizers(), strict=True):
+                self.flatness_step(
+                    batch, lambda b, net=net: F.cross_entropy(net(b[0]), b[1]), optimizer=opt
+                )
+
+    before = sgd(network()).param_groups[0]["lr"]
+    for opt in fit(Two(), epochs=1).optimizers:
+        assert opt.param_groups[0]["lr"] == before * 0.5 ** (BATCHES // 2)
+
+
+def test_a_copy_of_the_module_can_be_kept_and_used():
+    class Validating(Automatic):
+        def validation_step(self, batch, batch_idx):
+            self.log("v", self.loss(batch))
+
+    class Keep(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            self.kept = copy.deepcopy(pl_module)
+
+    keep = Keep()
+    fit(Validating(), callbacks=[FlatnessCallback(), keep])
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", **options)
+    (found,) = trainer.validate(keep.kept, loader(), verbose=False)
+    assert found["v"] > 0
+
+
+def test_a_log_inside_the_loss_counts_in_the_first_pass():
+    class Inside(Manual):
+        def loss(self, batch):
+            loss = super().loss(batch)
+            self.log("inside", loss, on_step=False, on_epoch=True)
+            return loss
+
+    logged = fit(Inside(), epochs=1).callback_metrics
+    assert logged["inside"] == pytest.approx(logged["loss_epoch"].item(), rel=1e-6)
+
+
+def test_weight_averaging_with_batch_norm():
+    """Its last epoch renews statistics: no step is taken there, and automatic mode is refused."""
+
+    def averaging():
+        return [FlatnessCallback(), StochasticWeightAveraging(0.01, swa_epoch_start=1)]
+
+    with pytest.raises(UserError, match="StochasticWeightAveraging with batch norm"):
+        fit(Automatic(), epochs=3, callbacks=averaging())
+    trainer = fit(Manual(), epochs=3, callbacks=averaging())
+    assert trainer.optimizers[0].steps == 3 * BATCHES
 
 
 @pytest.mark.parametrize("strategy", lightning.STRATEGIES)

@@ -177,6 +177,20 @@ def test_a_try_that_is_missing_is_named(tmp_path: Path) -> None:
         choose_rates(order, load_runs(tuned(tmp_path, validation)).runs)
 
 
+def test_a_rate_that_is_given_is_not_tuned() -> None:
+    order = make_order("table1", "small", overrides=["optimizer.lr=0.01"])
+    assert not tuning_grids(order)
+    assert {grid.overrides[-1] for grid in planned(order)} == {"optimizer.lr=0.01"}
+
+
+def test_datasets_have_the_names_that_runs_have(tmp_path: Path) -> None:
+    for domain in ("a", "b"):
+        for label in ("x", "y"):
+            (tmp_path / "mine" / domain / label).mkdir(parents=True)
+    order = make_order("table1", "small", datasets=["pacs", f"{tmp_path}/mine/"])
+    assert order.datasets == ("PACS", str(tmp_path / "mine"))
+
+
 def test_tries_are_short_and_of_the_first_trial() -> None:
     order = make_order("table1", "small")
     some = tuning_grids(order)

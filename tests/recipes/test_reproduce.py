@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from steppe.recipes import RECIPES, make_order, plan, reproduce, write_results
 from steppe.reports import Row
@@ -74,6 +76,28 @@ def test_rates_are_tuned_first(tmp_path: Path) -> None:
     (variant,) = found.variants
     assert set(variant.selected.rows()) == {Row("ERM", "sgd", "none"), Row("ERM", "adam", "none")}
     assert {run.hparams["lr"] for run in variant.selected.runs} == {0.001, 5e-5}
+
+
+def test_a_folder_of_images(tmp_path: Path) -> None:
+    for domain, label, number in product("ab", "xy", range(8)):
+        folder = tmp_path / "mine" / domain / label
+        folder.mkdir(parents=True, exist_ok=True)
+        colour = (255 * (label == "x"), 100 * (domain == "a"), 9 * number)
+        Image.new("RGB", (32, 32), colour).save(folder / f"{number}.png")
+    order = make_order(
+        "convergence",
+        "smoke",
+        datasets=[f"{tmp_path}/mine/"],
+        optimizers=["sgd", "fad"],
+        options={"image_size": 32, "backbone": "resnet18", "weights": "none", "batch_size": 4},
+    )
+    found = reproduce(order, tmp_path / "out", carry_out)
+    assert not found.problems
+    write_results(found, tmp_path / "out", {})
+    stored = json.loads((tmp_path / "out/results.json").read_text())
+    assert {cell["dataset"] for cell in stored["results"]} == {"mine"}
+    assert str(tmp_path) not in json.dumps(stored["results"])
+    assert stored["backbone"] == ["resnet18"]
 
 
 def steppe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

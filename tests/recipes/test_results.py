@@ -1,15 +1,16 @@
 """What a recipe gave, with the paper's numbers beside ours."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from steppe.recipes import make_order, printed, write_results
+from steppe.recipes import lookup, make_order, printed, write_results
 from steppe.recipes.orders import Order, default_rates
 from steppe.recipes.results import Results, comparisons, costs, gather, grids, lines, to_json
 from steppe.reports import Row
-from steppe.sweeps import write_plan
+from steppe.sweeps import read_plan, write_plan
 from tests.reports.trees import DOMAINS, config, record, write_run
 
 OURS = {"adam": 0.80, "fad": 0.82, "sgd": 0.70}
@@ -93,15 +94,59 @@ def test_times(tmp_path: Path) -> None:
     changes = {"trials": 1, "factors": ()}
     order = make_order("table3", "small", optimizers=["sgd", "fad"], changes=changes)
     found = carried_out(tmp_path, order)
-    spent = {(part.steps, row.optimizer): cost for (part, row), cost in costs(found).items()}
-    assert spent[10_000, "fad"].seconds == pytest.approx(0.04 * 500)
-    assert spent[10_000, "fad"].relative == pytest.approx(4)
-    paper = spent[10_000, "fad"].paper
-    assert paper is not None
-    assert paper.value == 10450.8
-    table = grids(found)[0]
+    spent = {
+        part.steps: cost
+        for (dataset, part, row), cost in costs(found).items()
+        if (dataset, row.optimizer) == ("PACS", "fad")
+    }
+    assert spent[10_000].seconds == pytest.approx(0.04 * 500)
+    assert spent[10_000].relative == pytest.approx(4)
+    assert spent[10_000].paper is None, "the paper's is of more updates, and a mean over datasets"
+    table, compared = grids(found)
     assert table.headings[:2] == ("method", "setting")
-    assert table.lines[1][-2].text == "10 (5,058)"
+    assert [line[1].text for line in table.lines[::2]] == [
+        "250 steps, for 5,000",
+        "500 steps, for 10,000",
+        "750 steps, for 15,000",
+    ]
+    assert table.lines[1][-2].text == "10"
+    assert compared.lines[0][0].text == "fad, 250 steps, for 5,000 - sgd, 250 steps, for 5,000"
+    facts = to_json(found)
+    assert (facts["steps"], facts["overrides"]) == ([251, 501, 751], [])
+
+
+def test_what_the_paper_took_from_others_is_beside_nothing() -> None:
+    """DomainBed's RSC stands in Table 2 above the paper's own."""
+    found = lookup(["table2"], Row("RSC", "adam", "none"), "PACS")
+    assert found is not None
+    assert found.value == 84.5
+    keys = Counter(
+        (n.table, n.dataset, n.target, n.method, n.steps, n.quantity)
+        for n in printed()
+        if n.source not in ("DomainBed", "literature")
+    )
+    assert set(keys.values()) == {1}
+
+
+def test_a_ratio_is_compared_with_the_other_optimizers(tmp_path: Path) -> None:
+    changes = {"trials": 2, "factors": ()}
+    order = make_order("figure-ratio", "small", optimizers=["adam", "sgd", "fad"], changes=changes)
+    named = [(c.a, c.b) for c in comparisons(carried_out(tmp_path, order))]
+    rivals = ("adam", "sgd")
+    ratios = ("0.05", "0.1", "0.5", "1")
+    assert sorted(named) == sorted((f"fad, ratio {r}", b) for r in ratios for b in rivals)
+
+
+def test_other_runs_in_the_folder_take_no_part(tmp_path: Path) -> None:
+    """What an earlier command left there, with other trials or draws."""
+    changes = {"trials": 2, "factors": ()}
+    order = make_order("convergence", "small", optimizers=["adam", "fad"], changes=changes)
+    carried_out(tmp_path, order)
+    fewer = make_order("convergence", "small", optimizers=["fad"], changes={**changes, "trials": 1})
+    found = gather(fewer, read_plan(tmp_path / "sweep"), default_rates(fewer))
+    assert not found.problems
+    assert {line.method.optimizer for line in lines(found)} == {"fad"}
+    assert {line.cell.n for line in lines(found) if line.cell} == {1}
 
 
 def test_the_papers_mean_is_only_beside_the_same_datasets(tmp_path: Path) -> None:
@@ -123,5 +168,6 @@ def test_runs_without_a_result_are_counted(tmp_path: Path) -> None:
     order = make_order("convergence", "small", changes={"factors": ()})
     sweep = write_plan(planned(order, default_rates(order)), tmp_path / "sweep")
     found = gather(order, sweep, default_rates(order))
-    assert found.problems == ("20 of 20 runs have no result yet",)
+    (problem,) = found.problems
+    assert problem.startswith("20 of 20 runs have no result: see 'steppe sweep status")
     assert not grids(found)

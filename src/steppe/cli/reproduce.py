@@ -133,8 +133,9 @@ def reproduce(
     )
     files = recipes.write_results(found, folder, _facts(order), command)
     _show(found, as_json)
-    print(f"written: {', '.join(map(str, files))}", file=sys.stderr)
-    if not all(complete):
+    if files:
+        print(f"written: {', '.join(map(str, files))}", file=sys.stderr)
+    if found.problems or not all(complete):
         raise typer.Exit(1)
 
 

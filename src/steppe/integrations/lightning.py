@@ -11,16 +11,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
@@ -113,6 +115,12 @@ class ManualFlatness(LightningModule):
         """
         if accumulate < 1:
             raise UserError(f"accumulate must be at least 1, got {accumulate}")
+        if (
+            self.trainer.fit_loop._skip_backward
+        ):  # SWA's last epoch, for batch-norm statistics alone
+            with torch.no_grad():
+                loss(batch)
+            return None
         handle = self.optimizers() if optimizer is None else optimizer
         opt = _unwrap(handle)
         _check(self.trainer, self, opt)
@@ -154,16 +162,17 @@ class ManualFlatness(LightningModule):
         return total
 
     def _step_schedulers(self, opt: Optimizer) -> None:
+        batches = (
+            self.trainer.fit_loop.epoch_loop.batch_idx + 1
+        )  # of this epoch, as Lightning counts
+        epochs = self.trainer.current_epoch + 1
         for config in self.trainer.lr_scheduler_configs:
             scheduler = config.scheduler
             if scheduler.optimizer is not opt or isinstance(scheduler, ReduceLROnPlateau):
                 continue
-            if config.interval == "step":
-                due = self.trainer.global_step % config.frequency == 0
-            else:
-                epoch = self.trainer.current_epoch + 1
-                due = self.trainer.is_last_batch and epoch % config.frequency == 0
-            if due:
+            by_step = config.interval == "step"
+            over = by_step or self.trainer.is_last_batch
+            if over and (batches if by_step else epochs) % config.frequency == 0:
                 self.lr_scheduler_step(scheduler, None)
 
 
@@ -175,11 +184,11 @@ class FlatnessCallback(Callback):
     - raises, when fitting starts, for gradient clipping, accumulation, a GradScaler, the
       ``dataloader_iter`` flavor of `training_step`, and strategies that shard parameters without
       saying so, with the code that does the same right;
-    - lets ``self.log`` count in the first pass only, at the unperturbed weights;
     - raises if a metric of the module is updated in later passes: see `first_pass`.
 
-    In manual optimization it raises if steps were taken past Lightning, which then neither counted
-    nor unscaled them. An optimizer without ``model=`` is given the module.
+    ``self.log`` counts in the first pass only, at the unperturbed weights. In manual optimization
+    it raises if steps were taken past Lightning, which then neither counted nor unscaled them. An
+    optimizer without ``model=`` is given the module.
 
     Pass it as ``Trainer(callbacks=[FlatnessCallback()])``. An installed steppe also registers it
     with Lightning, which then adds it to every Trainer.
@@ -197,14 +206,8 @@ class FlatnessCallback(Callback):
         _check(trainer, pl_module, opts[0])
         for opt in opts:
             _fill_in_model(opt, pl_module)
-        if pl_module.automatic_optimization:
-            log = pl_module.log
-
-            def log_first(*args: Any, **kwargs: Any) -> None:
-                if first_pass(pl_module):
-                    log(*args, **kwargs)
-
-            pl_module.__dict__["log"] = log_first  # in front of the method, until the fit is over
+        # In front of the method, until the fit is over; a copy of the module logs for itself.
+        pl_module.__dict__["log"] = partial(_log_first, pl_module)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -268,7 +271,14 @@ def first_pass(module: LightningModule) -> bool:
 
     Automatic optimization calls `training_step` once per pass. True outside a step.
     """
-    return all(opt._open is None or not opt._open.next for opt in _flat(module.trainer))
+    trainer = module._trainer  # none, if it is a copy that someone keeps
+    return trainer is None or all(opt._open is None or not opt._open.next for opt in _flat(trainer))
+
+
+def _log_first(module: LightningModule, *args: Any, **kwargs: Any) -> None:
+    """`LightningModule.log`, for the first pass of a step."""
+    if first_pass(module):
+        type(module).log(module, *args, **kwargs)
 
 
 def _flat(trainer: Trainer) -> list[FlatnessOptimizer]:
@@ -344,6 +354,13 @@ def _wrong(
             )
     if not module.automatic_optimization:
         return
+    swa = any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks)  # type: ignore[attr-defined]
+    if swa and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
+        yield (
+            "StochasticWeightAveraging with batch norm in automatic optimization",
+            "Lightning renews the statistics in an epoch whose closures run no backward",
+            MANUAL.format(arguments="", more=""),
+        )
     method = type(opt).__name__
     clip = trainer.gradient_clip_val
     own_clipping = is_overridden("configure_gradient_clipping", module)

@@ -42,7 +42,7 @@ _LONG: dict[str, dict[str, Any]] = {
 
 
 def _iterations(steps: int) -> Part:
-    return Part(LONGER, f"steps{steps}", f"{steps:,} steps", steps, steps=steps)
+    return Part(LONGER, f"steps{steps}", steps=steps)
 
 
 def _ablated(name: str, value: float) -> Part:

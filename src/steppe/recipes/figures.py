@@ -96,7 +96,7 @@ def methods(results: Results) -> Figure:
         names = [line.method.name for line in own]
         axes.set_xticks(range(len(own)), names, rotation=60, ha="right")
         axes.margins(0.08, 0.15)
-        _bare(axes, dataset, "", "accuracy, per cent")
+        _bare(axes, Path(dataset).name, "", "accuracy, per cent")
     return figure
 
 
@@ -107,7 +107,7 @@ def ratio(results: Results) -> Figure:
     for axes, (dataset, own) in zip(panels, by_dataset.items(), strict=True):
         joined = []
         for line in own:
-            x, y = spent[line.part, line.method].seconds, _value(line)
+            x, y = spent[line.dataset, line.part, line.method].seconds, _value(line)
             name = line.method.name if line.part.value is None else f"{line.part.value:.0%}"
             axes.errorbar(
                 x,
@@ -122,7 +122,7 @@ def ratio(results: Results) -> Figure:
         if joined:
             axes.plot(*zip(*joined, strict=True), color=_colour(results, "fad"), label="FAD")
             axes.legend(frameon=False, fontsize=8)
-        _bare(axes, dataset, "seconds of training", "accuracy, per cent")
+        _bare(axes, Path(dataset).name, "seconds of training", "accuracy, per cent")
     return figure
 
 
@@ -136,14 +136,14 @@ def iterations(results: Results) -> Figure:
             by_method[line.method].append(line)
         for number, (method, some) in enumerate(by_method.items()):
             colour = _colour(results, method.optimizer)
-            x = [line.part.value for line in some]
+            x = [results.order.steps(line.part, dataset) - 1 for line in some]
             y = [_value(line) for line in some]
             marker = MARKERS[number % len(MARKERS)]
-            axes.plot(x, y, color=colour, marker=marker, label=method.name)  # type: ignore[arg-type]
-            known = [(line.part.value, line.paper.value) for line in some if line.paper]
-            if known:
+            axes.plot(x, y, color=colour, marker=marker, label=method.name)
+            known = [(line.part.steps, line.paper.value) for line in some if line.paper]
+            if known and results.order.scale.share == 1:
                 axes.plot(*zip(*known, strict=True), color=colour, linestyle=":", linewidth=1)
-        _bare(axes, dataset, "updates in the paper", "accuracy, per cent")
+        _bare(axes, Path(dataset).name, "updates", "accuracy, per cent")
     _legend(figure, panels[-1])
     return figure
 

@@ -52,7 +52,7 @@ class Order:
     Attributes:
         recipe: which.
         scale: how much of it.
-        datasets: names or folders.
+        datasets: by the names that runs have: a folder's is its path.
         parts: of the recipe, with the optimizers that were asked for.
         overrides: ``key=value`` texts for every run.
         options: keys of every run's config.
@@ -68,7 +68,16 @@ class Order:
     @property
     def tunes(self) -> bool:
         """Whether learning rates are tuned first."""
-        return self.recipe.tuned and not self.scale.draws and len(self.scale.factors) > 1
+        given = any(text.startswith("optimizer.lr=") for text in self.overrides)
+        several = len(self.scale.factors) > 1
+        return self.recipe.tuned and several and not self.scale.draws and not given
+
+    def setting(self, part: Part) -> str:
+        """What is special about a part, as it is run here."""
+        if part.steps is None:
+            return part.label
+        steps = self.steps(part, self.datasets[0]) - 1
+        return f"{steps:,} steps" + (f", for {part.steps:,}" if steps != part.steps else "")
 
     def held_out(self, dataset: str) -> list[str]:
         """The targets of a dataset, in turn; domains that are held out together joined by ``+``."""
@@ -124,10 +133,11 @@ def make_order(
         replace(part, optimizers=tuple(o for o in part.optimizers if o in wanted))
         for part in recipe.parts
     )
+    named = tuple(datasets) or chosen.datasets[: len(recipe.datasets)] or recipe.datasets
     return Order(
         recipe,
         chosen,
-        tuple(datasets) or chosen.datasets[: len(recipe.datasets)] or recipe.datasets,
+        tuple(dict.fromkeys(dataset_spec(dataset).name for dataset in named)),
         tuple(part for part in parts if part.optimizers),
         tuple(overrides),
         {**chosen.options, **(options or {})},
@@ -241,13 +251,14 @@ def choose_rates(order: Order, runs: Iterable[Run]) -> dict[Place, Rate]:
             found[key][float(run.hparams["lr"])] = 100 * chosen.validation
     rates = {}
     for place in places(order):
-        name = Path(place.dataset).name
-        seen = found.get((name, "+".join(sorted(place.targets.split("+"))), place.method), {})
+        targets = "+".join(sorted(place.targets.split("+")))
+        seen = found.get((place.dataset, targets, place.method), {})
         missing = [lr for lr in rates_tried(order, place) if lr not in seen]
         if missing:
             raise UserError(
-                f"{place.method.name} on {name}, {place.targets} held out: no finished run with "
-                f"learning rate {missing[0]:g}; see 'steppe sweep status', then run this again"
+                f"{place.method.name} on {Path(place.dataset).name}, {place.targets} held out: no "
+                f"finished run with learning rate {missing[0]:g}; see 'steppe sweep status', then "
+                "run this again"
             )
         rates[place] = Rate(max(seen, key=lambda lr: (seen[lr], -lr)), dict(sorted(seen.items())))
     return rates

@@ -17,7 +17,8 @@ class Part:
     Attributes:
         optimizers: names.
         tag: ends the names of its runs.
-        label: what is special about it, as tables and figures say it.
+        label: what is special about it, as tables and figures say it; of the number of updates,
+            see `Order.setting`.
         value: the same as a number, for an axis.
         algorithms: names.
         averaging: names.
@@ -121,6 +122,7 @@ SCALES = {
             trials=3,
             draws=20,
             space="fad",
+            factors=(0.3, 1.0, 3.0),
         ),
         Scale(
             "small",

@@ -10,12 +10,12 @@ from typing import Any
 
 from steppe.reports import build_report, compare, draw, load_runs, to_markdown, write
 from steppe.reports.curvature import comparison_table
-from steppe.sweeps import Sweep, write_plan
+from steppe.sweeps import Sweep, jobs, write_plan
 from steppe.training import load_measurements, measure_run
 
 from . import figures
-from .orders import TUNING, Order, Place, Rate, choose_rates, default_rates, grids, tuning_grids
-from .results import Results, gather, to_json, tuning_runs
+from .orders import Order, Place, Rate, choose_rates, default_rates, grids, tuning_grids
+from .results import Results, finished, gather, look_at, made, to_json
 from .results import grids as result_grids
 
 CarryOut = Callable[[Sweep], bool]
@@ -36,15 +36,13 @@ def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Place,
     if not order.tunes:
         rates = default_rates(order)
         return write_plan(grids(order, rates), out, command=command, extend=True), rates
-    sweep = write_plan(tuning_grids(order), out, command=command, extend=True)
-    if len(tuning_runs(sweep)) < sum(_tunes(axes) for axes in sweep.axes.values()):
+    tries = tuning_grids(order)
+    sweep = write_plan(tries, out, command=command, extend=True)
+    done = [path for paths in finished(sweep, tries).values() for path in paths]
+    if len(done) < sum(1 for grid in tries for _ in jobs(grid)):
         return sweep, None
-    rates = choose_rates(order, load_runs(tuning_runs(sweep)).runs)
+    rates = choose_rates(order, load_runs(done).runs)
     return write_plan(grids(order, rates), out, command=command, extend=True), rates
-
-
-def _tunes(axes: Mapping[str, Any]) -> bool:
-    return str(axes.get("tag", "")).startswith(TUNING)
 
 
 def reproduce(
@@ -70,7 +68,8 @@ def reproduce(
         carry_out(sweep)
         sweep, rates = plan(order, out, command)
     if rates is None:
-        return Results(order, {}, (), ("some runs that tune learning rates have no result yet",))
+        problem = f"not all runs that tune learning rates have a result: {look_at(sweep)}"
+        return Results(order, {}, (), (problem,))
     say(f"{order.recipe.name}: {len(sweep.names):,} runs in {out}")
     carry_out(sweep)
     found = gather(order, sweep, rates)
@@ -104,10 +103,12 @@ def write_results(
         The files.
     """
     values = {"environment": dict(facts), **to_json(found)}
-    made = [out / "results.json"]
-    made[0].write_text(json.dumps(values, indent=1) + "\n")
+    if not found.variants:  # nothing to write, and perhaps something of before to keep
+        return []
+    files = [out / "results.json"]
+    files[0].write_text(json.dumps(values, indent=1) + "\n")
     pictures = []
-    if found.variants and found.order.recipe.figure:
+    if found.order.recipe.figure:
         pictures.append(out / "figure.svg")
         figures.save(figures.FIGURES[found.order.recipe.figure](found), pictures[0])
     if found.curvature is not None:
@@ -115,14 +116,11 @@ def write_results(
         draw(found.curvature, pictures[-1])
     text = out / "results.md"
     text.write_text(markdown(found, [path.name for path in pictures], command))
-    made += [*pictures, text]
-    if found.variants:
-        runs = tuple(run for variant in found.variants for run in variant.selected.runs)
-        loaded = load_runs([run.path for run in runs])
-        page = out / "report.html"
-        page.write_text(write(build_report(loaded, "train-val", command, out.name), "html"))
-        made.append(page)
-    return made
+    runs = tuple(run for variant in found.variants for run in variant.selected.runs)
+    loaded = load_runs([run.path for run in runs])
+    page = out / "report.html"
+    page.write_text(write(build_report(loaded, "train-val", command, out.name), "html"))
+    return [*files, *pictures, text, page]
 
 
 def markdown(found: Results, pictures: list[str], command: str = "") -> str:
@@ -131,10 +129,7 @@ def markdown(found: Results, pictures: list[str], command: str = "") -> str:
     where = f" (`{order.recipe.label}` in the paper)" if order.recipe.label else ""
     about = order.recipe.about[0].upper() + order.recipe.about[1:]
     parts = [f"# {order.recipe.name}\n", f"{about}{where}.\n"]
-    scale = order.scale
-    counts = (("trial", scale.trials), ("draw", scale.draws))
-    said = ", ".join(f"{n} {word}{'s' * (n != 1)}" for word, n in counts if n)
-    parts.append(f"Scale `{scale.name}`: {said}.\n")
+    parts.append(f"Scale `{order.scale.name}`: {_made(found)}.\n")
     if command:
         parts.append(f"```bash\n{command}\n```\n")
     parts += [f"![{order.recipe.about}]({name})\n" for name in pictures]
@@ -143,6 +138,20 @@ def markdown(found: Results, pictures: list[str], command: str = "") -> str:
         parts.append(_curvature_markdown(found))
     parts += [f"- {problem}" for problem in found.problems]
     return "\n".join(parts) + "\n"
+
+
+def _made(found: Results) -> str:
+    """What the runs had in common, in words."""
+    facts = made(found)
+    numbers = [(facts[f"{word}s"], word) for word in ("trial", "draw")]
+    counts = [f"{n} {word}{'s' * (n != 1)}" for n, word in numbers if n]
+    words = {"steps": "steps", "batch_size": "images a domain", "backbone": "", "weights": ""}
+    named = [
+        f"{', '.join(f'{v:,}' if isinstance(v, int) else v for v in facts[key])} {word}".strip()
+        for key, word in words.items()
+        if facts[key]
+    ]
+    return "; ".join([", ".join(counts), *named, *facts["overrides"]])
 
 
 def _curvature_markdown(found: Results) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +22,17 @@ from steppe.reports import (
     cost_table,
     dataset_tables,
     load_runs,
+    optimizer_by_algorithm,
     paired,
     paired_grid,
     select_runs,
 )
 from steppe.reports.render import MISSING, Text, cell_text
-from steppe.sweeps import Job, Sweep
+from steppe.sweeps import Grid as PlannedGrid
+from steppe.sweeps import Job, Sweep, jobs, look
 
-from .orders import TUNING, Order, Place, Rate
+from .orders import Order, Place, Rate
+from .orders import grids as plan_grids
 from .paper import Beside, lookup
 from .recipe import Part
 
@@ -91,7 +95,7 @@ class Cost:
     """What a method's training took.
 
     Attributes:
-        seconds: of the updates of a run, in the mean over datasets.
+        seconds: of the updates of a run.
         relative: to SGD's in the same part, or else in the first part that has it.
         paper: the paper's seconds.
     """
@@ -101,17 +105,13 @@ class Cost:
     paper: Beside | None
 
 
-def tagged(sweep: Sweep, tag: str) -> list[Path]:
-    """The finished runs of a sweep that have a tag."""
-    names = [name for name, axes in sweep.axes.items() if axes.get("tag", "") == tag]
-    results = (Job(sweep.folder(name)).result for name in names)
-    return [result for result in results if result.exists()]
-
-
-def tuning_runs(sweep: Sweep) -> list[Path]:
-    """The finished runs of a sweep that tune learning rates."""
-    tags = {str(axes.get("tag", "")) for axes in sweep.axes.values()}
-    return [path for tag in sorted(tags) if tag.startswith(TUNING) for path in tagged(sweep, tag)]
+def finished(sweep: Sweep, grids: Iterable[PlannedGrid]) -> dict[str, list[Path]]:
+    """The runs of some grids that have a result, by tag; runs of others are left out."""
+    found: dict[str, list[Path]] = {}
+    for grid in grids:
+        results = (Job(sweep.folder(name)).result for name, _ in jobs(grid))
+        found.setdefault(grid.tag, []).extend(path for path in results if path.exists())
+    return found
 
 
 def gather(order: Order, sweep: Sweep, rates: Mapping[Place, Rate]) -> Results:
@@ -119,14 +119,16 @@ def gather(order: Order, sweep: Sweep, rates: Mapping[Place, Rate]) -> Results:
 
     Args:
         order: what was run.
-        sweep: where.
+        sweep: where; it may have other runs too.
         rates: the learning rates that were tuned.
     """
     found: list[Variant] = []
     problems: list[str] = []
-    columns = {Path(name).name: tuple(order.held_out(name)) for name in order.datasets}
-    for tag in dict.fromkeys(part.tag for part in order.parts):
-        if not (folders := tagged(sweep, tag)):
+    columns = {name: tuple(order.held_out(name)) for name in order.datasets}
+    planned = plan_grids(order, rates)
+    results = finished(sweep, planned)
+    for tag, folders in results.items():
+        if not folders:
             continue
         loaded = load_runs(folders)
         problems += loaded.problems
@@ -134,12 +136,19 @@ def gather(order: Order, sweep: Sweep, rates: Mapping[Place, Rate]) -> Results:
             own = [run for run in loaded.runs if part.tag == tag and _of(part, run.row)]
             if own:
                 found.append(Variant(part, replace(select_runs(own, "train-val"), columns=columns)))
-    planned = sum(not str(a.get("tag", "")).startswith(TUNING) for a in sweep.axes.values())
-    done = sum(len(variant.selected.runs) for variant in found)
-    if done < planned:
-        problems.append(f"{planned - done:,} of {planned:,} runs have no result yet")
+    total = sum(1 for grid in planned for _ in jobs(grid))
+    missing = total - sum(map(len, results.values()))
+    if missing:
+        problems.append(f"{missing:,} of {total:,} runs have no result: {look_at(sweep)}")
     tuned = {} if order.scale.draws else dict(rates)
     return Results(order, tuned, tuple(found), tuple(problems))
+
+
+def look_at(sweep: Sweep) -> str:
+    """How many runs failed, and where to read why."""
+    failed = look(sweep).counts["failed"]
+    said = f"{failed:,} failed, " if failed else ""
+    return f"{said}see 'steppe sweep status {sweep.path}'"
 
 
 def _of(part: Part, row: Row) -> bool:
@@ -154,13 +163,20 @@ def _paper(results: Results, part: Part, dataset: str, column: str, method: Row)
     tables, steps = results.order.recipe.tables, part.steps
     if dataset != ALL:
         target = "" if column == AVERAGE else column
-        return lookup(tables, method, dataset, target, steps)
+        return lookup(tables, method, _short(dataset), target, steps)
     if column != AVERAGE:
-        return lookup(tables, method, column, "", steps)
-    # The paper's mean is over all its datasets: beside any other it would mislead.
-    ours = {Path(name).name for name in results.order.datasets}
-    whole = ours == set(results.order.recipe.datasets)
-    return lookup(tables, method, "", "", steps) if whole else None
+        return lookup(tables, method, _short(column), "", steps)
+    return lookup(tables, method, "", "", steps) if _has_all(results.order) else None
+
+
+def _has_all(order: Order) -> bool:
+    """Whether it has the paper's datasets: its means are over those, and mislead beside others."""
+    return {_short(name) for name in order.datasets} == set(order.recipe.datasets)
+
+
+def _short(dataset: str) -> str:
+    """The name of a dataset; of a folder, without where it lies."""
+    return Path(dataset).name
 
 
 def lines(results: Results) -> Iterator[Line]:
@@ -168,10 +184,11 @@ def lines(results: Results) -> Iterator[Line]:
     for part, selected in results.variants:
         across = across_datasets(selected)
         means = {row.row: row for row in across.rows}
+        whole = optimizer_by_algorithm(selected).cells
         tables = [*([across] if len(selected.datasets) > 1 else []), *dataset_tables(selected)]
         for table in tables:
             for row in sorted(table.rows, key=lambda r: _place(part, r.row)):
-                cells = {**row.cells, AVERAGE: _mean(table, row, means[row.row])}
+                cells = {**row.cells, AVERAGE: _mean(table, row, means[row.row], whole[row.row])}
                 for column, cell in cells.items():
                     beside = _paper(results, part, table.dataset, column, row.row)
                     yield Line(table.dataset, column, row.row, part, cell, beside)
@@ -186,46 +203,63 @@ def _place(part: Part, row: Row) -> tuple[int, ...]:
     )
 
 
-def _mean(table: Table, row: TableRow, across: TableRow) -> Cell | None:
-    """The mean of a row: of a dataset's targets with its error over trials."""
+def _mean(table: Table, row: TableRow, across: TableRow, whole: Cell | None) -> Cell | None:
+    """The mean of a row, with its error over trials."""
     if row.avg is None:
         return None
-    return across.cells.get(table.dataset) or Cell(row.avg, 0.0, 1, row.partial)
+    if table.dataset != ALL:
+        return across.cells[table.dataset]
+    return whole or Cell(row.avg, 0.0, 1, partial=True)
 
 
-def costs(results: Results) -> dict[tuple[Part, Row], Cost]:
-    """What training took, by part and method."""
-    found: dict[tuple[Part, Row], list[float]] = {}
+def costs(results: Results) -> dict[tuple[str, Part, Row], Cost]:
+    """What training took, by dataset (or `all`, the mean), part and method."""
+    seconds: dict[tuple[str, Part, Row], list[float]] = {}
     for part, selected in results.variants:
         for cost in cost_table(selected):
             steps = max(run.steps for run in selected.by_method[cost.dataset, cost.row])
-            found.setdefault((part, cost.row), []).append(cost.seconds_per_step * (steps - 1))
-    seconds = {key: statistics.fmean(values) for key, values in found.items()}
-    base = {part: s for (part, row), s in seconds.items() if row == Row("ERM", "sgd", "none")}
-    of_any = next(iter(base.values()), None)
-    recipe = results.order.recipe
-    own = any(Path(name).name in recipe.datasets for name in results.order.datasets)
-    tables = recipe.tables if own else ()
-    return {
-        (part, row): Cost(
-            value,
-            value / sgd if (sgd := base.get(part, of_any)) else None,
-            lookup(tables, row, steps=part.steps, quantity="seconds"),
-        )
-        for (part, row), value in seconds.items()
-    }
+            spent = cost.seconds_per_step * (steps - 1)
+            for dataset in (cost.dataset, ALL):
+                seconds.setdefault((dataset, part, cost.row), []).append(spent)
+    means = {key: statistics.fmean(values) for key, values in seconds.items()}
+    sgd = Row("ERM", "sgd", "none")
+    order = results.order
+    same = _has_all(order) and order.scale.share == 1
+    found = {}
+    for (dataset, part, row), value in means.items():
+        bases = [means.get((dataset, p, sgd)) for p in (part, *order.parts)]
+        base = next((b for b in bases if b), None)
+        paper = lookup(order.recipe.tables, row, steps=part.steps, quantity="seconds")
+        beside = paper if same and dataset == ALL else None
+        found[dataset, part, row] = Cost(value, value / base if base else None, beside)
+    return found
 
 
 def comparisons(results: Results) -> list[Paired]:
-    """FAD against every other optimizer, on the same targets and trials."""
+    """FAD against every other optimizer, on the same targets and trials.
+
+    Where a part has FAD alone, it is compared with the optimizers of the part without a tag.
+    """
+    plain = [v.selected.runs for v in results.variants if not v.part.tag]
     found = []
-    for _, selected in results.variants:
-        names = sorted({row.optimizer for row in selected.rows()})
-        for name in names if "fad" in names else ():
-            pairs = [place for place in selected.chosen if place.row.optimizer in ("fad", name)]
-            if name != "fad" and len({place[2:] for place in pairs}) > 1:
-                found.append(paired(selected, "fad", name))
+    for part, selected in results.variants:
+        alone = {row.optimizer for row in selected.rows()} == {"fad"}
+        runs = [*selected.runs, *(run for some in plain for run in some if alone)]
+        joint = select_runs(runs, "train-val")
+        setting = results.order.setting(part)
+        for a, b in product(selected.rows(), joint.rows()):
+            rivals = a.optimizer == "fad" != b.optimizer and a == b._replace(optimizer="fad")
+            if rivals and _in_common(joint, a, b) > 1:
+                named = ", ".join(filter(None, (a.name, setting)))
+                other = b.name if alone else ", ".join(filter(None, (b.name, setting)))
+                found.append(replace(paired(joint, a, b), a=named, b=other))
     return found
+
+
+def _in_common(selected: Selected, a: Row, b: Row) -> int:
+    """Targets and trials that both have."""
+    seen = [{p._replace(row=a) for p in selected.chosen if p.row == row} for row in (a, b)]
+    return len(seen[0] & seen[1])
 
 
 def grids(results: Results) -> list[Grid]:
@@ -247,14 +281,14 @@ def _grid(
     results: Results,
     dataset: str,
     given: Sequence[Line],
-    spent: Mapping[tuple[Part, Row], Cost],
+    spent: Mapping[tuple[str, Part, Row], Cost],
 ) -> Grid:
     columns = list(dict.fromkeys(line.column for line in given))
     columns.sort(key=lambda column: column == AVERAGE)
     rows: dict[tuple[Row, Part], dict[str, Line]] = {}
     for line in given:
         rows.setdefault((line.method, line.part), {})[line.column] = line
-    labelled = any(part.label for _, part in rows)
+    labelled = any(results.order.setting(part) for _, part in rows)
     best = {
         column: max((text for own in rows.values() if (text := _shown(own, column))), key=float)
         for column in columns
@@ -262,19 +296,19 @@ def _grid(
     }
     shown = []
     for (method, part), own in rows.items():
-        texts = [Text(method.name), *([Text(part.label)] if labelled else [])]
+        texts = [Text(method.name), *([Text(results.order.setting(part))] if labelled else [])]
         for column in columns:
             top = bool(text := _shown(own, column)) and text == best[column]
             texts.append(Text(_beside(own.get(column)), top))
         if spent:
-            texts += _cost_texts(spent.get((part, method)))
+            texts += _cost_texts(spent.get((dataset, part, method)))
         shown.append(tuple(texts))
     names = ("method", *(["setting"] if labelled else []))
     after = ("seconds", "over SGD") if spent else ()
-    title = "All datasets" if dataset == ALL else dataset
+    title = "All datasets" if dataset == ALL else _short(dataset)
     return Grid(
         f"{title}: {results.order.recipe.about}",
-        (*names, *columns, *after),
+        (*names, *map(_short, columns), *after),
         tuple(shown),
         len(names),
         _note(results, given),
@@ -317,12 +351,27 @@ def rates_grid(results: Results) -> Grid:
     shown = []
     for place, rate in results.rates.items():
         tried = ", ".join(f"{lr:g}: {value:.1f}" for lr, value in rate.validation.items())
-        name = Path(place.dataset).name
-        cells = (name, place.targets, place.method.name, f"{rate.lr:g}", tried)
+        cells = (_short(place.dataset), place.targets, place.method.name, f"{rate.lr:g}", tried)
         shown.append(tuple(map(Text, cells)))
     headings = ("dataset", "held out", "method", "learning rate", "tried: validation accuracy")
     note = "chosen by validation images of the training domains, in short runs of the first trial"
     return Grid("Learning rates", headings, tuple(shown), 3, note)
+
+
+def made(results: Results) -> dict[str, Any]:
+    """What the runs had in common: what a reader needs to know beside the numbers."""
+    configs = [run.config for variant in results.variants for run in variant.selected.runs]
+
+    def all_of(key: str) -> list[Any]:
+        found = {str(c[key]) if key == "weights" else c[key] for c in configs if key in c}
+        return sorted(map(_short, found) if key == "weights" else found)
+
+    return {
+        "trials": results.order.scale.trials,
+        "draws": results.order.scale.draws,
+        **{key: all_of(key) for key in ("steps", "batch_size", "backbone", "weights")},
+        "overrides": list(results.order.overrides),
+    }
 
 
 def to_json(results: Results) -> dict[str, Any]:
@@ -333,15 +382,14 @@ def to_json(results: Results) -> dict[str, Any]:
         "about": order.recipe.about,
         "in the paper": order.recipe.label or None,
         "scale": order.scale.name,
-        "trials": order.scale.trials,
-        "draws": order.scale.draws,
+        **made(results),
         "problems": list(results.problems),
         "results": [
             {
-                "dataset": line.dataset,
-                "column": line.column,
+                "dataset": _short(line.dataset),
+                "column": _short(line.column),
                 **line.method._asdict(),
-                "setting": line.part.label or None,
+                "setting": order.setting(line.part) or None,
                 "mean": None if line.cell is None else line.cell.mean,
                 "err": None if line.cell is None or line.cell.n < 2 else line.cell.err,
                 "trials": None if line.cell is None else line.cell.n,
@@ -352,13 +400,14 @@ def to_json(results: Results) -> dict[str, Any]:
         ],
         "costs": [
             {
+                "dataset": _short(dataset),
                 **row._asdict(),
-                "setting": part.label or None,
+                "setting": order.setting(part) or None,
                 "seconds": cost.seconds,
                 "over SGD": cost.relative,
                 "paper": None if cost.paper is None else cost.paper.value,
             }
-            for (part, row), cost in costs(results).items()
+            for (dataset, part, row), cost in costs(results).items()
         ],
         "paired": [
             {
@@ -372,7 +421,7 @@ def to_json(results: Results) -> dict[str, Any]:
         ],
         "learning rates": [
             {
-                "dataset": Path(place.dataset).name,
+                "dataset": _short(place.dataset),
                 "targets": place.targets,
                 **place.method._asdict(),
                 "lr": rate.lr,

@@ -226,6 +226,8 @@ def write_plan(
                 f"{path} has {name} already, with another config: plan what differs in another "
                 "folder"
             )
+    if old is not None and not new and retries in (None, old.retries):
+        return old
     for name, config in new.items():
         folder = path / "runs" / name
         folder.mkdir(parents=True, exist_ok=True)
