@@ -1,6 +1,6 @@
 """Draws the figures of the docs, with steppe, and keeps the numbers behind them.
 
-    python docs/figures.py              # all, minutes on two CPU cores
+    python docs/figures.py              # all: 19 minutes on two busy CPU cores
     python docs/figures.py minima ...   # some
     python docs/figures.py --quick      # small versions in seconds, which prove nothing
 
