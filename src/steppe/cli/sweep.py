@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .common import JSON, PLUGINS, ROOT, talk
+from .common import BACKBONE, JSON, OVERRIDES, PLUGINS, ROOT, WEIGHTS, names, talk
 
 app = typer.Typer(help="Sweeps: many runs, on one machine or a cluster.")
 _SWEEP = typer.Argument(metavar="DIR", help="The sweep's folder.")
@@ -17,10 +17,6 @@ _STALE = typer.Option(
 )
 _THREADS = typer.Option("--threads", min=1, help="Threads of each worker, on a CPU.")
 _RUNS = typer.Argument(metavar="[RUN]...", help="Names of runs; all that apply unless given.")
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 @app.command("plan")
@@ -48,16 +44,9 @@ def sweep_plan(
         "domainbed"
     ),
     steps: Annotated[int | None, typer.Option(help="Updates; the dataset's unless given.")] = None,
-    backbone: Annotated[
-        str | None, typer.Option(help="resnet18, resnet50, or any name in timm.")
-    ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="imagenet, none, or a safetensors or checkpoint file.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any key of every run's config."),
-    ] = None,
+    backbone: Annotated[str | None, BACKBONE] = None,
+    weights: Annotated[str | None, WEIGHTS] = None,
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
     root: Annotated[Path | None, ROOT] = None,
     plugin: Annotated[list[str] | None, PLUGINS] = None,
     retries: Annotated[
@@ -85,10 +74,10 @@ def sweep_plan(
         "plugins": plugin,
     }
     grid = sweeps.Grid(
-        _names(datasets),
-        _names(algorithms),
-        _names(optimizers),
-        _names(averaging),
+        names(datasets),
+        names(algorithms),
+        names(optimizers),
+        names(averaging),
         trials,
         draws,
         targets,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from steppe.reports import Row, Run
 from steppe.reports.selection import best_step
-from steppe.reports.spectra import COLOURS, DASHES, MARKERS
+from steppe.reports.spectra import COLOURS, DASHES, MARKERS, line_style
 
 from .catalog import ABLATION
 from .results import ALL, AVERAGE, Line, Results, costs, lines
@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 
 _PAPER: dict[str, Any] = {"marker": "_", "color": "black", "linestyle": "none", "markersize": 12}
 """How the paper's numbers look."""
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Writes a figure as SVG; nothing in the file differs from one time to the next."""
-    import matplotlib
-
-    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "steppe", "font.size": 9}
-    with matplotlib.rc_context(settings):
-        figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def _figure(columns: int, height: float = 3.2) -> tuple[Figure, list[Axes]]:
@@ -52,14 +43,13 @@ def _legend(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=7, frameon=False, fontsize=8)
 
 
+def _style(results: Results, optimizer: str) -> dict[str, Any]:
+    """The colour and dashes of an optimizer, the same in all figures of a recipe."""
+    return line_style(results.order.recipe.optimizers.index(optimizer))
+
+
 def _colour(results: Results, optimizer: str) -> str:
-    known = list(dict.fromkeys(o for part in results.order.recipe.parts for o in part.optimizers))
-    return COLOURS[known.index(optimizer) % len(COLOURS)]
-
-
-def _dashes(results: Results, optimizer: str) -> str:
-    known = list(dict.fromkeys(o for part in results.order.recipe.parts for o in part.optimizers))
-    return DASHES[known.index(optimizer) // len(COLOURS) % len(DASHES)]
+    return str(_style(results, optimizer)["color"])
 
 
 def _averages(results: Results) -> dict[str, list[Line]]:
@@ -155,10 +145,7 @@ def convergence(results: Results) -> Figure:
         for row in selected.rows():
             runs = [chosen.run for place, chosen in selected.chosen.items() if place.row == row]
             steps, seconds, losses = _curve(runs)
-            look: dict[str, Any] = {
-                "color": _colour(results, row.optimizer),
-                "linestyle": _dashes(results, row.optimizer),
-            }
+            look = _style(results, row.optimizer)
             by_step.plot(steps, losses, label=row.name, **look)
             by_time.plot(seconds, losses, **look)
     for axes, x in ((by_step, "updates"), (by_time, "seconds of training")):

@@ -110,7 +110,7 @@ def make_order(
         name: of the recipe.
         scale: `full`, `small` or `smoke`.
         datasets: names or folders; the scale's, or else the recipe's, unless given.
-        optimizers: of the recipe's; those of the scale unless given.
+        optimizers: of the recipe's, or `all`; those of the scale unless given.
         changes: of the scale: `trials`, `draws`, `share`.
         overrides: ``key=value`` texts for every run.
         options: keys of every run's config.
@@ -124,11 +124,11 @@ def make_order(
         raise UserError(unknown("recipe", name, RECIPES))
     recipe = RECIPES[name]
     chosen = replace(recipe.at(scale), **dict(changes or {}))
-    known = list(dict.fromkeys(o for part in recipe.parts for o in part.optimizers))
-    for optimizer in optimizers:
-        if optimizer not in known:
-            raise UserError(unknown(f"optimizer of {name}:", optimizer, known))
-    wanted = tuple(optimizers) or chosen.optimizers or tuple(known)
+    given = recipe.optimizers if tuple(optimizers) == ("all",) else tuple(optimizers)
+    for optimizer in given:
+        if optimizer not in recipe.optimizers:
+            raise UserError(unknown(f"optimizer of {name}:", optimizer, recipe.optimizers))
+    wanted = given or chosen.optimizers or recipe.optimizers
     parts = tuple(
         replace(part, optimizers=tuple(o for o in part.optimizers if o in wanted))
         for part in recipe.parts

@@ -68,6 +68,11 @@ class Recipe:
     curvature: bool = False
     timed: bool = False
 
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """All of them, in the paper's order."""
+        return tuple(dict.fromkeys(name for part in self.parts for name in part.optimizers))
+
     def at(self, scale: str) -> Scale:
         """The scale, as it is for this recipe."""
         if scale not in SCALES:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from steppe.reports import build_report, compare, draw, load_runs, to_markdown, write
-from steppe.reports.curvature import comparison_table
-from steppe.sweeps import Sweep, jobs, write_plan
+from steppe.reports.spectra import save_figure
+from steppe.sweeps import Sweep, write_plan
 from steppe.training import load_measurements, measure_run
 
 from . import figures
@@ -18,8 +18,8 @@ from .orders import Order, Place, Rate, choose_rates, default_rates, grids, tuni
 from .results import Results, finished, gather, look_at, made, to_json
 from .results import grids as result_grids
 
-CarryOut = Callable[[Sweep], bool]
-"""Runs what a sweep has left; whether everything is done."""
+CarryOut = Callable[[Sweep], object]
+"""Runs what a sweep has left."""
 
 
 def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Place, Rate] | None]:
@@ -38,10 +38,10 @@ def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Place,
         return write_plan(grids(order, rates), out, command=command, extend=True), rates
     tries = tuning_grids(order)
     sweep = write_plan(tries, out, command=command, extend=True)
-    done = [path for paths in finished(sweep, tries).values() for path in paths]
-    if len(done) < sum(1 for grid in tries for _ in jobs(grid)):
+    done = finished(sweep, tries)
+    if len(done.paths) < done.total:
         return sweep, None
-    rates = choose_rates(order, load_runs(done).runs)
+    rates = choose_rates(order, load_runs(done.paths).runs)
     return write_plan(grids(order, rates), out, command=command, extend=True), rates
 
 
@@ -102,15 +102,14 @@ def write_results(
     Returns:
         The files.
     """
-    values = {"environment": dict(facts), **to_json(found)}
     if not found.variants:  # nothing to write, and perhaps something of before to keep
         return []
-    files = [out / "results.json"]
-    files[0].write_text(json.dumps(values, indent=1) + "\n")
+    values = out / "results.json"
+    values.write_text(json.dumps({"environment": dict(facts), **to_json(found)}, indent=1) + "\n")
     pictures = []
     if found.order.recipe.figure:
         pictures.append(out / "figure.svg")
-        figures.save(figures.FIGURES[found.order.recipe.figure](found), pictures[0])
+        save_figure(figures.FIGURES[found.order.recipe.figure](found), pictures[0])
     if found.curvature is not None:
         pictures.append(out / "spectra.svg")
         draw(found.curvature, pictures[-1])
@@ -120,7 +119,7 @@ def write_results(
     loaded = load_runs([run.path for run in runs])
     page = out / "report.html"
     page.write_text(write(build_report(loaded, "train-val", command, out.name), "html"))
-    return [*files, *pictures, text, page]
+    return [values, *pictures, text, page]
 
 
 def markdown(found: Results, pictures: list[str], command: str = "") -> str:
@@ -134,8 +133,6 @@ def markdown(found: Results, pictures: list[str], command: str = "") -> str:
         parts.append(f"```bash\n{command}\n```\n")
     parts += [f"![{order.recipe.about}]({name})\n" for name in pictures]
     parts += [to_markdown(grid) for grid in result_grids(found)]
-    if found.curvature is not None:
-        parts.append(_curvature_markdown(found))
     parts += [f"- {problem}" for problem in found.problems]
     return "\n".join(parts) + "\n"
 
@@ -152,14 +149,3 @@ def _made(found: Results) -> str:
         if facts[key]
     ]
     return "; ".join([", ".join(counts), *named, *facts["overrides"]])
-
-
-def _curvature_markdown(found: Results) -> str:
-    assert found.curvature is not None
-    table = comparison_table(found.curvature)
-    cells = [list(column.cells) for column in table.columns]
-    headings = [str(column.header) for column in table.columns]
-    rows = [[str(cell) for cell in row] for row in zip(*cells, strict=True)]
-    lines = [headings, ["---"] * len(headings), *rows]
-    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{body}\n\nHessian of the {found.curvature.about}; errors {found.curvature.errors}.\n"

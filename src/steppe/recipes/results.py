@@ -27,6 +27,7 @@ from steppe.reports import (
     paired_grid,
     select_runs,
 )
+from steppe.reports.curvature import comparison_table
 from steppe.reports.render import MISSING, Text, cell_text
 from steppe.sweeps import Grid as PlannedGrid
 from steppe.sweeps import Job, Sweep, jobs, look
@@ -105,13 +106,27 @@ class Cost:
     paper: Beside | None
 
 
-def finished(sweep: Sweep, grids: Iterable[PlannedGrid]) -> dict[str, list[Path]]:
-    """The runs of some grids that have a result, by tag; runs of others are left out."""
+class Finished(NamedTuple):
+    """The runs of some grids that have a result, by tag, and how many there are in all."""
+
+    by_tag: Mapping[str, Sequence[Path]]
+    total: int
+
+    @property
+    def paths(self) -> list[Path]:
+        """The runs of all tags."""
+        return [path for paths in self.by_tag.values() for path in paths]
+
+
+def finished(sweep: Sweep, grids: Iterable[PlannedGrid]) -> Finished:
+    """Looks for the runs of some grids; others in the sweep are left out."""
     found: dict[str, list[Path]] = {}
+    total = 0
     for grid in grids:
-        results = (Job(sweep.folder(name)).result for name, _ in jobs(grid))
+        results = [Job(sweep.folder(name)).result for name, _ in jobs(grid)]
+        total += len(results)
         found.setdefault(grid.tag, []).extend(path for path in results if path.exists())
-    return found
+    return Finished(found, total)
 
 
 def gather(order: Order, sweep: Sweep, rates: Mapping[Place, Rate]) -> Results:
@@ -125,9 +140,8 @@ def gather(order: Order, sweep: Sweep, rates: Mapping[Place, Rate]) -> Results:
     found: list[Variant] = []
     problems: list[str] = []
     columns = {name: tuple(order.held_out(name)) for name in order.datasets}
-    planned = plan_grids(order, rates)
-    results = finished(sweep, planned)
-    for tag, folders in results.items():
+    done = finished(sweep, plan_grids(order, rates))
+    for tag, folders in done.by_tag.items():
         if not folders:
             continue
         loaded = load_runs(folders)
@@ -136,10 +150,8 @@ def gather(order: Order, sweep: Sweep, rates: Mapping[Place, Rate]) -> Results:
             own = [run for run in loaded.runs if part.tag == tag and _of(part, run.row)]
             if own:
                 found.append(Variant(part, replace(select_runs(own, "train-val"), columns=columns)))
-    total = sum(1 for grid in planned for _ in jobs(grid))
-    missing = total - sum(map(len, results.values()))
-    if missing:
-        problems.append(f"{missing:,} of {total:,} runs have no result: {look_at(sweep)}")
+    if missing := done.total - len(done.paths):
+        problems.append(f"{missing:,} of {done.total:,} runs have no result: {look_at(sweep)}")
     tuned = {} if order.scale.draws else dict(rates)
     return Results(order, tuned, tuple(found), tuple(problems))
 
@@ -272,9 +284,24 @@ def grids(results: Results) -> list[Grid]:
     found = [_grid(results, name, by_dataset[name], spent) for name in ordered]
     if found and (compared := comparisons(results)):
         found.append(paired_grid(compared, "train-val"))
+    if results.curvature is not None:
+        found.append(curvature_grid(results.curvature))
     if results.order.tunes and results.rates:
         found.append(rates_grid(results))
     return found
+
+
+def curvature_grid(compared: Comparison) -> Grid:
+    """The largest eigenvalues and traces of the methods' Hessians."""
+    table = comparison_table(compared)
+    cells = zip(*(column.cells for column in table.columns), strict=True)
+    return Grid(
+        f"Hessian of the {compared.about}",
+        tuple(str(column.header) for column in table.columns),
+        tuple(tuple(Text(str(cell)) for cell in line) for line in cells),
+        1,
+        f"errors: {compared.errors}",
+    )
 
 
 def _grid(

@@ -42,6 +42,11 @@ def draw(comparison: Comparison, path: Path) -> None:
         comparison: from `compare`.
         path: ends in .svg, .png or .pdf.
     """
+    save_figure(make_figure(comparison), path)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure to a file whose name ends in .svg, .png or .pdf."""
     ending = check_format(path)
     import matplotlib
 
@@ -49,7 +54,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "steppe", "font.size": 9}
     with matplotlib.rc_context(settings):
         stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)
-        make_figure(comparison).savefig(path, format=ending, dpi=160, metadata=stamp)
+        figure.savefig(path, format=ending, dpi=160, metadata=stamp)
 
 
 def make_figure(comparison: Comparison) -> Figure:
@@ -76,7 +81,8 @@ def make_figure(comparison: Comparison) -> Figure:
     return figure
 
 
-def _look(i: int) -> dict[str, Any]:
+def line_style(i: int) -> dict[str, Any]:
+    """The colour and dashes of the i-th line."""
     return {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i // len(COLOURS) % 4]}
 
 
@@ -89,7 +95,7 @@ def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
     for i, method in enumerate(methods):
         if len(method.runs) > 1:
             for spectrum in method.spectra:
-                axes.plot(ranks, spectrum, linewidth=0.7, alpha=0.5, marker=alone, **_look(i))
+                axes.plot(ranks, spectrum, linewidth=0.7, alpha=0.5, marker=alone, **line_style(i))
         axes.plot(
             ranks,
             method.spectrum,
@@ -99,7 +105,7 @@ def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
             # Staggered, so that markers of close lines do not hide each other.
             markevery=(i % min(5, step), step),
             label=_label(method),
-            **_look(i),
+            **line_style(i),
         )
     values = [value for method in methods for spectrum in method.spectra for value in spectrum]
     if min(values) > 0 and max(values) > WIDE * min(values):
