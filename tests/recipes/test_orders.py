@@ -153,27 +153,27 @@ def tuned(tmp_path: Path, validation: dict[str, dict[float, float]]) -> Path:
 def test_a_rate_is_chosen_by_its_own_training_domains(tmp_path: Path) -> None:
     order = make_order("table1", "small", optimizers=["fad"])
     validation = {
-        "art_painting": {0.0003: 0.7, 0.001: 0.8, 0.003: 0.9},
-        "cartoon": {0.0003: 0.9, 0.001: 0.8, 0.003: 0.1},
-        "photo": {0.0003: 0.5, 0.001: 0.6, 0.003: 0.6},  # a tie: the smaller
-        "sketch": {0.0003: 0.5, 0.001: 0.6, 0.003: 0.59},
+        "art_painting": {0.001: 0.7, 0.003: 0.8, 0.01: 0.9},
+        "cartoon": {0.001: 0.9, 0.003: 0.8, 0.01: 0.1},
+        "photo": {0.001: 0.5, 0.003: 0.6, 0.01: 0.6},  # a tie: the smaller
+        "sketch": {0.001: 0.5, 0.003: 0.6, 0.01: 0.59},
     }
     found = choose_rates(order, load_runs(tuned(tmp_path, validation)).runs)
     fad = Row("ERM", "fad", "none")
-    best = {"art_painting": 0.003, "cartoon": 0.0003, "photo": 0.001, "sketch": 0.001}
+    best = {"art_painting": 0.01, "cartoon": 0.001, "photo": 0.003, "sketch": 0.003}
     assert {place: rate.lr for place, rate in found.items()} == {
         Place(PACS, target, fad): lr for target, lr in best.items()
     }
     tried = found[Place(PACS, "cartoon", fad)].validation
-    assert tried == pytest.approx({0.0003: 90.0, 0.001: 80.0, 0.003: 10.0})
+    assert tried == pytest.approx({0.001: 90.0, 0.003: 80.0, 0.01: 10.0})
     by_target = {grid.targets: grid.overrides for grid in grids(order, found)}
     assert by_target == {target: (f"optimizer.lr={lr:g}",) for target, lr in best.items()}
 
 
 def test_a_try_that_is_missing_is_named(tmp_path: Path) -> None:
     order = make_order("table1", "small", optimizers=["fad"])
-    validation = {target: {0.001: 0.5, 0.003: 0.6} for target in dataset_spec(PACS).domains}
-    with pytest.raises(UserError, match="art_painting held out: no finished run with .* 0.0003"):
+    validation = {target: {0.003: 0.5, 0.01: 0.6} for target in dataset_spec(PACS).domains}
+    with pytest.raises(UserError, match="art_painting held out: no finished run with .* 0.001"):
         choose_rates(order, load_runs(tuned(tmp_path, validation)).runs)
 
 
@@ -198,7 +198,7 @@ def test_tries_are_short_and_of_the_first_trial() -> None:
     assert {grid.trials for grid in some} == {1}
     assert {grid.options["steps"] for grid in some} == {301}
     assert {grid.tag for grid in some if grid.optimizers == ("adam",)} == {
-        "tune1.5e-05",
+        "tune0.0005",
         "tune5e-05",
         "tune0.00015",
     }
