@@ -1,5 +1,6 @@
 """What a recipe gave, with the paper's numbers beside ours."""
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -75,9 +76,11 @@ def test_the_tables_say_so(table1: Results, tmp_path: Path) -> None:
     assert [line[0].text for line in table.lines] == ["adam", "sgd", "fad"]  # the paper's order
     assert table.lines[2][-1] == ("82.2 ± 0.2 (88.2)", True)
     assert "in brackets the paper's" in table.note
-    assert [line[0].text for line in paired.lines] == ["fad - adam", "fad - sgd"]
-    (adam, sgd) = comparisons(table1)
-    assert (adam.difference, sgd.difference) == pytest.approx((2.0, 12.0))
+    twice = ["fad - adam", "fad - adam", "fad - sgd", "fad - sgd"]  # over targets, over trials
+    assert [line[0].text for line in paired.lines] == twice
+    compared = comparisons(table1)
+    assert [c.unit for c in compared] == ["targets", "trials"] * 2
+    assert [c.difference for c in compared] == pytest.approx([2.0, 2.0, 12.0, 12.0])
     write_results(table1, tmp_path, {"gpu": "none"}, "steppe reproduce table1")
     text = (tmp_path / "results.md").read_text()
     assert "| fad | 82.0 ± 0.0 (88.5) |" in text.replace("**", "")
@@ -131,10 +134,10 @@ def test_what_the_paper_took_from_others_is_beside_nothing() -> None:
 def test_a_ratio_is_compared_with_the_other_optimizers(tmp_path: Path) -> None:
     changes = {"trials": 2, "factors": ()}
     order = make_order("figure-ratio", "small", optimizers=["adam", "sgd", "fad"], changes=changes)
-    named = [(c.a, c.b) for c in comparisons(carried_out(tmp_path, order))]
-    rivals = ("adam", "sgd")
-    ratios = ("0.05", "0.1", "0.5", "1")
-    assert sorted(named) == sorted((f"fad, ratio {r}", b) for r in ratios for b in rivals)
+    named = [(c.a, c.b, c.unit) for c in comparisons(carried_out(tmp_path, order))]
+    ratios = (f"fad, ratio {r}" for r in ("0.05", "0.1", "0.5", "1"))
+    expected = itertools.product(ratios, ("adam", "sgd"), ("targets", "trials"))
+    assert sorted(named) == sorted(expected)
 
 
 def test_other_runs_in_the_folder_take_no_part(tmp_path: Path) -> None:

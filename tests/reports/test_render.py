@@ -169,7 +169,7 @@ def test_other_tables_have_grids():
     assert to_markdown(cost_grid([cost])).splitlines()[4] == (
         "| PACS | fad | 52.6 | 4.12 | 4 | – | 81.0 ± 1.0 |"
     )
-    compared = Paired("fad", "adam", 1.5, 0.5, 0.25, 2.75, 0.95, 12, 4, "targets")
+    compared = Paired("fad", "adam", 1.5, 0.5, 0.25, 2.75, 0.95, 12, 4, "targets", 4)
     line = to_markdown(paired_grid([compared])).splitlines()[4]
     assert line == "| fad - adam | **+1.5** | +0.2 to +2.8 | 12 pairs; interval over 4 targets |"
     assert "fad - adam" in printed(to_terminal(paired_grid([compared])))

@@ -261,6 +261,21 @@ def test_one_target_is_compared_over_its_trials(tmp_path):
     assert one.difference == pytest.approx(np.mean(values), rel=1e-12)
 
 
+def test_over_trials_the_targets_are_taken_as_given(tmp_path):
+    for target, trial, optimizer in itertools.product(DOMAINS, range(3), ("adam", "fad")):
+        add(tmp_path, (target,), trial, optimizer=optimizer)
+    runs = load_runs(tmp_path).runs
+    found = paired(runs, "fad", "adam", over="trials")
+    values = [np.mean([difference("PACS", d, t) for d in DOMAINS]) for t in range(3)]
+    expected = scipy.stats.ttest_rel(values, [0.0] * 3).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), rel=1e-9)
+    assert found.difference == pytest.approx(paired(runs, "fad", "adam").difference, rel=1e-12)
+    assert found.what == "12 pairs; interval over 3 trials of these 4 targets"
+    short = [run for run in runs if (run.targets, run.trial) != (("photo",), 2)]
+    with pytest.raises(UserError, match="do not have the same targets in every trial"):
+        paired(short, "fad", "adam", over="trials")
+
+
 def test_too_little_to_compare_is_refused(tmp_path):
     for optimizer in ("adam", "fad"):
         add(tmp_path, ("photo",), optimizer=optimizer)
@@ -272,7 +287,7 @@ def test_too_little_to_compare_is_refused(tmp_path):
         paired(runs, "fade", "adam")
     for optimizer in ("adam", "fad"):
         add(tmp_path, ("photo",), optimizer=optimizer, algorithm="CORAL")
-    with pytest.raises(UserError, match="one trial of one target"):
+    with pytest.raises(UserError, match="one trial in common"):
         paired(load_runs(tmp_path).runs, "fad", "adam")
 
 

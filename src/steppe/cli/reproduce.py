@@ -113,7 +113,8 @@ def reproduce(
         command=command,
         say=lambda line: console.print(line, highlight=False, markup=False),
     )
-    files = recipes.write_results(found, folder, _facts(order), command)
+    facts = _facts(order)
+    files = recipes.write_results(found, folder, facts, facts["command"])
     _show(found, as_json)
     if files:
         print(f"written: {', '.join(map(str, files))}", file=sys.stderr)

@@ -18,6 +18,7 @@ from steppe.reports import (
     Selected,
     Table,
     TableRow,
+    Unit,
     across_datasets,
     cost_table,
     dataset_tables,
@@ -250,6 +251,7 @@ def costs(results: Results) -> dict[tuple[str, Part, Row], Cost]:
 def comparisons(results: Results) -> list[Paired]:
     """FAD against every other optimizer, on the same targets and trials.
 
+    The interval is over the targets, and once more over the trials of all targets if they are done.
     Where a part has FAD alone, it is compared with the optimizers of the part without a tag.
     """
     plain = [v.selected.runs for v in results.variants if not v.part.tag]
@@ -261,17 +263,25 @@ def comparisons(results: Results) -> list[Paired]:
         setting = results.order.setting(part)
         for a, b in product(selected.rows(), joint.rows()):
             rivals = a.optimizer == "fad" != b.optimizer and a == b._replace(optimizer="fad")
-            if rivals and _in_common(joint, a, b) > 1:
+            if rivals:
                 named = ", ".join(filter(None, (a.name, setting)))
                 other = b.name if alone else ", ".join(filter(None, (b.name, setting)))
-                found.append(replace(paired(joint, a, b), a=named, b=other))
+                found += [
+                    replace(paired(joint, a, b, over=over), a=named, b=other)
+                    for over in _units(joint, a, b)
+                ]
     return found
 
 
-def _in_common(selected: Selected, a: Row, b: Row) -> int:
-    """Targets and trials that both have."""
+def _units(selected: Selected, a: Row, b: Row) -> Iterator[Unit]:
+    """What intervals can be taken over, of what two methods have in common."""
     seen = [{p._replace(row=a) for p in selected.chosen if p.row == row} for row in (a, b)]
-    return len(seen[0] & seen[1])
+    shared = seen[0] & seen[1]
+    targets, trials = {p[:3] for p in shared}, {p.trial for p in shared}
+    if len(shared) > 1:
+        yield "targets"
+    if len(targets) > 1 < len(trials) and len(shared) == len(targets) * len(trials):
+        yield "trials"
 
 
 def grids(results: Results) -> list[Grid]:

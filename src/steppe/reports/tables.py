@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -392,6 +392,9 @@ def cost_table(runs: Runs, selection: str = "train-val") -> list[Cost]:
     return costs
 
 
+Unit = Literal["targets", "trials"]
+
+
 @dataclass(frozen=True)
 class Paired:
     """The mean difference of two methods, in points of percent, over what both have."""
@@ -408,24 +411,32 @@ class Paired:
     pairs: int
     """Pairs of numbers: the same dataset, target, trial, and otherwise the same method."""
     units: int
-    unit: str
-    """What is taken to be independent: ``targets``, or ``trials`` where there is one target."""
+    unit: Unit
+    """What is taken to be independent; of ``trials``, the targets are taken as given."""
+    targets: int
 
     @property
     def what(self) -> str:
         """The numbers behind the interval, in words."""
-        of_one = " of one target" if self.unit == "trials" else ""
-        return f"{self.pairs} pairs; interval over {self.units} {self.unit}{of_one}"
+        given = "one target" if self.targets == 1 else f"these {self.targets} targets"
+        of_these = f" of {given}" if self.unit == "trials" else ""
+        return f"{self.pairs} pairs; interval over {self.units} {self.unit}{of_these}"
 
 
 def paired(
-    runs: Runs, a: str | Row, b: str | Row, selection: str = "train-val", level: float = 0.95
+    runs: Runs,
+    a: str | Row,
+    b: str | Row,
+    selection: str = "train-val",
+    level: float = 0.95,
+    over: Unit = "targets",
 ) -> Paired:
     """Compare two optimizers, or two methods, on the same targets and trials.
 
     Differences for one target resemble each other, whatever the trial. So they are first averaged
-    for each target of each dataset, and the interval is Student's over these means; with a single
-    target it is over the trials, and speaks of that target only.
+    for each target of each dataset, and the interval is Student's over these means: it speaks of
+    targets like these. Over trials, and with a single target, they are averaged for each trial: the
+    interval speaks of other seeds on the same targets only.
 
     Args:
         runs: the runs, in any order.
@@ -434,6 +445,7 @@ def paired(
         b: the other.
         selection: `train-val`, `leave-one-out` or `oracle`.
         level: of the confidence interval.
+        over: what is taken to be independent.
     """
     from scipy.special import stdtrit
 
@@ -456,14 +468,22 @@ def paired(
             "needs at least 2. Run both on the same targets with the same trial seeds"
         )
     targets = {key[:2] for key in shared}
-    unit, width = ("targets", 2) if len(targets) > 1 else ("trials", 3)
-    by_unit: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    unit: Unit = over if len(targets) > 1 else "trials"
+    by_unit: dict[object, list[float]] = defaultdict(list)
     for key in shared:
-        by_unit[key[:width]].append(values[True][key] - values[False][key])
-    if len(by_unit) < 2:  # one trial of one target, under several algorithms
+        by_unit[key[:2] if unit == "targets" else key[2]].append(
+            values[True][key] - values[False][key]
+        )
+    if len(by_unit) < 2:  # of one target perhaps, under several algorithms
         raise UserError(
-            f"{name_a} and {name_b} have one trial of one target in common: a comparison needs "
-            "at least 2. Run both on more targets, or with more trial seeds"
+            f"{name_a} and {name_b} have one trial in common: a comparison over trials needs at "
+            "least 2. Run both on more targets, or with more trial seeds"
+        )
+    uneven = len({frozenset(k[:2] + k[3:] for k in shared if k[2] == key[2]) for key in shared}) > 1
+    if unit == "trials" and len(targets) > 1 and uneven:
+        raise UserError(
+            f"{name_a} and {name_b} do not have the same targets in every trial: a comparison over "
+            "trials would mix the two up. Finish the runs, or compare over targets"
         )
     means = np.array([np.mean(differences) for differences in by_unit.values()])
     difference = float(np.mean(means))
@@ -480,6 +500,7 @@ def paired(
         len(shared),
         len(means),
         unit,
+        len(targets),
     )
 
 
