@@ -153,10 +153,10 @@ def tuned(tmp_path: Path, validation: dict[str, dict[float, float]]) -> Path:
 def test_a_rate_is_chosen_by_its_own_training_domains(tmp_path: Path) -> None:
     order = make_order("table1", "small", optimizers=["fad"])
     validation = {
-        "art_painting": {0.001: 0.7, 0.003: 0.8, 0.01: 0.9},
-        "cartoon": {0.001: 0.9, 0.003: 0.8, 0.01: 0.1},
-        "photo": {0.001: 0.5, 0.003: 0.6, 0.01: 0.6},  # a tie: the smaller
-        "sketch": {0.001: 0.5, 0.003: 0.6, 0.01: 0.59},
+        "art_painting": {0.0003: 0.1, 0.001: 0.7, 0.003: 0.8, 0.01: 0.9},
+        "cartoon": {0.0003: 0.2, 0.001: 0.9, 0.003: 0.8, 0.01: 0.1},
+        "photo": {0.0003: 0.5, 0.001: 0.5, 0.003: 0.6, 0.01: 0.6},  # a tie: the smaller
+        "sketch": {0.0003: 0.6, 0.001: 0.5, 0.003: 0.61, 0.01: 0.59},
     }
     found = choose_rates(order, load_runs(tuned(tmp_path, validation)).runs)
     fad = Row("ERM", "fad", "none")
@@ -165,14 +165,16 @@ def test_a_rate_is_chosen_by_its_own_training_domains(tmp_path: Path) -> None:
         Place(PACS, target, fad): lr for target, lr in best.items()
     }
     tried = found[Place(PACS, "cartoon", fad)].validation
-    assert tried == pytest.approx({0.001: 90.0, 0.003: 80.0, 0.01: 10.0})
+    assert tried == pytest.approx({0.0003: 20.0, 0.001: 90.0, 0.003: 80.0, 0.01: 10.0})
     by_target = {grid.targets: grid.overrides for grid in grids(order, found)}
     assert by_target == {target: (f"optimizer.lr={lr:g}",) for target, lr in best.items()}
 
 
 def test_a_try_that_is_missing_is_named(tmp_path: Path) -> None:
     order = make_order("table1", "small", optimizers=["fad"])
-    validation = {target: {0.003: 0.5, 0.01: 0.6} for target in dataset_spec(PACS).domains}
+    validation = {
+        target: {0.0003: 0.5, 0.003: 0.5, 0.01: 0.6} for target in dataset_spec(PACS).domains
+    }
     with pytest.raises(UserError, match="art_painting held out: no finished run with .* 0.001"):
         choose_rates(order, load_runs(tuned(tmp_path, validation)).runs)
 
@@ -194,11 +196,12 @@ def test_datasets_have_the_names_that_runs_have(tmp_path: Path) -> None:
 def test_tries_are_short_and_of_the_first_trial() -> None:
     order = make_order("table1", "small")
     some = tuning_grids(order)
-    assert len(some) == len(places(order)) * 3 == 5 * TARGETS * 3
+    assert len(some) == len(places(order)) * 4 == 5 * TARGETS * 4
     assert {grid.trials for grid in some} == {1}
     assert {grid.options["steps"] for grid in some} == {301}
     assert {grid.tag for grid in some if grid.optimizers == ("adam",)} == {
         "tune0.0005",
+        "tune1.5e-05",
         "tune5e-05",
         "tune0.00015",
     }

@@ -42,6 +42,13 @@ def reproduce(
     share: Annotated[
         float | None, typer.Option(min=0, max=1, help="Of the paper's updates.")
     ] = None,
+    factors: Annotated[
+        str,
+        typer.Option(
+            help="Learning rates to try, as multiples of the default, with commas; the scale's "
+            "unless given."
+        ),
+    ] = "",
     backbone: Annotated[str | None, BACKBONE] = None,
     weights: Annotated[str | None, WEIGHTS] = None,
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
@@ -72,7 +79,7 @@ def reproduce(
     if not name:
         _list()
         return
-    changes = {"trials": trials, "draws": draws, "share": share}
+    changes = {"trials": trials, "draws": draws, "share": share, "factors": _numbers(factors)}
     given = {"backbone": backbone, "weights": weights, "root": str(root) if root else None}
     order = recipes.make_order(
         name,
@@ -120,6 +127,13 @@ def reproduce(
         print(f"written: {', '.join(map(str, files))}", file=sys.stderr)
     if found.problems:
         raise typer.Exit(1)
+
+
+def _numbers(text: str) -> tuple[float, ...] | None:
+    try:
+        return tuple(float(word) for word in names(text)) or None
+    except ValueError:
+        raise typer.BadParameter(f"{text}: give numbers with commas, such as 0.3,1,3") from None
 
 
 def _facts(order: "Order") -> dict[str, Any]:

@@ -111,7 +111,7 @@ def make_order(
         scale: `full`, `small` or `smoke`.
         datasets: names or folders; the scale's, or else the recipe's, unless given.
         optimizers: of the recipe's, or `all`; those of the scale unless given.
-        changes: of the scale: `trials`, `draws`, `share`.
+        changes: of the scale: `trials`, `draws`, `share`, `factors`.
         overrides: ``key=value`` texts for every run.
         options: keys of every run's config.
 

@@ -127,7 +127,7 @@ SCALES = {
             trials=3,
             draws=20,
             space="fad",
-            factors=(0.3, 1.0, 3.0),
+            factors=(0.3, 1.0, 3.0, 10.0),
         ),
         Scale(
             "small",
@@ -136,7 +136,7 @@ SCALES = {
             trials=3,
             draws=0,
             space="fair",
-            factors=(1.0, 3.0, 10.0),  # the defaults are for five times the updates
+            factors=(0.3, 1.0, 3.0, 10.0),
             evaluations=5,
             optimizers=("adam", "sgd", "sam", "gam", "fad"),
             datasets=("PACS",),
