@@ -9,7 +9,7 @@ JOBS   ?= 2
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format types imports docs figures bench build clean
+.PHONY: help install demo test test-all lint format types imports docs figures results bench build clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ docs: $(STAMP) ## build the documentation into site/
 
 figures: $(STAMP) ## draw the figures of the documentation again (minutes)
 	$(BIN)/python docs/figures.py
+
+results: $(STAMP) ## make the tables of published results from their records again
+	$(BIN)/python docs/results/publish.py
 
 bench: $(STAMP) ## measure the optimizers
 	$(BIN)/steppe bench optim

@@ -117,7 +117,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert all(name in listed.stdout for name in RECIPES)
     planned = steppe("reproduce", "table1", "--plan", "--datasets", "RotatedDigits", cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
-    assert "reproduce/table1-small: 90 runs planned" in planned.stdout
+    assert "reproduce/table1-small: 120 runs planned" in planned.stdout
     done = steppe("reproduce", "convergence", "--scale", "smoke", "--workers", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "fad" in done.stdout

@@ -1,0 +1,100 @@
+"""Makes what the pages show of published runs from their records, which lie beside it.
+
+    python docs/results/publish.py      # seconds; `make results`
+
+The machine and its versions are those that the stored `results.json` names: they are of the runs,
+not of whoever reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from itertools import combinations
+from pathlib import Path
+
+from steppe.recipes import make_order, plan
+from steppe.recipes.figures import FIGURES
+from steppe.recipes.results import Results, gather, grids, to_json
+from steppe.reports import Grid, Paired, paired, to_markdown
+from steppe.reports.render import Text
+from steppe.reports.spectra import save_figure
+
+FOLDER = Path(__file__).parent / "pacs"
+OPTIMIZERS = ("fad", "gam", "sam", "sgd", "adam")
+
+
+def published(records: Path, scratch: Path) -> Results:
+    """What the records give, as the command of `results.json` made them."""
+    with tarfile.open(records) as archive:
+        archive.extractall(scratch, filter="data")
+    order = make_order(
+        "table1",
+        "small",
+        changes={"factors": (1.0, 3.0, 10.0)},
+        overrides=("batch_size=8", "checkpoint_every=500"),
+        options={
+            "backbone": "tf_efficientnet_lite0",
+            "weights": "/weights/tf_efficientnet_lite0.safetensors",
+            "root": "/data",
+        },
+    )
+    sweep, rates = plan(order, scratch / "pacs")
+    assert rates is not None
+    return gather(order, sweep, rates)
+
+
+def all_pairs(found: Results) -> list[tuple[Paired, Paired]]:
+    """Every optimizer against every other, over targets and over trials."""
+    ((_, selected),) = found.variants
+    return [
+        (paired(selected, a, b), paired(selected, a, b, over="trials"))
+        for a, b in combinations(OPTIMIZERS, 2)
+    ]
+
+
+def pairs_grid(pairs: Iterable[tuple[Paired, Paired]]) -> Grid:
+    """A line for each pair, with both intervals; one that excludes zero is marked."""
+    lines = [
+        (
+            Text(f"{one.a} - {one.b}"),
+            Text(f"{one.difference:+.1f}"),
+            *(Text(f"{p.low:+.1f} to {p.high:+.1f}", p.low > 0 or p.high < 0) for p in (one, two)),
+        )
+        for one, two in pairs
+    ]
+    headings = ("methods", "points", "95 %, over the targets", "95 %, over the seeds")
+    return Grid("Paired differences", headings, tuple(lines), 1)
+
+
+def publish(out: Path, environment: object) -> None:
+    """Write the tables, the figure and the values."""
+    with tempfile.TemporaryDirectory() as scratch:
+        found = published(FOLDER / "records.tar.xz", Path(scratch))
+        pairs = all_pairs(found)
+        accuracy, _, rates = grids(found)
+        save_figure(FIGURES["methods"](found), out / "figure.svg")
+    for name, grid in (("accuracy", accuracy), ("pairs", pairs_grid(pairs)), ("rates", rates)):
+        (out / f"{name}.md").write_text(to_markdown(grid))
+    every = [
+        {"a": p.a, "b": p.b, "points": p.difference, "interval": [p.low, p.high], "over": p.what}
+        for pair in pairs
+        for p in pair
+    ]
+    values = {"environment": environment, **to_json(found), "all pairs": every}
+    (out / "results.json").write_text(json.dumps(values, indent=1) + "\n")
+
+
+def main() -> None:
+    """Publish into the docs, or elsewhere."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    stored = json.loads((FOLDER / "results.json").read_text())
+    publish(parser.parse_args().out, stored["environment"])
+
+
+if __name__ == "__main__":
+    main()
