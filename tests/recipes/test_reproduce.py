@@ -125,3 +125,15 @@ def test_the_command(tmp_path: Path) -> None:
     wrong = steppe("reproduce", "table7", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "did you mean 'table" in wrong.stderr
+
+
+def test_images_are_looked_for_before_anything_is_planned(tmp_path: Path) -> None:
+    missing = ("reproduce", "table1", "--root", "nowhere", "--factors", "1,3")
+    refused = steppe(*missing, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "'PACS' not found at nowhere/PACS" in refused.stderr
+    assert not (tmp_path / "reproduce").exists()
+    planned = steppe(*missing, "--plan", cwd=tmp_path)  # for machines that have them
+    assert planned.returncode == 0, planned.stderr
+    assert "40 runs planned" in planned.stdout
+    assert "workers need it: dataset 'PACS' not found" in planned.stderr

@@ -92,6 +92,8 @@ def reproduce(
     )
     folder = out or Path("reproduce") / f"{name}-{scale}"
     command = shlex.join(["steppe", *sys.argv[1:]])
+    elsewhere = only_plan or launcher == "ray"
+    _look_for_images(order, elsewhere)
     if only_plan:
         _plan(order, folder, command)
         return
@@ -127,6 +129,20 @@ def reproduce(
         print(f"written: {', '.join(map(str, files))}", file=sys.stderr)
     if found.problems:
         raise typer.Exit(1)
+
+
+def _look_for_images(order: "Order", elsewhere: bool) -> None:
+    """Finds out before anything is planned whether the images are there."""
+    from steppe.domains import load
+    from steppe.errors import UserError
+
+    for dataset in order.datasets:
+        try:
+            load(dataset, order.options.get("root"))
+        except UserError as error:
+            if not elsewhere:
+                raise
+            print(f"steppe: not on this machine, workers need it: {error}", file=sys.stderr)
 
 
 def _numbers(text: str) -> tuple[float, ...] | None:

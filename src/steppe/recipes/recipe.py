@@ -140,6 +140,9 @@ SCALES = {
             evaluations=5,
             optimizers=("adam", "sgd", "sam", "gam", "fad"),
             datasets=("PACS",),
+            curvature=MappingProxyType(
+                {"top": 20, "images": 96, "batch_size": 96, "trace_rtol": 0.05, "tol": 0.01}
+            ),
         ),
         Scale(
             "smoke",
