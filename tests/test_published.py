@@ -38,7 +38,7 @@ def means(stored: dict[str, Any]) -> dict[tuple[str, str], float]:
 def test_the_records_give_what_is_stored(tmp_path: Path, stored: dict[str, Any]) -> None:
     _script().publish(tmp_path, stored["environment"])
     made = {file.name for file in tmp_path.iterdir()}
-    assert made == {file.name for file in PACS.iterdir()} - {"records.tar.xz"}
+    assert made == {file.name for file in PACS.iterdir()} - {"records.tar.xz", "first-try.tar.xz"}
     for name in made - {"figure.svg", "results.json"}:
         assert (tmp_path / name).read_text() == (PACS / name).read_text()
     again = json.loads((tmp_path / "results.json").read_text())
@@ -70,40 +70,81 @@ def test_the_home_page_has_the_averages(stored: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    ["docs/index.md", "docs/results/index.md", "docs/explanation/evidence.md", "README.md"],
+    ("page", "pairs"),
+    {
+        "README.md": ["adam"],
+        "docs/index.md": ["adam"],
+        "docs/results/index.md": ["adam", "sgd"],
+        "docs/explanation/evidence.md": ["adam"],
+    }.items(),
 )
-def test_fad_beside_adam(page: str, stored: dict[str, Any]) -> None:
+def test_differences_that_pages_quote(page: str, pairs: list[str], stored: dict[str, Any]) -> None:
+    text = " ".join((ROOT / page).read_text().split())
+    for rival in pairs:
+        points, interval = _difference(stored, "fad", rival, "targets")
+        shown = {name: label for label, name in NAMES.items()}[rival]
+        quoted = rf"FAD - {shown}( is)? {re.escape(points)}.{{0,40}}{re.escape(interval)}"
+        assert re.search(quoted, text), quoted
+
+
+def _difference(stored: dict[str, Any], a: str, b: str, over: str) -> tuple[str, str]:
+    """The points and the interval, as pages write them."""
     (pair,) = [
-        p for p in stored["all pairs"] if (p["a"], p["b"]) == ("fad", "adam") and _over(p, 4)
+        p
+        for p in stored["all pairs"]
+        if (p["a"], p["b"]) == (a, b) and ("trials" in p["over"]) == (over == "trials")
     ]
     low, high = pair["interval"]
-    text = " ".join((ROOT / page).read_text().split())
-    assert re.search(rf"FAD - Adam (is )?\+{pair['points']:.1f}", text)
-    assert f"{low:.1f} to {high:+.1f}" in text
+    return f"{pair['points']:+.1f}", f"{low:+.1f} to {high:+.1f}"
 
 
-def _over(pair: dict[str, Any], units: int) -> bool:
-    return f"interval over {units} " in pair["over"]
+def test_averages_that_the_evidence_quotes(means: dict[tuple[str, str], float]) -> None:
+    averages = ", ".join(f"{shown} {means[name, 'Avg.']:.1f}" for shown, name in NAMES.items())
+    assert averages in (DOCS / "explanation/evidence.md").read_text()
 
 
 def test_what_the_page_says_in_words(
     stored: dict[str, Any], means: dict[tuple[str, str], float]
 ) -> None:
     page = (DOCS / "results/pacs.md").read_text()
+    claims = {line.split("|")[1].strip(): line for line in page.splitlines() if "| FAD " in line}
+
+    best = next(line for claim, line in claims.items() if "best average" in claim)
+    ahead = [means["fad", "Avg."] - means[name, "Avg."] for name in ("gam", "sam")]
+    assert f"FAD is first with {means['fad', 'Avg.']:.1f}" in best
+    assert f"by {ahead[0]:.1f} and {ahead[1]:.1f} points" in best
+    for rival in ("Adam", "SGD"):
+        line = next(line for claim, line in claims.items() if f"better than {rival}" in claim)
+        points, over_targets = _difference(stored, "fad", rival.lower(), "targets")
+        assert points in line
+        if rival == "SGD":
+            assert over_targets in line
+            assert _difference(stored, "fad", "sgd", "trials")[1] in line
     targets = ("art_painting", "cartoon", "photo", "sketch")
     gains = [means["fad", t] - means["adam", t] for t in targets]
     assert f"({', '.join(f'{g:+.1f}' for g in gains)})" in page
-    behind = [means["gam", t] - means["fad", t] for t in targets]
-    assert [b > 0 for b in behind] == [False, True, False, True]
-    assert f"by {behind[1]:.1f} and {behind[3]:.1f} points" in page
+
+    every = next(line for claim, line in claims.items() if "every target" in claim)
+    ranked = {t: sorted(NAMES, key=lambda n: -means[NAMES[n], t]) for t in targets}
+    assert [ranked[t].index("FAD") for t in targets] == [0, 3, 0, 1]
+    named = ", ".join(f"{n} {means[NAMES[n], 'cartoon']:.1f}" for n in ranked["cartoon"][:4])
+    assert f"on cartoon it is fourth ({named})" in every
+    assert f"second to GAM by {means['gam', 'sketch'] - means['fad', 'sketch']:.1f}" in every
+
     assert len(stored["all pairs"]) == 20
     clear = [p for p in stored["all pairs"] if p["interval"][0] > 0 or p["interval"][1] < 0]
     assert [(p["a"], p["b"]) for p in clear] == [("fad", "sgd"), ("gam", "sgd")]
-    assert all(_over(p, 3) for p in clear)
+    assert all("3 trials" in p["over"] for p in clear)
     lowest = [
         r["lr"] == min(map(float, r["validation"]))
         for r in stored["learning rates"]
         if r["optimizer"] != "adam"
     ]
     assert f"{sum(lowest)} of {len(lowest)} cases" in page
+
+
+def test_the_command_is_the_one_that_made_them(stored: dict[str, Any]) -> None:
+    page = " ".join((DOCS / "results/pacs.md").read_text().replace("\\\n", " ").split())
+    assert stored["command now"] in page
+    then, now = stored["environment"]["command"].split(), stored["command now"].split()
+    assert set(now) - set(then) == {"--factors", "1,3,10"}

@@ -24,6 +24,12 @@ from steppe.reports.render import Text
 from steppe.reports.spectra import save_figure
 
 FOLDER = Path(__file__).parent / "pacs"
+COMMAND = (
+    "steppe reproduce table1 --scale small --factors 1,3,10 --root data "
+    "--backbone tf_efficientnet_lite0 --weights tf_efficientnet_lite0.safetensors "
+    "--set batch_size=8 --set checkpoint_every=500 --per-gpu 12"
+)
+"""What makes these runs now; when they were made, these factors were the scale's own."""
 OPTIMIZERS = ("fad", "gam", "sam", "sgd", "adam")
 
 
@@ -43,7 +49,7 @@ def published(records: Path, scratch: Path) -> Results:
         },
     )
     sweep, rates = plan(order, scratch / "pacs")
-    assert rates is not None
+    assert rates is not None, f"{records}: not all runs that tune learning rates are there"
     return gather(order, sweep, rates)
 
 
@@ -84,7 +90,12 @@ def publish(out: Path, environment: object) -> None:
         for pair in pairs
         for p in pair
     ]
-    values = {"environment": environment, **to_json(found), "all pairs": every}
+    values = {
+        "environment": environment,
+        "command now": COMMAND,
+        **to_json(found),
+        "all pairs": every,
+    }
     (out / "results.json").write_text(json.dumps(values, indent=1) + "\n")
 
 

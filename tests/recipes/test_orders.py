@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,7 +103,8 @@ def test_every_run_has_a_valid_config_and_a_name_of_its_own(name: str, scale: st
 def test_small_takes_at_most_an_hour_of_a_gpu() -> None:
     """By the pass that was measured on an H200, and 6 s for a run's start and evaluations.
 
-    A measurement of curvature at this scale took at most 126 products and 266 gradients.
+    Measurements of curvature at this scale took at most 126 products and, for flatness, 266 passes
+    (those in `docs/results/pacs/records.tar.xz`).
     """
     step = json.loads(Path("benchmarks/step-h200.json").read_text())
     one_pass = step["runs"]["fad"]["ms per forward and backward"]["median"] / 1e3
@@ -128,6 +130,24 @@ def test_small_takes_at_most_an_hour_of_a_gpu() -> None:
 def _passes(grid: Grid) -> float:
     ratio = next((float(o.split("=")[1]) for o in grid.overrides if ".ratio=" in o), 1.0)
     return 1 + ratio * (optimizer_spec(grid.optimizers[0]).passes - 1)
+
+
+def test_factors() -> None:
+    def order(name: str = "table1", factors: tuple[float, ...] = (1.0, 3.0), **given: Any) -> Order:
+        changes = {"factors": factors, "draws": given.pop("draws", 0)}
+        return make_order(name, "small", optimizers=["fad"], changes=changes, **given)
+
+    assert {grid.tag for grid in tuning_grids(order())} == {"tune0.001", "tune0.003"}
+    alone = order(factors=(10.0,))
+    assert not tuning_grids(alone)
+    assert {rate.lr for rate in default_rates(alone).values()} == {0.01}
+    for wrong, match in (
+        ({"draws": 2}, "they are drawn"),
+        ({"overrides": ["optimizer.lr=0.1"]}, "optimizer.lr=0.1 is given"),
+        ({"name": "ablation"}, "it tunes none"),
+    ):
+        with pytest.raises(UserError, match=match):
+            order(**wrong)
 
 
 def test_what_is_asked_for() -> None:

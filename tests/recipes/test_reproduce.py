@@ -2,8 +2,10 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+import tarfile
 from itertools import product
 from pathlib import Path
 
@@ -118,8 +120,13 @@ def test_the_command(tmp_path: Path) -> None:
     planned = steppe("reproduce", "table1", "--plan", "--datasets", "RotatedDigits", cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
     assert "reproduce/table1-small: 120 runs planned" in planned.stdout
-    done = steppe("reproduce", "convergence", "--scale", "smoke", "--workers", "1", cwd=tmp_path)
+    where = ("--root", str(tmp_path / "data"))
+    smoke = ("reproduce", "convergence", "--scale", "smoke", "--workers", "1", *where)
+    done = steppe(*smoke, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    written = (tmp_path / "reproduce/convergence-smoke/results.md").read_text()
+    assert "steppe reproduce convergence --scale smoke" in written
+    assert str(tmp_path) not in written
     assert "fad" in done.stdout
     assert (tmp_path / "reproduce/convergence-smoke/figure.svg").exists()
     wrong = steppe("reproduce", "table7", cwd=tmp_path)
@@ -131,9 +138,23 @@ def test_images_are_looked_for_before_anything_is_planned(tmp_path: Path) -> Non
     missing = ("reproduce", "table1", "--root", "nowhere", "--factors", "1,3")
     refused = steppe(*missing, cwd=tmp_path)
     assert refused.returncode == 2
-    assert "'PACS' not found at nowhere/PACS" in refused.stderr
+    assert f"'PACS' not found at {tmp_path}/nowhere/PACS" in refused.stderr
     assert not (tmp_path / "reproduce").exists()
     planned = steppe(*missing, "--plan", cwd=tmp_path)  # for machines that have them
     assert planned.returncode == 0, planned.stderr
     assert "40 runs planned" in planned.stdout
     assert "workers need it: dataset 'PACS' not found" in planned.stderr
+    elsewhere = steppe(*missing[:2], "--set", "root=there", cwd=tmp_path / "reproduce")
+    assert "there/PACS: expected folders" in elsewhere.stderr
+
+
+def test_a_sweep_that_is_done_is_shown_without_its_images(tmp_path: Path) -> None:
+    with tarfile.open("docs/results/pacs/records.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    command = json.loads(Path("docs/results/pacs/results.json").read_text())["command now"]
+    weights = "/weights/tf_efficientnet_lite0.safetensors"  # where they were
+    given = [*shlex.split(command)[1:], "--root", "/data", "--weights", weights, "--out", "pacs"]
+    done = steppe(*given, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "82.8 ± 0.5 (88.2)" in done.stdout
+    assert (tmp_path / "pacs/results.json").exists()

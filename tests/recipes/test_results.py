@@ -3,14 +3,24 @@
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from steppe.recipes import lookup, make_order, printed, write_results
 from steppe.recipes.orders import Order, default_rates
-from steppe.recipes.results import Results, comparisons, costs, gather, grids, lines, to_json
-from steppe.reports import Row
+from steppe.recipes.results import (
+    Results,
+    Variant,
+    comparisons,
+    costs,
+    gather,
+    grids,
+    lines,
+    to_json,
+)
+from steppe.reports import Row, select_runs
 from steppe.sweeps import read_plan, write_plan
 from tests.reports.trees import DOMAINS, config, record, write_run
 
@@ -91,6 +101,19 @@ def test_the_tables_say_so(table1: Results, tmp_path: Path) -> None:
     assert stored["results"] == json.loads(json.dumps(to_json(table1)["results"]))
     cell = next(r for r in stored["results"] if (r["column"], r["optimizer"]) == ("photo", "fad"))
     assert (cell["mean"], cell["paper"], cell["paper's lines"]) == (pytest.approx(82), 98.4, [801])
+
+
+def test_over_trials_only_where_all_are_there(table1: Results) -> None:
+    ((part, selected),) = table1.variants
+    rest = [
+        run
+        for run in selected.runs
+        if (run.optimizer, run.trial, run.targets) != ("adam", 1, ("photo",))
+    ]
+    assert len(rest) == len(selected.runs) - 1
+    short = replace(table1, variants=(Variant(part, select_runs(rest, "train-val")),))
+    named = [(c.b, c.unit) for c in comparisons(short)]
+    assert named == [("adam", "targets"), ("sgd", "targets"), ("sgd", "trials")]
 
 
 def test_times(tmp_path: Path) -> None:

@@ -274,6 +274,18 @@ def test_over_trials_the_targets_are_taken_as_given(tmp_path):
     short = [run for run in runs if (run.targets, run.trial) != (("photo",), 2)]
     with pytest.raises(UserError, match="do not have the same targets in every trial"):
         paired(short, "fad", "adam", over="trials")
+    with pytest.raises(UserError, match="unit of a comparison 'trial', did you mean 'trials'"):
+        paired(runs, "fad", "adam", over="trial")
+
+
+def test_over_trials_methods_must_be_even_too(tmp_path):
+    for target, trial, optimizer in itertools.product(DOMAINS, range(2), ("adam", "fad")):
+        add(tmp_path, (target,), trial, optimizer=optimizer)
+    for optimizer in ("adam", "fad"):
+        add(tmp_path, ("photo",), 1, optimizer=optimizer, algorithm="CORAL")
+    runs = load_runs(tmp_path).runs
+    with pytest.raises(UserError, match="do not have the same targets in every trial"):
+        paired(runs, "fad", "adam", over="trials")
 
 
 def test_too_little_to_compare_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 """`steppe reproduce`: the paper's tables and figures."""
 
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -92,8 +93,8 @@ def reproduce(
     )
     folder = out or Path("reproduce") / f"{name}-{scale}"
     command = shlex.join(["steppe", *sys.argv[1:]])
-    elsewhere = only_plan or launcher == "ray"
-    _look_for_images(order, elsewhere)
+    begun = (folder / "sweep.json").exists()  # and perhaps done: its tables need no images
+    _look_for_images(order, warn=only_plan or begun or launcher == "ray")
     if only_plan:
         _plan(order, folder, command)
         return
@@ -131,25 +132,30 @@ def reproduce(
         raise typer.Exit(1)
 
 
-def _look_for_images(order: "Order", elsewhere: bool) -> None:
+def _look_for_images(order: "Order", warn: bool) -> None:
     """Finds out before anything is planned whether the images are there."""
     from steppe.domains import load
     from steppe.errors import UserError
+    from steppe.recipes.orders import first_configs
 
-    for dataset in order.datasets:
+    for config in first_configs(order):
         try:
-            load(dataset, order.options.get("root"))
+            load(config.dataset, config.root, packed=config.packed)
         except UserError as error:
-            if not elsewhere:
+            if not warn:
                 raise
             print(f"steppe: not on this machine, workers need it: {error}", file=sys.stderr)
 
 
 def _numbers(text: str) -> tuple[float, ...] | None:
     try:
-        return tuple(float(word) for word in names(text)) or None
+        found = tuple(float(word) for word in names(text))
     except ValueError:
-        raise typer.BadParameter(f"{text}: give numbers with commas, such as 0.3,1,3") from None
+        found = (0.0,)
+    if len(set(found)) < len(found) or not all(0 < number < math.inf for number in found):
+        problem = f"{text}: give different positive numbers with commas, such as 0.3,1,3"
+        raise typer.BadParameter(problem, param_hint="--factors")
+    return found or None
 
 
 def _facts(order: "Order") -> dict[str, Any]:

@@ -80,13 +80,13 @@ def methods(results: Results) -> Figure:
             axes.errorbar(x, _value(line), yerr=_error(line), marker="o", color=colour, capsize=3)
             if line.paper is not None:
                 axes.plot([x], [line.paper.value], **_PAPER)
-        if any(line.paper for line in own):
-            axes.plot([], [], **_PAPER, label="the paper's")
-            axes.legend(frameon=False, fontsize=8)
         names = [line.method.name for line in own]
         axes.set_xticks(range(len(own)), names, rotation=60, ha="right")
         axes.margins(0.08, 0.15)
         _bare(axes, Path(dataset).name, "", "accuracy, per cent")
+    if any(line.paper for own in by_dataset.values() for line in own):
+        panels[0].plot([], [], **_PAPER, label="the paper's")
+        _legend(figure, panels[0])
     return figure
 
 

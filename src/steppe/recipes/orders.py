@@ -14,11 +14,13 @@ from steppe.errors import UserError, unknown
 from steppe.optim import optimizer_spec
 from steppe.reports import Row, Run
 from steppe.reports.selection import best_step
-from steppe.sweeps import Grid, target_sets
+from steppe.sweeps import Grid, jobs, target_sets
+from steppe.training import RunConfig
 
 from .catalog import RECIPES
 from .recipe import Part, Recipe, Scale
 
+_RATE = "optimizer.lr="
 TUNING = "tune"
 """Begins the tags of runs that tune a learning rate."""
 
@@ -68,7 +70,7 @@ class Order:
     @property
     def tunes(self) -> bool:
         """Whether learning rates are tuned first."""
-        given = any(text.startswith("optimizer.lr=") for text in self.overrides)
+        given = any(text.startswith(_RATE) for text in self.overrides)
         several = len(self.scale.factors) > 1
         return self.recipe.tuned and several and not self.scale.draws and not given
 
@@ -128,6 +130,8 @@ def make_order(
     for optimizer in given:
         if optimizer not in recipe.optimizers:
             raise UserError(unknown(f"optimizer of {name}:", optimizer, recipe.optimizers))
+    if changes and "factors" in changes:
+        _check_tuned(recipe, chosen, overrides)
     wanted = given or chosen.optimizers or recipe.optimizers
     parts = tuple(
         replace(part, optimizers=tuple(o for o in part.optimizers if o in wanted))
@@ -142,6 +146,19 @@ def make_order(
         tuple(overrides),
         {**chosen.options, **(options or {})},
     )
+
+
+def _check_tuned(recipe: Recipe, scale: Scale, overrides: Sequence[str]) -> None:
+    """Refuses factors that nothing would be multiplied by."""
+    given = next((text for text in overrides if text.startswith(_RATE)), None)
+    reasons = {
+        f"they are drawn ({scale.draws} draws; --draws 0 tunes them)": scale.draws,
+        f"{given} is given": given,
+        "it tunes none: give one": not recipe.tuned and len(scale.factors) > 1,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UserError(f"{recipe.name} cannot try factors of learning rates: {reason}")
 
 
 def _methods(part: Part) -> Iterator[Row]:
@@ -169,13 +186,24 @@ def _default(method: Row) -> float:
 
 def rates_tried(order: Order, place: Place) -> list[float]:
     """The learning rates that are tried for a place."""
-    factors = order.scale.factors if order.tunes else (1.0,)
+    factors = order.scale.factors
+    if not order.tunes and len(factors) != 1:
+        factors = (1.0,)
     return [float(f"{factor * _default(place.method):.3g}") for factor in factors]
 
 
 def default_rates(order: Order) -> dict[Place, Rate]:
-    """Learning rates where none is tuned: the optimizers' own defaults of the space `fair`."""
-    return {place: Rate(_default(place.method)) for place in places(order)}
+    """Learning rates where none is tuned: the optimizers' own defaults of the space `fair`.
+
+    They are multiplied by the factor, where there is a single one.
+    """
+    return {place: Rate(rates_tried(order, place)[0]) for place in places(order)}
+
+
+def first_configs(order: Order) -> list[RunConfig]:
+    """The config of a run of each dataset."""
+    found = {grid.datasets[0]: grid for grid in reversed(grids(order, default_rates(order)))}
+    return [next(jobs(grid))[1] for grid in found.values()]
 
 
 def tuning_grids(order: Order) -> list[Grid]:

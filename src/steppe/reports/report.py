@@ -219,6 +219,10 @@ def remarks(runs: Sequence[Run], selection: str = "train-val") -> list[str]:
         by_split = {run.split for run in runs if run.dataset == dataset}
         if len(by_split) > 1:
             found.append(f"{dataset}: runs with different splits ({', '.join(sorted(by_split))})")
+        steps = {run.steps for run in runs if run.dataset == dataset}
+        if len(steps) > 1:
+            lengths = ", ".join(f"{n:,}" for n in sorted(steps))
+            found.append(f"{dataset}: runs of different lengths compete ({lengths} updates)")
         backbones = {str(run.config.get("backbone")) for run in runs if run.dataset == dataset}
         if len(backbones) > 1:
             found.append(

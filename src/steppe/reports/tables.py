@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -449,6 +449,8 @@ def paired(
     """
     from scipy.special import stdtrit
 
+    if over not in get_args(Unit):
+        raise UserError(unknown("unit of a comparison", over, get_args(Unit)))
     selected = select_runs(runs, selection)
     optimizers = {row.optimizer for row in selected.rows()}
     whole = not {a, b} <= optimizers  # methods, not an optimizer under whatever algorithm
@@ -479,8 +481,7 @@ def paired(
             f"{name_a} and {name_b} have one trial in common: a comparison over trials needs at "
             "least 2. Run both on more targets, or with more trial seeds"
         )
-    uneven = len({frozenset(k[:2] + k[3:] for k in shared if k[2] == key[2]) for key in shared}) > 1
-    if unit == "trials" and len(targets) > 1 and uneven:
+    if unit == "trials" and len(targets) > 1 and _uneven(shared):
         raise UserError(
             f"{name_a} and {name_b} do not have the same targets in every trial: a comparison over "
             "trials would mix the two up. Finish the runs, or compare over targets"
@@ -502,6 +503,15 @@ def paired(
         unit,
         len(targets),
     )
+
+
+def _uneven(keys: Iterable[tuple[object, ...]]) -> bool:
+    """Whether trials, third in the keys, do not come with the same targets and methods."""
+    by_trial: dict[object, set[tuple[object, ...]]] = defaultdict(set)
+    for key in keys:
+        by_trial[key[2]].add(key[:2] + key[3:])
+    first, *others = by_trial.values()
+    return any(other != first for other in others)
 
 
 def _matcher(selected: Selected, given: str | Row, whole: bool) -> Callable[[Row], bool]:
