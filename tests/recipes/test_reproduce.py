@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from typer.testing import CliRunner, Result
 
+from steppe.cli import app
+from steppe.errors import UserError
 from steppe.recipes import RECIPES, make_order, plan, reproduce, write_results
 from steppe.reports import Row
 from steppe.sweeps import Sweep, read_plan, work
@@ -134,18 +137,24 @@ def test_the_command(tmp_path: Path) -> None:
     assert "did you mean 'table" in wrong.stderr
 
 
-def test_images_are_looked_for_before_anything_is_planned(tmp_path: Path) -> None:
-    missing = ("reproduce", "table1", "--root", "nowhere", "--factors", "1,3")
-    refused = steppe(*missing, cwd=tmp_path)
-    assert refused.returncode == 2
-    assert f"'PACS' not found at {tmp_path}/nowhere/PACS" in refused.stderr
+def typed(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_images_are_looked_for_before_anything_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    missing = ("reproduce", "table1", "--factors", "1,3", "--root", "nowhere")
+    with pytest.raises(UserError, match=f"'PACS' not found at {tmp_path}/nowhere/PACS"):
+        typed(*missing)
+    with pytest.raises(UserError, match="there/PACS: expected"):
+        typed(*missing[:4], "--set", "root=there")
     assert not (tmp_path / "reproduce").exists()
-    planned = steppe(*missing, "--plan", cwd=tmp_path)  # for machines that have them
-    assert planned.returncode == 0, planned.stderr
+    planned = typed(*missing, "--plan")  # for machines that have them
+    assert planned.exit_code == 0, planned.stderr
     assert "40 runs planned" in planned.stdout
     assert "workers need it: dataset 'PACS' not found" in planned.stderr
-    elsewhere = steppe(*missing[:2], "--set", "root=there", cwd=tmp_path / "reproduce")
-    assert "there/PACS: expected folders" in elsewhere.stderr
 
 
 def test_a_sweep_that_is_done_is_shown_without_its_images(tmp_path: Path) -> None:
