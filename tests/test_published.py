@@ -4,10 +4,12 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
 import pytest
+import scipy.stats
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -141,6 +143,39 @@ def test_what_the_page_says_in_words(
         if r["optimizer"] != "adam"
     ]
     assert f"{sum(lowest)} of {len(lowest)} cases" in page
+
+
+def test_two_draws_and_twenty_of_the_tutorial() -> None:
+    """By the paired t-test over targets, from the numbers that were kept."""
+    kept = json.loads((DOCS / "results/digits.json").read_text())
+    assert "--draws 20 --space fair --steps 101" in kept["environment"]["command"]
+    evidence = _rows("explanation/evidence.md")
+    tutorial = _rows("tutorial.md")
+    for column, (draws, found) in enumerate(kept["draws"].items()):
+        by_place = {(a["optimizer"], a["target"], a["trial"]): a for a in found["accuracy"]}
+        targets = sorted({target for _, target, _ in by_place})
+        assert (found["runs"], len(by_place)) == (36 * int(draws), 36)
+        assert {a["draw"] for a in found["accuracy"]} <= set(range(int(draws)))
+        for rival in ("Adam", "SGD"):
+            fad, other = (
+                [fmean(by_place[name, t, trial]["accuracy"] for trial in (0, 1)) for t in targets]
+                for name in ("fad", rival.lower())
+            )
+            interval = scipy.stats.ttest_rel(fad, other).confidence_interval(0.95)
+            # To a digit: one of them is half way between two.
+            expected = pytest.approx([fmean(fad) - fmean(other), *interval], abs=0.05 + 1e-9)
+            assert evidence[f"FAD - {rival}"][3 * column :][:3] == expected
+            if draws == "2":
+                assert tutorial[f"fad - {rival.lower()}"] == expected
+            elif rival == "Adam":
+                prose = (DOCS / "tutorial.md").read_text()
+                assert f"({interval.low:+.1f} to {interval.high:+.1f})" in prose
+
+
+def _rows(page: str) -> dict[str, list[float]]:
+    """The numbers of the rows of a page's tables, by the first cell."""
+    cells = re.findall(r"^\| (.+?) \|(.*)\|$", (DOCS / page).read_text(), re.MULTILINE)
+    return {name: [float(n) for n in re.findall(r"[+-]\d+\.\d", rest)] for name, rest in cells}
 
 
 def test_the_command_is_the_one_that_made_them(stored: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Makes what the pages show of published runs from their records, which lie beside it.
 
     python docs/results/publish.py      # seconds; `make results`
+    python docs/results/publish.py --digits sweeps/digits   # of the tutorial's sweep with 20 draws
 
 The machine and its versions are those that the stored `results.json` names: they are of the runs,
 not of whoever reads them.
@@ -16,12 +17,16 @@ from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
 
+import torch
+
+from steppe.bench.record import environment
 from steppe.recipes import make_order, plan
 from steppe.recipes.figures import FIGURES
 from steppe.recipes.results import Results, gather, grids, to_json
-from steppe.reports import Grid, Paired, paired, to_markdown
+from steppe.reports import Grid, Paired, load_runs, paired, select_runs, to_markdown
 from steppe.reports.render import Text
 from steppe.reports.spectra import save_figure
+from steppe.sweeps import read_plan
 
 FOLDER = Path(__file__).parent / "pacs"
 COMMAND = (
@@ -76,7 +81,7 @@ def pairs_grid(pairs: Iterable[tuple[Paired, Paired]]) -> Grid:
     return Grid("Paired differences", headings, tuple(lines), 1)
 
 
-def publish(out: Path, environment: object) -> None:
+def publish(out: Path, facts: object) -> None:
     """Write the tables, the figure and the values."""
     with tempfile.TemporaryDirectory() as scratch:
         found = published(FOLDER / "records.tar.xz", Path(scratch))
@@ -91,7 +96,7 @@ def publish(out: Path, environment: object) -> None:
         for p in pair
     ]
     values = {
-        "environment": environment,
+        "environment": facts,
         "command now": COMMAND,
         **to_json(found),
         "all pairs": every,
@@ -99,12 +104,41 @@ def publish(out: Path, environment: object) -> None:
     (out / "results.json").write_text(json.dumps(values, indent=1) + "\n")
 
 
+def publish_digits(sweep: Path, out: Path) -> None:
+    """Write what two and what all draws of a sweep choose, and what that has on the targets."""
+    runs = load_runs(sorted((sweep / "runs").iterdir())).runs
+    found = {}
+    for draws in (2, 20):
+        selected = select_runs([run for run in runs if (run.draw or 0) < draws], "train-val")
+        found[str(draws)] = {
+            "runs": len(selected.runs),
+            "accuracy": [
+                {
+                    "optimizer": place.row.optimizer,
+                    "target": place.column,
+                    "trial": place.trial,
+                    "draw": chosen.run.draw,
+                    "step": chosen.step,
+                    "accuracy": 100 * chosen.accuracy,
+                }
+                for place, chosen in selected.chosen.items()
+            ],
+        }
+    facts = {**environment(torch.device("cpu")), "command": read_plan(sweep).facts["commands"][0]}
+    out.write_text(json.dumps({"environment": facts, "draws": found}, indent=1) + "\n")
+
+
 def main() -> None:
     """Publish into the docs, or elsewhere."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--digits", type=Path, help="a sweep, whose numbers go to digits.json")
+    given = parser.parse_args()
+    if given.digits:
+        publish_digits(given.digits, FOLDER.parent / "digits.json")
+        return
     stored = json.loads((FOLDER / "results.json").read_text())
-    publish(parser.parse_args().out, stored["environment"])
+    publish(given.out, stored["environment"])
 
 
 if __name__ == "__main__":
