@@ -1,16 +1,16 @@
 """The figures of the docs: the script draws what the pages show, and the pages say its numbers."""
 
-import importlib.util
 import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
+
+from tests.scripts import load_script
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -24,17 +24,7 @@ COLUMNS = {
 }
 
 
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_figures", DOCS / "figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look for their module there
-    spec.loader.exec_module(module)
-    return module
-
-
-script = _script()
+script = load_script(DOCS / "figures.py")
 
 
 @pytest.fixture(scope="module")

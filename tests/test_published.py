@@ -1,29 +1,20 @@
 """What the pages say of published runs is what their records give."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 from statistics import fmean
-from types import ModuleType
 from typing import Any
 
 import pytest
 import scipy.stats
 
+from tests.scripts import load_script
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PACS = DOCS / "results/pacs"
 NAMES = {"Adam": "adam", "SGD": "sgd", "SAM": "sam", "GAM": "gam", "FAD": "fad"}
-
-
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("publish", DOCS / "results/publish.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +29,7 @@ def means(stored: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def test_the_records_give_what_is_stored(tmp_path: Path, stored: dict[str, Any]) -> None:
-    _script().publish(tmp_path, stored["environment"])
+    load_script(DOCS / "results/publish.py").publish(tmp_path, stored["environment"])
     made = {file.name for file in tmp_path.iterdir()}
     assert made == {file.name for file in PACS.iterdir()} - {"records.tar.xz", "first-try.tar.xz"}
     for name in made - {"figure.svg", "results.json"}:

@@ -22,7 +22,7 @@ import torch
 from steppe.bench.record import environment
 from steppe.recipes import make_order, plan
 from steppe.recipes.figures import FIGURES
-from steppe.recipes.results import Results, gather, grids, to_json
+from steppe.recipes.results import Results, gather, grids, paired_json, to_json
 from steppe.reports import Grid, Paired, load_runs, paired, select_runs, to_markdown
 from steppe.reports.render import Text
 from steppe.reports.spectra import save_figure
@@ -73,7 +73,7 @@ def pairs_grid(pairs: Iterable[tuple[Paired, Paired]]) -> Grid:
         (
             Text(f"{one.a} - {one.b}"),
             Text(f"{one.difference:+.1f}"),
-            *(Text(f"{p.low:+.1f} to {p.high:+.1f}", p.low > 0 or p.high < 0) for p in (one, two)),
+            *(Text(f"{p.low:+.1f} to {p.high:+.1f}", p.clear) for p in (one, two)),
         )
         for one, two in pairs
     ]
@@ -90,16 +90,11 @@ def publish(out: Path, facts: object) -> None:
         save_figure(FIGURES["methods"](found), out / "figure.svg")
     for name, grid in (("accuracy", accuracy), ("pairs", pairs_grid(pairs)), ("rates", rates)):
         (out / f"{name}.md").write_text(to_markdown(grid))
-    every = [
-        {"a": p.a, "b": p.b, "points": p.difference, "interval": [p.low, p.high], "over": p.what}
-        for pair in pairs
-        for p in pair
-    ]
     values = {
         "environment": facts,
         "command now": COMMAND,
         **to_json(found),
-        "all pairs": every,
+        "all pairs": [paired_json(one) for pair in pairs for one in pair],
     }
     (out / "results.json").write_text(json.dumps(values, indent=1) + "\n")
 

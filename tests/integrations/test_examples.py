@@ -1,7 +1,6 @@
 """Every example's weights against a plain loop written out here, on fewer images."""
 
 import dataclasses
-import importlib.util
 import math
 import os
 import subprocess
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from steppe import domains
 from steppe.domains import Arrays, Domain
 from steppe.optim import FAD
+from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -38,9 +38,7 @@ def few(name):
 
 
 def example(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(EXAMPLES / f"{name}.py")
     module.load = few
     return module
 

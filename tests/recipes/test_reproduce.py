@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner, Result
 
+from steppe import recipes
 from steppe.cli import app
 from steppe.errors import UserError
 from steppe.recipes import RECIPES, make_order, plan, reproduce, write_results
@@ -151,6 +152,13 @@ def test_images_are_looked_for_before_anything_is_planned(
     with pytest.raises(UserError, match="there/PACS: expected"):
         typed(*missing[:4], "--set", "root=there")
     assert not (tmp_path / "reproduce").exists()
+
+    def reached(*_: object, **__: object) -> None:
+        raise RuntimeError("run")
+
+    monkeypatch.setattr(recipes, "reproduce", reached)
+    with pytest.raises(RuntimeError, match="run"):  # Ray's nodes may have them
+        typed(*missing, "--launcher", "ray")
     planned = typed(*missing, "--plan")  # for machines that have them
     assert planned.exit_code == 0, planned.stderr
     assert "40 runs planned" in planned.stdout

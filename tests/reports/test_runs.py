@@ -171,6 +171,12 @@ def test_a_folder_without_runs_is_an_error(tmp_path, name):
         load_runs(tmp_path / name)
 
 
+def test_runs_of_different_lengths_are_pointed_out(tmp_path):
+    choices(tmp_path, config(("sketch",), steps=301), config(("sketch",), steps=1001))
+    said = "PACS: runs of different lengths compete (301, 1,001 updates)"
+    assert said in build_report(load_runs(tmp_path)).problems
+
+
 @pytest.mark.parametrize("draw", [None, 3])
 def test_sources_are_part_of_the_choice(tmp_path, draw):
     """A run that holds out one of them as well is of the same choice."""

@@ -150,11 +150,11 @@ def _look_for_images(order: "Order", warn: bool) -> None:
 def _numbers(text: str) -> tuple[float, ...] | None:
     try:
         found = tuple(float(word) for word in names(text))
+        if len(set(found)) < len(found) or not all(0 < number < math.inf for number in found):
+            raise ValueError
     except ValueError:
-        found = (0.0,)
-    if len(set(found)) < len(found) or not all(0 < number < math.inf for number in found):
         problem = f"{text}: give different positive numbers with commas, such as 0.3,1,3"
-        raise typer.BadParameter(problem, param_hint="--factors")
+        raise typer.BadParameter(problem, param_hint="--factors") from None
     return found or None
 
 

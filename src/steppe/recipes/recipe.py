@@ -107,7 +107,7 @@ class Scale:
     trials: int
     draws: int
     space: str
-    factors: tuple[float, ...] = ()
+    factors: tuple[float, ...] = (0.3, 1.0, 3.0, 10.0)
     tuning: float = 0.3
     evaluations: int | None = None
     optimizers: tuple[str, ...] = ()
@@ -127,7 +127,6 @@ SCALES = {
             trials=3,
             draws=20,
             space="fad",
-            factors=(0.3, 1.0, 3.0, 10.0),
         ),
         Scale(
             "small",
@@ -136,7 +135,6 @@ SCALES = {
             trials=3,
             draws=0,
             space="fair",
-            factors=(0.3, 1.0, 3.0, 10.0),
             evaluations=5,
             optimizers=("adam", "sgd", "sam", "gam", "fad"),
             datasets=("PACS",),
@@ -151,6 +149,7 @@ SCALES = {
             trials=1,
             draws=0,
             space="fair",
+            factors=(),
             evaluations=2,
             datasets=("RotatedDigits", "Doodles"),
             only=1,

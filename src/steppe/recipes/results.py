@@ -411,6 +411,17 @@ def made(results: Results) -> dict[str, Any]:
     }
 
 
+def paired_json(compared: Paired) -> dict[str, Any]:
+    """A difference as plain values."""
+    return {
+        "a": compared.a,
+        "b": compared.b,
+        "points": compared.difference,
+        "interval": [compared.low, compared.high],
+        "over": compared.what,
+    }
+
+
 def to_json(results: Results) -> dict[str, Any]:
     """Everything as plain values."""
     order = results.order
@@ -446,16 +457,7 @@ def to_json(results: Results) -> dict[str, Any]:
             }
             for (dataset, part, row), cost in costs(results).items()
         ],
-        "paired": [
-            {
-                "a": c.a,
-                "b": c.b,
-                "points": c.difference,
-                "interval": [c.low, c.high],
-                "over": c.what,
-            }
-            for c in comparisons(results)
-        ],
+        "paired": [paired_json(compared) for compared in comparisons(results)],
         "learning rates": [
             {
                 "dataset": _short(place.dataset),

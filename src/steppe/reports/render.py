@@ -220,9 +220,8 @@ def paired_grid(comparisons: Sequence[Paired], selection: str | None = None) -> 
     """Differences in points, with their intervals; one that excludes zero is marked."""
     lines = []
     for c in comparisons:
-        clear = c.low > 0 or c.high < 0
         interval = f"{c.low:+.1f} to {c.high:+.1f}"
-        difference = Text(f"{c.difference:+.1f}", clear)
+        difference = Text(f"{c.difference:+.1f}", c.clear)
         lines.append((Text(f"{c.a} - {c.b}"), difference, Text(interval), Text(c.what)))
     level = f"{100 * comparisons[0].level:.0f} %" if comparisons else "95 %"
     headings = ("methods", "points", f"{level} interval", "over")

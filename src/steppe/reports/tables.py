@@ -416,6 +416,11 @@ class Paired:
     targets: int
 
     @property
+    def clear(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.low > 0 or self.high < 0
+
+    @property
     def what(self) -> str:
         """The numbers behind the interval, in words."""
         given = "one target" if self.targets == 1 else f"these {self.targets} targets"
