@@ -14,16 +14,30 @@ import json
 import tarfile
 import tempfile
 from collections.abc import Iterable
-from itertools import combinations
+from dataclasses import replace
+from itertools import chain, combinations, product
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
+import scipy.stats
 import torch
 
 from steppe.bench.record import environment
 from steppe.recipes import make_order, plan
 from steppe.recipes.figures import FIGURES
 from steppe.recipes.results import Results, gather, grids, paired_json, to_json
-from steppe.reports import Grid, Paired, load_runs, paired, select_runs, to_markdown
+from steppe.reports import (
+    Comparison,
+    Grid,
+    Paired,
+    compare,
+    draw,
+    load_runs,
+    paired,
+    select_runs,
+    to_markdown,
+)
 from steppe.reports.render import Text
 from steppe.reports.spectra import save_figure
 from steppe.sweeps import read_plan
@@ -32,10 +46,15 @@ FOLDER = Path(__file__).parent / "pacs"
 COMMAND = (
     "steppe reproduce table1 --scale small --factors 1,3,10 --root data "
     "--backbone tf_efficientnet_lite0 --weights tf_efficientnet_lite0.safetensors "
-    "--set batch_size=8 --set checkpoint_every=500 --per-gpu 12"
+    "--set batch_size=8 --set checkpoint_every=500 --trials 6 --per-gpu 12"
 )
-"""What makes these runs now; when they were made, these factors were the scale's own."""
+"""What makes these runs now; they were made in two sessions, three trials in each."""
 OPTIMIZERS = ("fad", "gam", "sam", "sgd", "adam")
+LATER = frozenset({3, 4, 5})
+"""Trials that were added when the first three had been seen; of theirs, models were measured."""
+MEASURED = "sketch"
+"""What the measured models hold out."""
+QUANTITIES = {"λ_max": "lambda_max", "trace": "trace", "R0": "zeroth", "R1": "first"}
 
 
 def published(records: Path, scratch: Path) -> Results:
@@ -45,7 +64,7 @@ def published(records: Path, scratch: Path) -> Results:
     order = make_order(
         "table1",
         "small",
-        changes={"factors": (1.0, 3.0, 10.0)},
+        changes={"factors": (1.0, 3.0, 10.0), "trials": 6},
         overrides=("batch_size=8", "checkpoint_every=500"),
         options={
             "backbone": "tf_efficientnet_lite0",
@@ -55,48 +74,152 @@ def published(records: Path, scratch: Path) -> Results:
     )
     sweep, rates = plan(order, scratch / "pacs")
     assert rates is not None, f"{records}: not all runs that tune learning rates are there"
-    return gather(order, sweep, rates)
-
-
-def all_pairs(found: Results) -> list[tuple[Paired, Paired]]:
-    """Every optimizer against every other, over targets and over trials."""
+    found = gather(order, sweep, rates)
     ((_, selected),) = found.variants
+    held_out = [run for run in selected.runs if run.targets == (MEASURED,) and run.trial in LATER]
+    return replace(found, curvature=compare(held_out))
+
+
+class Pair(NamedTuple):
+    """A difference of two optimizers: over targets, over trials, and over the later trials."""
+
+    targets: Paired
+    trials: Paired
+    later: Paired
+
+
+def all_pairs(found: Results) -> list[Pair]:
+    """Every optimizer against every other."""
+    ((_, selected),) = found.variants
+    later = select_runs([run for run in selected.runs if run.trial in LATER], "train-val")
     return [
-        (paired(selected, a, b), paired(selected, a, b, over="trials"))
+        Pair(
+            paired(selected, a, b),
+            paired(selected, a, b, over="trials"),
+            paired(later, a, b, over="trials"),
+        )
         for a, b in combinations(OPTIMIZERS, 2)
     ]
 
 
-def pairs_grid(pairs: Iterable[tuple[Paired, Paired]]) -> Grid:
-    """A line for each pair, with both intervals; one that excludes zero is marked."""
+def pairs_grid(pairs: Iterable[Pair]) -> Grid:
+    """A line for each pair, with its intervals; one that excludes zero is marked."""
     lines = [
         (
-            Text(f"{one.a} - {one.b}"),
-            Text(f"{one.difference:+.1f}"),
-            *(Text(f"{p.low:+.1f} to {p.high:+.1f}", p.clear) for p in (one, two)),
+            Text(f"{pair.targets.a} - {pair.targets.b}"),
+            Text(f"{pair.targets.difference:+.1f}"),
+            *(_interval(one) for one in pair[:2]),
+            Text(f"{pair.later.difference:+.1f}"),
+            _interval(pair.later),
         )
-        for one, two in pairs
+        for pair in pairs
     ]
-    headings = ("methods", "points", "95 %, over the targets", "95 %, over the seeds")
+    headings = (
+        "methods",
+        "points",
+        "95 %, over the targets",
+        "95 %, over the seeds",
+        "points, later seeds alone",
+        "95 %, over these",
+    )
     return Grid("Paired differences", headings, tuple(lines), 1)
+
+
+def _interval(one: Paired) -> Text:
+    return Text(f"{one.low:+.1f} to {one.high:+.1f}", one.clear)
+
+
+class Ratio(NamedTuple):
+    """By what factor a quantity of FAD's models differs from another optimizer's.
+
+    The geometric mean over pairs of the same trial, with its 95 % interval.
+    """
+
+    rival: str
+    quantity: str
+    factor: float
+    low: float
+    high: float
+
+
+def all_ratios(compared: Comparison) -> list[Ratio]:
+    """FAD's models against every other optimizer's, in every quantity."""
+    values = {
+        (method["optimizer"], quantity): np.log([run[quantity] for run in method["runs"]])
+        for method in compared.to_json()["methods"]
+        for quantity in QUANTITIES.values()
+    }
+    found = []
+    for rival, quantity in product(OPTIMIZERS[1:], QUANTITIES.values()):
+        ours, theirs = values["fad", quantity], values[rival, quantity]
+        interval = scipy.stats.ttest_rel(ours, theirs).confidence_interval(0.95)
+        numbers = (float(np.mean(ours - theirs)), *interval)
+        found.append(Ratio(rival, quantity, *(float(np.exp(number)) for number in numbers)))
+    return found
+
+
+def ratios_grid(ratios: Iterable[Ratio]) -> Grid:
+    """A line for each rival; a factor whose interval excludes one is marked."""
+    by_rival: dict[str, list[Text]] = {}
+    for one in ratios:
+        text = f"{one.factor:.2f} ({one.low:.2f} to {one.high:.2f})"
+        clear = one.high < 1 or one.low > 1
+        by_rival.setdefault(one.rival, []).append(Text(text, clear))
+    lines = [(Text(f"fad / {rival}"), *cells) for rival, cells in by_rival.items()]
+    note = "geometric means over three seeds, with 95 % intervals"
+    return Grid("FAD's models beside the others'", ("methods", *QUANTITIES), tuple(lines), 1, note)
+
+
+def with_accuracy(compared: Comparison) -> dict[str, Any]:
+    """The accuracy on the target of the weights that were measured, and what goes with it."""
+    by_optimizer = {
+        method.row.optimizer: [
+            100 * one.run.records[-1].accuracy[MEASURED, "test"] for one in method.runs
+        ]
+        for method in compared.methods
+    }
+    accuracy = list(chain.from_iterable(by_optimizer.values()))
+    values = [run for method in compared.to_json()["methods"] for run in method["runs"]]
+    found = {}
+    for quantity in (*QUANTITIES.values(), "loss"):
+        result = scipy.stats.spearmanr([run[quantity] for run in values], accuracy)
+        found[quantity] = {"rank correlation": float(result[0]), "p": float(result[1])}
+    return {"accuracy": by_optimizer, **found}
 
 
 def publish(out: Path, facts: object) -> None:
     """Write the tables, the figure and the values."""
     with tempfile.TemporaryDirectory() as scratch:
         found = published(FOLDER / "records.tar.xz", Path(scratch))
-        pairs = all_pairs(found)
-        accuracy, _, rates = grids(found)
+        compared = found.curvature
+        assert compared is not None
+        pairs, ratios = all_pairs(found), all_ratios(compared)
+        accuracy, _, curvature, rates = grids(found)
         save_figure(FIGURES["methods"](found), out / "figure.svg")
-    for name, grid in (("accuracy", accuracy), ("pairs", pairs_grid(pairs)), ("rates", rates)):
-        (out / f"{name}.md").write_text(to_markdown(grid))
-    values = {
-        "environment": facts,
-        "command now": COMMAND,
-        **to_json(found),
-        "all pairs": [paired_json(one) for pair in pairs for one in pair],
+        draw(compared, out / "spectra.svg")
+        values = {
+            "environment": facts,
+            "command now": COMMAND,
+            **to_json(found),
+            "all pairs": [
+                {"trials": "later" if over == "later" else "all", **paired_json(one)}
+                for pair in pairs
+                for over, one in pair._asdict().items()
+            ],
+            "ratios": [one._asdict() for one in ratios],
+            "accuracy and curvature": with_accuracy(compared),
+        }
+        text = json.dumps(values, indent=1).replace(f"{scratch}/", "")
+    shown = {
+        "accuracy": accuracy,
+        "pairs": pairs_grid(pairs),
+        "curvature": curvature,
+        "ratios": ratios_grid(ratios),
+        "rates": rates,
     }
-    (out / "results.json").write_text(json.dumps(values, indent=1) + "\n")
+    for name, grid in shown.items():
+        (out / f"{name}.md").write_text(to_markdown(grid))
+    (out / "results.json").write_text(text + "\n")
 
 
 def publish_digits(sweep: Path, out: Path) -> None:

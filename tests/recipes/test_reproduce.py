@@ -173,5 +173,5 @@ def test_a_sweep_that_is_done_is_shown_without_its_images(tmp_path: Path) -> Non
     given = [*shlex.split(command)[1:], "--root", "/data", "--weights", weights, "--out", "pacs"]
     done = steppe(*given, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "82.8 ± 0.5 (88.2)" in done.stdout
+    assert "83.2 ± 0.3 (88.2)" in done.stdout
     assert (tmp_path / "pacs/results.json").exists()

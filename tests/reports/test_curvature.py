@@ -110,6 +110,45 @@ def test_means_and_errors_by_method(tree: Path) -> None:
     assert comparison_table(found).row_count == 2
 
 
+def flat(zeroth: float, first: float, rho: float = 0.05, **more: Any) -> FlatnessFound:
+    return replace(MEASURED.flatness, zeroth=zeroth, first=first, rho=rho, **more)
+
+
+def test_flatness_by_method(tmp_path: Path) -> None:
+    write(tmp_path, "sgd", "sgd", made((9.0,), 3.0, flatness=flat(0.5, 0.9), loss=0.25))
+    write(tmp_path, "fad-0", "fad", made((4.0,), 1.0, flatness=flat(0.1, 0.3)))
+    write(tmp_path, "fad-1", "fad", made((2.0,), 1.0, flatness=flat(0.3, 0.5)), trial=1)
+    found = compare(load_runs(tmp_path).runs)
+    fad, sgd = found.methods
+    assert (found.rho, found.notes) == (0.05, ())
+    assert (fad.zeroth.mean, fad.zeroth.err) == pytest.approx((0.2, 0.1 / np.sqrt(2)))
+    assert (fad.first.mean, fad.first.err) == pytest.approx((0.4, 0.1 / np.sqrt(2)))
+    assert (sgd.zeroth.mean, sgd.zeroth.err, sgd.loss.mean) == (0.5, None, 0.25)
+    table = comparison_table(found)
+    headings = [str(column.header) for column in table.columns]
+    assert headings[-3:] == ["R0, ρ = 0.05", "R1, ρ = 0.05", "loss"]
+    cells = [list(column.cells) for column in table.columns[-3:]]
+    assert cells == [["0.200 ± 0.071", "0.5"], ["0.400 ± 0.071", "0.9"], ["0.1 ± 0", "0.25"]]
+    plain = json.loads(json.dumps(found.to_json()))
+    assert plain["rho"] == 0.05
+    assert plain["methods"][1]["zeroth"] == {"mean": 0.5, "err": None}
+    assert plain["methods"][1]["runs"][0]["first"] == 0.9
+
+
+def test_flatness_at_other_radii_is_not_compared(tmp_path: Path) -> None:
+    write(tmp_path, "sgd", "sgd", made((9.0,), 3.0, flatness=flat(0.5, 0.9)))
+    write(tmp_path, "fad", "fad", made((4.0,), 1.0, flatness=flat(0.1, 0.3, rho=0.2)))
+    found = compare(load_runs(tmp_path).runs)
+    (note,) = found.notes
+    assert "R0 and R1 are not compared: they were measured at ρ = 0.05, 0.2" in note
+    assert "--rho 0.05" in note
+    assert not any("R0" in str(column.header) for column in comparison_table(found).columns)
+    plain = found.to_json()
+    assert plain["rho"] is None
+    assert "zeroth" not in plain["methods"][0]
+    assert [m["runs"][0]["rho"] for m in plain["methods"]] == [0.2, 0.05]
+
+
 ART, PHOTO = MEASURED.domains
 
 
@@ -152,7 +191,9 @@ def test_notes_say_what_a_mean_mixes_and_what_has_not_converged(tree: Path) -> N
     assert compare(load_runs(tree).runs).notes == ()  # seeds are no difference
     write(tree, "sgd-1", "sgd", made(), lr=1e-2, steps=600, seed=7)
     loose = replace(MEASURED.eigenvalues, converged=False)
-    write(tree, "sgd-2", "sgd", replace(MEASURED, eigenvalues=loose), backbone="resnet50")
+    rising = replace(MEASURED.flatness, converged=False)
+    unsure = replace(MEASURED, eigenvalues=loose, flatness=rising)
+    write(tree, "sgd-2", "sgd", unsure, backbone="resnet50")
     noisy = replace(MEASURED, trace=replace(MEASURED.trace, converged=False))
     for trial in range(7):
         write(tree, f"sam-{trial}", "sam", noisy, trial=trial)
@@ -162,6 +203,7 @@ def test_notes_say_what_a_mean_mixes_and_what_has_not_converged(tree: Path) -> N
         "sgd: its runs differ in backbone, steps, lr; the mean is over all of them",
         f"eigenvalues had not converged in 1 of 14 measurements: {tree}/sgd-2",
         f"the trace had not converged in 7 of 14 measurements: {named} and 2 more",
+        f"flatness had not converged in 1 of 14 measurements: {tree}/sgd-2",
     )
     assert found.to_json()["notes"] == list(found.notes)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,21 @@ class MethodCurvature:
         values = [run.measured.trace for run in self.runs]
         return _spread([value.value for value in values], values[0].stderr)
 
+    @property
+    def zeroth(self) -> Spread:
+        """R0, the highest rise of the loss within a radius."""
+        return _spread([run.measured.flatness.zeroth for run in self.runs], None)
+
+    @property
+    def first(self) -> Spread:
+        """R1, the radius times the largest gradient norm within it."""
+        return _spread([run.measured.flatness.first for run in self.runs], None)
+
+    @property
+    def loss(self) -> Spread:
+        """The loss whose curvature it is."""
+        return _spread([run.measured.loss for run in self.runs], None)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -98,6 +114,12 @@ class Comparison:
         return described(replace(found[0], weights=weights))
 
     @property
+    def rho(self) -> float | None:
+        """The radius of the flatness, where all measurements have the same."""
+        found = {one.measured.flatness.rho for method in self.methods for one in method.runs}
+        return found.pop() if len(found) == 1 else None
+
+    @property
     def errors(self) -> str:
         """What the errors are, in words."""
         counts = [len(method.runs) for method in self.methods]
@@ -107,24 +129,33 @@ class Comparison:
             return "over runs (standard error)"
         return "over runs (standard error); for a single run, that of its trace's estimate"
 
+    @property
+    def _shown(self) -> tuple[str, ...]:
+        """What the methods are compared by: flatness only where the radius is the same."""
+        return ("lambda_max", "trace", *(() if self.rho is None else ("zeroth", "first")), "loss")
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
             "measured": self.about,
             "errors": self.errors,
+            "rho": self.rho,
             "notes": list(self.notes),
             "methods": [
                 {
                     **method.row._asdict(),
                     "name": method.row.name,
-                    "lambda_max": {"mean": method.lambda_max.mean, "err": method.lambda_max.err},
-                    "trace": {"mean": method.trace.mean, "err": method.trace.err},
+                    **{name: asdict(getattr(method, name)) for name in self._shown},
                     "spectrum": method.spectrum,
                     "runs": [
                         {
                             "run": str(one.run.path),
                             "lambda_max": one.measured.lambda_max,
                             "trace": one.measured.trace.value,
+                            "zeroth": one.measured.flatness.zeroth,
+                            "first": one.measured.flatness.first,
+                            "rho": one.measured.flatness.rho,
+                            "loss": one.measured.loss,
                             "spectrum": list(one.measured.eigenvalues.values),
                         }
                         for one in method.runs
@@ -171,7 +202,8 @@ def compare(
         by_row.setdefault(one.run.row, []).append(one)
     ordered = sorted(by_row, key=lambda row: row.order)
     methods = tuple(MethodCurvature(row, tuple(by_row[row])) for row in ordered)
-    return Comparison(methods, (*_differences(methods), *_unconverged(found)))
+    notes = (*_differences(methods), *_unconverged(found), *_radii(found))
+    return Comparison(methods, notes)
 
 
 def _holding_out(runs: Sequence[Run], targets: Sequence[str]) -> list[Run]:
@@ -213,6 +245,7 @@ def _unconverged(found: Sequence[MeasuredRun]) -> list[str]:
     for what, runs in (
         ("eigenvalues", [one for one in found if not one.measured.eigenvalues.converged]),
         ("the trace", [one for one in found if not one.measured.trace.converged]),
+        ("flatness", [one for one in found if not one.measured.flatness.converged]),
     ):
         if runs:
             more = f" and {len(runs) - NAMED:,} more" if len(runs) > NAMED else ""
@@ -222,6 +255,17 @@ def _unconverged(found: Sequence[MeasuredRun]) -> list[str]:
                 f"{listed}{more}"
             )
     return notes
+
+
+def _radii(found: Sequence[MeasuredRun]) -> list[str]:
+    radii = sorted({one.measured.flatness.rho for one in found})
+    if len(radii) == 1:
+        return []
+    listed = ", ".join(f"{rho:g}" for rho in radii)
+    return [
+        f"R0 and R1 are not compared: they were measured at ρ = {listed}. Measure with --rho "
+        f"{radii[0]:g} everywhere"
+    ]
 
 
 def _name(known: Mapping[str, Measured], domains: Sequence[str] | None, which: str) -> str:
@@ -321,7 +365,9 @@ def comparison_table(comparison: Comparison) -> Table:
     """A comparison for the terminal."""
     table = Table(title=f"Hessian of the {comparison.about}", caption=f"± {comparison.errors}")
     table.add_column("method", overflow="fold")
-    for heading in ("runs", "λ_max", f"λ_2 ... λ_{SHOWN}", "trace"):
+    flat = {} if comparison.rho is None else {"R0": "zeroth", "R1": "first"}
+    radii = [f"{name}, ρ = {comparison.rho:g}" for name in flat]
+    for heading in ("runs", "λ_max", f"λ_2 ... λ_{SHOWN}", "trace", *radii, "loss"):
         table.add_column(heading, justify="right")
     for method in comparison.methods:
         rest = "  ".join(f"{value:.4g}" for value in method.spectrum[1:SHOWN])
@@ -331,6 +377,8 @@ def comparison_table(comparison: Comparison) -> Table:
             _plus_minus(method.lambda_max),
             rest or "–",
             _plus_minus(method.trace),
+            *(_plus_minus(getattr(method, name)) for name in flat.values()),
+            _plus_minus(method.loss),
         )
     return table
 
@@ -401,9 +449,11 @@ def remarks(measured: Measured) -> list[str]:
 
 
 def _plus_minus(spread: Spread) -> str:
-    if spread.err is None:
-        return f"{spread.mean:.4g}"
-    return f"{spread.mean:.4g} ± {spread.err:.2g}"
+    """With two digits of the error, and as many of the mean."""
+    if not spread.err:
+        return f"{spread.mean:.4g}" + ("" if spread.err is None else " ± 0")
+    digits = max(0, 1 - math.floor(math.log10(spread.err)))
+    return f"{spread.mean:.{digits}f} ± {spread.err:.{digits}f}"
 
 
 def find_measured(runs: Sequence[Run]) -> tuple[list[MeasuredRun], list[str]]:
