@@ -117,12 +117,13 @@ def pairs_grid(pairs: Iterable[Pair]) -> Grid:
     headings = (
         "methods",
         "points",
-        "95 %, over the targets",
-        "95 %, over the seeds",
-        "points, later seeds alone",
-        "95 %, over these",
+        "over targets",
+        "over seeds",
+        "later",
+        "over these",
     )
-    return Grid("Paired differences", headings, tuple(lines), 1)
+    note = "95 % intervals; later: the three later seeds alone"
+    return Grid("Paired differences", headings, tuple(lines), 1, note)
 
 
 def _interval(one: Paired) -> Text:

@@ -310,7 +310,7 @@ def curvature_grid(compared: Comparison) -> Grid:
         tuple(str(column.header) for column in table.columns),
         tuple(tuple(Text(str(cell)) for cell in line) for line in cells),
         1,
-        f"errors: {compared.errors}",
+        compared.legend,
     )
 
 

@@ -130,6 +130,12 @@ class Comparison:
         return "over runs (standard error); for a single run, that of its trace's estimate"
 
     @property
+    def legend(self) -> str:
+        """What stands below a table."""
+        radius = "" if self.rho is None else f"; R0 and R1 within ρ = {self.rho:g}"
+        return f"± {self.errors}{radius}"
+
+    @property
     def _shown(self) -> tuple[str, ...]:
         """What the methods are compared by: flatness only where the radius is the same."""
         return ("lambda_max", "trace", *(() if self.rho is None else ("zeroth", "first")), "loss")
@@ -363,14 +369,13 @@ def described(measured: Measured) -> str:
 
 def comparison_table(comparison: Comparison) -> Table:
     """A comparison for the terminal."""
-    table = Table(title=f"Hessian of the {comparison.about}", caption=f"± {comparison.errors}")
+    table = Table(title=f"Hessian of the {comparison.about}", caption=comparison.legend)
     table.add_column("method", overflow="fold")
     flat = {} if comparison.rho is None else {"R0": "zeroth", "R1": "first"}
-    radii = [f"{name}, ρ = {comparison.rho:g}" for name in flat]
-    for heading in ("runs", "λ_max", f"λ_2 ... λ_{SHOWN}", "trace", *radii, "loss"):
+    for heading in ("runs", "λ_max", f"λ_2 ... λ_{SHOWN}", "trace", *flat, "loss"):
         table.add_column(heading, justify="right")
     for method in comparison.methods:
-        rest = "  ".join(f"{value:.4g}" for value in method.spectrum[1:SHOWN])
+        rest = "  ".join(f"{value:.3g}" for value in method.spectrum[1:SHOWN])
         table.add_row(
             method.row.name,
             str(len(method.runs)),
