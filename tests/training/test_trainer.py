@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from steppe.curvature.convolution import FastConvolutions
 from steppe.domains import load, seed_hash, split_indices
 from steppe.errors import UserError
 from steppe.optim import build_optimizer
-from steppe.training import RunDirectory, load_model, make_config, select, train
+from steppe.training import RunDirectory, load_model, make_config, select, train, update
 from steppe.training.backbones import build_network
 
 DIGITS = {
@@ -77,6 +79,42 @@ def test_trains_as_written_out_by_hand(tmp_path: Path, optimizer: str) -> None:
 def test_every_other_optimizer_trains(tmp_path: Path, optimizer: str) -> None:
     records = train(make_config({**DIGITS, "steps": 30, "optimizer": optimizer}), tmp_path)
     assert records[-1]["loss"]["total"] < 0.9 * records[0]["loss"]["total"]
+
+
+@pytest.mark.filterwarnings("ignore::steppe.optim.Bfloat16Warning")
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "fast"),
+    [
+        ("adahessian", "fp32", True),
+        ("gam-exact", "fp32", True),
+        ("gam-exact", "bf16", False),
+        ("fad", "fp32", False),
+    ],
+)
+def test_convolutions_that_are_differentiated_twice(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: str,
+    precision: str,
+    fast: bool,
+) -> None:
+    entered = []
+
+    class Counted(FastConvolutions):
+        def __enter__(self) -> object:
+            entered.append(True)
+            return super().__enter__()
+
+    weights = []
+    for convolutions in (Counted, nullcontext):
+        monkeypatch.setattr(update, "FastConvolutions", convolutions)
+        folder, options = tmp_path / convolutions.__name__, {"optimizer": optimizer, "steps": 2}
+        train(make_config({**DIGITS, **options, "precision": precision}), folder)
+        weights.append(load_file(folder / "checkpoint/step-000001/model.safetensors"))
+    assert bool(entered) == fast
+    for name, value in weights[0].items():  # AdaHessian divides by numbers that are all rounding
+        other = weights[1][name]
+        assert (value - other).double().norm() <= 1e-2 * other.double().norm(), name
 
 
 def test_records(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from steppe.algorithms import Losses
+from steppe.curvature.convolution import FastConvolutions
 from steppe.domains.batches import Batch
 from steppe.optim import FlatnessOptimizer
 from steppe.optim.engine import give_momentum, skips_by_itself
@@ -106,7 +107,7 @@ def _closure(
         for i, part in enumerate(prepared):
             # Gradients are summed over processes once, with the last part's.
             with nullcontext() if i + 1 == len(prepared) else _no_sync(module):
-                with autocast():
+                with autocast(), _convolutions(module, needs_graph):
                     aux = firsts[i].aux if again else None
                     losses: Losses = module(part, objective=objective, first=aux)
                     loss = losses.total if share == 1 else losses.total * share
@@ -190,6 +191,13 @@ def _backward(loss: Tensor, create_graph: bool) -> None:
         # Of a leak, were the gradients kept: the optimizers that need the graph drop them.
         warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
         loss.backward(create_graph=create_graph)
+
+
+def _convolutions(module: nn.Module, twice: bool) -> AbstractContextManager[object]:
+    """Those that are as fast when they are differentiated twice; autocast knows only torch's."""
+    if not twice or torch.is_autocast_enabled(next(module.parameters()).device.type):
+        return nullcontext()
+    return FastConvolutions()
 
 
 def _no_sync(module: nn.Module) -> AbstractContextManager[object]:
