@@ -13,7 +13,7 @@ import argparse
 import json
 import tarfile
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations, product
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.stats
 import torch
+from scipy.special import stdtr
 
 from steppe.bench.record import environment
 from steppe.recipes import make_order, plan
@@ -30,7 +31,9 @@ from steppe.recipes.results import Results, gather, grids, paired_json, to_json
 from steppe.reports import (
     Comparison,
     Grid,
+    MethodCurvature,
     Paired,
+    Run,
     compare,
     draw,
     load_runs,
@@ -81,62 +84,61 @@ def published(records: Path, scratch: Path) -> Results:
 
 
 class Pair(NamedTuple):
-    """A difference of two optimizers: over targets, over trials, and over the later trials."""
+    """A difference of two optimizers, over targets and over trials."""
 
     targets: Paired
     trials: Paired
-    later: Paired
 
 
-def all_pairs(found: Results) -> list[Pair]:
+def all_pairs(runs: Sequence[Run]) -> list[Pair]:
     """Every optimizer against every other."""
-    ((_, selected),) = found.variants
-    later = select_runs([run for run in selected.runs if run.trial in LATER], "train-val")
+    selected = select_runs(runs, "train-val")
     return [
-        Pair(
-            paired(selected, a, b),
-            paired(selected, a, b, over="trials"),
-            paired(later, a, b, over="trials"),
-        )
+        Pair(paired(selected, a, b), paired(selected, a, b, over="trials"))
         for a, b in combinations(OPTIMIZERS, 2)
     ]
 
 
-def pairs_grid(pairs: Iterable[Pair]) -> Grid:
+def pairs_grid(pairs: Iterable[Pair], later: Iterable[Pair]) -> Grid:
     """A line for each pair, with its intervals; one that excludes zero is marked."""
     lines = [
         (
-            Text(f"{pair.targets.a} - {pair.targets.b}"),
-            Text(f"{pair.targets.difference:+.1f}"),
-            *(_interval(one) for one in pair[:2]),
-            Text(f"{pair.later.difference:+.1f}"),
-            _interval(pair.later),
+            Text(f"{both[0].targets.a} - {both[0].targets.b}"),
+            *chain.from_iterable(map(_cells, both)),
         )
-        for pair in pairs
+        for both in zip(pairs, later, strict=True)
     ]
-    headings = (
-        "methods",
-        "points",
-        "over targets",
-        "over seeds",
-        "later",
-        "over these",
-    )
-    note = "95 % intervals; later: the three later seeds alone"
-    return Grid("Paired differences", headings, tuple(lines), 1, note)
+    headings = ("points", "over targets", "over seeds")
+    note = "95 % intervals; on the right, the three later seeds alone"
+    return Grid("Paired differences", ("methods", *headings, *headings), tuple(lines), 1, note)
 
 
-def _interval(one: Paired) -> Text:
-    return Text(f"{one.low:+.1f} to {one.high:+.1f}", one.clear)
+def _cells(pair: Pair) -> list[Text]:
+    intervals = [Text(f"{one.low:+.1f} to {one.high:+.1f}", one.clear) for one in pair]
+    return [Text(f"{pair.targets.difference:+.1f}"), *intervals]
+
+
+def corrected(pairs: Iterable[Pair]) -> dict[str, float]:
+    """Of the differences over trials: p-values of the t-test after Holm's correction."""
+    raw = {
+        f"{one.a} - {one.b}": 2 * float(stdtr(one.units - 1, -abs(one.difference) / one.err))
+        for one in (pair.trials for pair in pairs)
+    }
+    found, largest = {}, 0.0
+    for number, name in enumerate(sorted(raw, key=raw.__getitem__)):
+        largest = max(largest, min(1.0, (len(raw) - number) * raw[name]))
+        found[name] = largest
+    return found
 
 
 class Ratio(NamedTuple):
-    """By what factor a quantity of FAD's models differs from another optimizer's.
+    """By what factor a quantity of one optimizer's models differs from another's.
 
     The geometric mean over pairs of the same trial, with its 95 % interval.
     """
 
-    rival: str
+    a: str
+    b: str
     quantity: str
     factor: float
     low: float
@@ -144,48 +146,89 @@ class Ratio(NamedTuple):
 
 
 def all_ratios(compared: Comparison) -> list[Ratio]:
-    """FAD's models against every other optimizer's, in every quantity."""
-    values = {
-        (method["optimizer"], quantity): np.log([run[quantity] for run in method["runs"]])
-        for method in compared.to_json()["methods"]
-        for quantity in QUANTITIES.values()
+    """FAD's models and SAM's against every other optimizer's, in every quantity."""
+    by_trial = {
+        method.row.optimizer: {
+            one.run.trial: values for one, values in zip(method.runs, runs, strict=True)
+        }
+        for method, runs in _with_values(compared)
     }
+    rivals = [("fad", name) for name in OPTIMIZERS[1:]]
+    rivals += [("sam", name) for name in OPTIMIZERS[1:] if name != "sam"]
     found = []
-    for rival, quantity in product(OPTIMIZERS[1:], QUANTITIES.values()):
-        ours, theirs = values["fad", quantity], values[rival, quantity]
+    for (a, b), quantity in product(rivals, QUANTITIES.values()):
+        ours, theirs = (
+            np.log([by_trial[name][trial][quantity] for trial in sorted(LATER)]) for name in (a, b)
+        )
         interval = scipy.stats.ttest_rel(ours, theirs).confidence_interval(0.95)
         numbers = (float(np.mean(ours - theirs)), *interval)
-        found.append(Ratio(rival, quantity, *(float(np.exp(number)) for number in numbers)))
+        found.append(Ratio(a, b, quantity, *(float(np.exp(number)) for number in numbers)))
     return found
 
 
+def _with_values(compared: Comparison) -> list[tuple[MethodCurvature, list[dict[str, float]]]]:
+    """The methods, each with the numbers of its runs."""
+    values = [method["runs"] for method in compared.to_json()["methods"]]
+    return list(zip(compared.methods, values, strict=True))
+
+
 def ratios_grid(ratios: Iterable[Ratio]) -> Grid:
-    """A line for each rival; a factor whose interval excludes one is marked."""
-    by_rival: dict[str, list[Text]] = {}
+    """A line for each pair of optimizers; a factor whose interval excludes one is marked."""
+    by_pair: dict[str, list[Text]] = {}
     for one in ratios:
         text = f"{one.factor:.2f} ({one.low:.2f} to {one.high:.2f})"
         clear = one.high < 1 or one.low > 1
-        by_rival.setdefault(one.rival, []).append(Text(text, clear))
-    lines = [(Text(f"fad / {rival}"), *cells) for rival, cells in by_rival.items()]
+        by_pair.setdefault(f"{one.a} / {one.b}", []).append(Text(text, clear))
+    lines = [(Text(names), *cells) for names, cells in by_pair.items()]
     note = "geometric means over three seeds, with 95 % intervals"
-    return Grid("FAD's models beside the others'", ("methods", *QUANTITIES), tuple(lines), 1, note)
+    return Grid("FAD's and SAM's models", ("methods", *QUANTITIES), tuple(lines), 1, note)
 
 
 def with_accuracy(compared: Comparison) -> dict[str, Any]:
-    """The accuracy on the target of the weights that were measured, and what goes with it."""
+    """The accuracy on the target of the weights that were measured, and what goes with it.
+
+    Rank correlations are over all models, and within a trial, whose models have learned from the
+    same images: the mean over the trials.
+    """
+    models = [
+        {
+            **values,
+            "optimizer": method.row.optimizer,
+            "trial": one.run.trial,
+            "accuracy": 100 * one.run.records[-1].accuracy[MEASURED, "test"],
+        }
+        for method, runs in _with_values(compared)
+        for one, values in zip(method.runs, runs, strict=True)
+    ]
     by_optimizer = {
-        method.row.optimizer: [
-            100 * one.run.records[-1].accuracy[MEASURED, "test"] for one in method.runs
-        ]
-        for method in compared.methods
+        name: [model["accuracy"] for model in models if model["optimizer"] == name]
+        for name in OPTIMIZERS
     }
-    accuracy = list(chain.from_iterable(by_optimizer.values()))
-    values = [run for method in compared.to_json()["methods"] for run in method["runs"]]
-    found = {}
-    for quantity in (*QUANTITIES.values(), "loss"):
-        result = scipy.stats.spearmanr([run[quantity] for run in values], accuracy)
-        found[quantity] = {"rank correlation": float(result[0]), "p": float(result[1])}
-    return {"accuracy": by_optimizer, **found}
+    correlations = {}
+    for quantity in QUANTITIES.values():
+        result = scipy.stats.spearmanr(*_columns(models, quantity))
+        low, high = _fisher(float(result[0]), len(models))
+        within = [
+            scipy.stats.spearmanr(*_columns([m for m in models if m["trial"] == t], quantity))[0]
+            for t in sorted(LATER)
+        ]
+        correlations[quantity] = {
+            "all": float(result[0]),
+            "interval": [low, high],
+            "within trials": float(np.mean(within)),
+        }
+    return {"accuracy": by_optimizer, "rank correlations": correlations}
+
+
+def _columns(models: Sequence[Mapping[str, Any]], quantity: str) -> list[list[float]]:
+    return [[model[name] for model in models] for name in (quantity, "accuracy")]
+
+
+def _fisher(correlation: float, n: int) -> tuple[float, float]:
+    """The 95 % interval of a rank correlation, by Fisher's transformation (Bonett and Wright)."""
+    reach = 1.96 * np.sqrt((1 + correlation**2 / 2) / (n - 3))
+    low, high = np.tanh(np.arctanh(correlation) + np.array([-reach, reach]))
+    return float(low), float(high)
 
 
 def publish(out: Path, facts: object) -> None:
@@ -194,7 +237,10 @@ def publish(out: Path, facts: object) -> None:
         found = published(FOLDER / "records.tar.xz", Path(scratch))
         compared = found.curvature
         assert compared is not None
-        pairs, ratios = all_pairs(found), all_ratios(compared)
+        ((_, selected),) = found.variants
+        pairs = all_pairs(selected.runs)
+        later = all_pairs([run for run in selected.runs if run.trial in LATER])
+        ratios = all_ratios(compared)
         accuracy, _, curvature, rates = grids(found)
         save_figure(FIGURES["methods"](found), out / "figure.svg")
         draw(compared, out / "spectra.svg")
@@ -202,18 +248,16 @@ def publish(out: Path, facts: object) -> None:
             "environment": facts,
             "command now": COMMAND,
             **to_json(found),
-            "all pairs": [
-                {"trials": "later" if over == "later" else "all", **paired_json(one)}
-                for pair in pairs
-                for over, one in pair._asdict().items()
-            ],
+            "all pairs": [paired_json(one) for pair in pairs for one in pair],
+            "later seeds alone": [paired_json(one) for pair in later for one in pair],
+            "p over trials, after Holm": corrected(pairs),
             "ratios": [one._asdict() for one in ratios],
             "accuracy and curvature": with_accuracy(compared),
         }
         text = json.dumps(values, indent=1).replace(f"{scratch}/", "")
     shown = {
         "accuracy": accuracy,
-        "pairs": pairs_grid(pairs),
+        "pairs": pairs_grid(pairs, later),
         "curvature": curvature,
         "ratios": ratios_grid(ratios),
         "rates": rates,

@@ -11,7 +11,14 @@ import pytest
 
 from steppe.errors import UserError
 from steppe.reports import build_report, compare, load_runs
-from steppe.reports.curvature import comparison_table, described, measured_table, remarks
+from steppe.reports.curvature import (
+    Spread,
+    _plus_minus,
+    comparison_table,
+    described,
+    measured_table,
+    remarks,
+)
 from steppe.reports.spectra import COLOURS, check_format, draw, make_figure
 from steppe.training.measured import (
     FlatnessFound,
@@ -134,6 +141,22 @@ def test_flatness_by_method(tmp_path: Path) -> None:
     assert plain["rho"] == 0.05
     assert plain["methods"][1]["zeroth"] == {"mean": 0.5, "err": None}
     assert plain["methods"][1]["runs"][0]["first"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("mean", "err", "text"),
+    [
+        (934.8, 187.2, "935 ± 187"),
+        (0.0512, 0.0131, "0.051 ± 0.013"),
+        (58.52, 7.7, "58.5 ± 7.7"),
+        (0.1, 8e-18, "0.1 ± 8e-18"),
+        (0.1, 0.0, "0.1 ± 0"),
+        (0.1, float("nan"), "0.1 ± nan"),
+        (12345.6, None, "1.235e+04"),
+    ],
+)
+def test_digits_of_an_error(mean: float, err: float | None, text: str) -> None:
+    assert _plus_minus(Spread(mean, err)) == text
 
 
 def test_flatness_at_other_radii_is_not_compared(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ SHOWN = 5
 """Eigenvalues that a table shows."""
 UNRESOLVED = 0.2
 """A residual above this share of its eigenvalue says little of it."""
+ROUNDING = 1e-9
+"""An error below this share of its mean is none."""
 DISAGREES = 0.1
 """Two values of the largest eigenvalue that differ by more than this share of it are explained."""
 
@@ -45,8 +47,8 @@ class Spread:
 
     Attributes:
         mean: over the runs.
-        err: the standard error over the runs, as in the tables of accuracies; of a single run, that
-            of its estimate, or None where it has none.
+        err: the standard error over the runs, as in the tables of accuracies (from the population's
+            deviation); of a single run, that of its estimate, or None where it has none.
     """
 
     mean: float
@@ -136,9 +138,10 @@ class Comparison:
         return f"± {self.errors}{radius}"
 
     @property
-    def _shown(self) -> tuple[str, ...]:
-        """What the methods are compared by: flatness only where the radius is the same."""
-        return ("lambda_max", "trace", *(() if self.rho is None else ("zeroth", "first")), "loss")
+    def shown(self) -> dict[str, str]:
+        """What methods are compared by, by heading; flatness only where the radius is the same."""
+        flat = {} if self.rho is None else {"R0": "zeroth", "R1": "first"}
+        return {"λ_max": "lambda_max", "trace": "trace", **flat, "loss": "loss"}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -151,7 +154,7 @@ class Comparison:
                 {
                     **method.row._asdict(),
                     "name": method.row.name,
-                    **{name: asdict(getattr(method, name)) for name in self._shown},
+                    **{name: asdict(getattr(method, name)) for name in self.shown.values()},
                     "spectrum": method.spectrum,
                     "runs": [
                         {
@@ -371,20 +374,13 @@ def comparison_table(comparison: Comparison) -> Table:
     """A comparison for the terminal."""
     table = Table(title=f"Hessian of the {comparison.about}", caption=comparison.legend)
     table.add_column("method", overflow="fold")
-    flat = {} if comparison.rho is None else {"R0": "zeroth", "R1": "first"}
-    for heading in ("runs", "λ_max", f"λ_2 ... λ_{SHOWN}", "trace", *flat, "loss"):
+    largest, *others = comparison.shown
+    for heading in ("runs", largest, f"λ_2 ... λ_{SHOWN}", *others):
         table.add_column(heading, justify="right")
     for method in comparison.methods:
         rest = "  ".join(f"{value:.3g}" for value in method.spectrum[1:SHOWN])
-        table.add_row(
-            method.row.name,
-            str(len(method.runs)),
-            _plus_minus(method.lambda_max),
-            rest or "–",
-            _plus_minus(method.trace),
-            *(_plus_minus(getattr(method, name)) for name in flat.values()),
-            _plus_minus(method.loss),
-        )
+        first, *cells = (_plus_minus(getattr(method, name)) for name in comparison.shown.values())
+        table.add_row(method.row.name, str(len(method.runs)), first, rest or "–", *cells)
     return table
 
 
@@ -454,9 +450,11 @@ def remarks(measured: Measured) -> list[str]:
 
 
 def _plus_minus(spread: Spread) -> str:
-    """With two digits of the error, and as many of the mean."""
-    if not spread.err:
-        return f"{spread.mean:.4g}" + ("" if spread.err is None else " ± 0")
+    """With two digits of the error at least, and as many of the mean."""
+    if spread.err is None:
+        return f"{spread.mean:.4g}"
+    if not ROUNDING * abs(spread.mean) < spread.err < math.inf:
+        return f"{spread.mean:.4g} ± {spread.err:.2g}"
     digits = max(0, 1 - math.floor(math.log10(spread.err)))
     return f"{spread.mean:.{digits}f} ± {spread.err:.{digits}f}"
 
