@@ -3,6 +3,7 @@
 import json
 import random
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,17 @@ def test_a_folder_without_runs_is_an_error(tmp_path, name):
 def test_runs_of_different_lengths_are_pointed_out(tmp_path):
     choices(tmp_path, config(("sketch",), steps=301), config(("sketch",), steps=1001))
     said = "PACS: runs of different lengths compete (301, 1,001 updates)"
+    assert said in build_report(load_runs(tmp_path)).problems
+
+
+def test_methods_with_fewer_trials_are_pointed_out(tmp_path):
+    for optimizer, trial in product(("sgd", "adam"), (0, 1)):
+        own = config(("sketch",), trial, optimizer={"name": optimizer, "lr": 0.1})
+        write_run(tmp_path / f"{optimizer}-{trial}", own, records())
+    assert not any("trials" in text for text in build_report(load_runs(tmp_path)).problems)
+    own = config(("sketch",), 1, optimizer={"name": "fad", "lr": 0.1})
+    write_run(tmp_path / "fad", own, records())
+    said = "PACS: methods have different numbers of trials (1: fad; 2: adam, sgd)"
     assert said in build_report(load_runs(tmp_path)).problems
 
 

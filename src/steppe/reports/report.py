@@ -210,25 +210,37 @@ def remarks(runs: Sequence[Run], selection: str = "train-val") -> list[str]:
                 f"{dataset}: {_runs(more)} for leave-one-out validation only, because others hold "
                 f"out fewer domains ({smallest})"
             )
-        pools = {domain_pool(run.config, run.targets) for run in runs if run.dataset == dataset}
-        if len(pools) > 1:
-            named = sorted("all" if pool is None else "+".join(pool) for pool in pools)
-            found.append(
-                f"{dataset}: runs with different sources (of the domains {'; '.join(named)})"
-            )
-        by_split = {run.split for run in runs if run.dataset == dataset}
-        if len(by_split) > 1:
-            found.append(f"{dataset}: runs with different splits ({', '.join(sorted(by_split))})")
-        steps = {run.steps for run in runs if run.dataset == dataset}
-        if len(steps) > 1:
-            lengths = ", ".join(f"{n:,}" for n in sorted(steps))
-            found.append(f"{dataset}: runs of different lengths compete ({lengths} updates)")
-        backbones = {str(run.config.get("backbone")) for run in runs if run.dataset == dataset}
-        if len(backbones) > 1:
-            found.append(
-                f"{dataset}: runs with different backbones ({', '.join(sorted(backbones))})"
-            )
+        found += _mixed(dataset, [run for run in runs if run.dataset == dataset])
     return found
+
+
+def _mixed(dataset: str, runs: Sequence[Run]) -> list[str]:
+    """What differs between runs of a dataset, and may not be meant to."""
+    found = []
+    pools = {domain_pool(run.config, run.targets) for run in runs}
+    if len(pools) > 1:
+        named = sorted("all" if pool is None else "+".join(pool) for pool in pools)
+        found.append(f"runs with different sources (of the domains {'; '.join(named)})")
+    splits = {run.split for run in runs}
+    if len(splits) > 1:
+        found.append(f"runs with different splits ({', '.join(sorted(splits))})")
+    steps = {run.steps for run in runs}
+    if len(steps) > 1:
+        lengths = ", ".join(f"{n:,}" for n in sorted(steps))
+        found.append(f"runs of different lengths compete ({lengths} updates)")
+    trials: dict[str, set[int]] = defaultdict(set)
+    for run in runs:
+        trials[run.row.name].add(run.trial)
+    by_number: dict[int, list[str]] = defaultdict(list)
+    for name, own in sorted(trials.items()):
+        by_number[len(own)].append(name)
+    if len(by_number) > 1:
+        listed = "; ".join(f"{n}: {', '.join(names)}" for n, names in sorted(by_number.items()))
+        found.append(f"methods have different numbers of trials ({listed})")
+    backbones = {str(run.config.get("backbone")) for run in runs}
+    if len(backbones) > 1:
+        found.append(f"runs with different backbones ({', '.join(sorted(backbones))})")
+    return [f"{dataset}: {text}" for text in found]
 
 
 def _first(names: Sequence[object]) -> str:
