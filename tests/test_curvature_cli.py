@@ -68,7 +68,8 @@ def test_measure_compare_and_report(
     assert (tmp_path / "curvature.svg").exists()
     assert [method["name"] for method in both["methods"]] == ["fad", "sgd"]
     assert both["methods"][0]["spectrum"] == plain["eigenvalues"]["values"]
-    assert both["notes"] == []
+    (note,) = both["notes"]
+    assert note.startswith("R0 and R1 are not compared: they were measured at ρ = 0.05, 0.2")
     chosen = invoke("curvature", "compare", runs, "--target", 75, "--json")
     assert json.loads(chosen.stdout) == both
     page = tmp_path / "page.html"

@@ -81,7 +81,7 @@ RECIPES = {
                 Part(("adam", "adamw", "sgd", "fad"), averaging=("swad", "sma")),
             ),
             ("table2",),
-            scaled={"small": {"trials": 2, "share": 0.05}},
+            scaled=_LONG,
         ),
         Recipe(
             "table3",
