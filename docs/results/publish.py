@@ -118,11 +118,11 @@ def _cells(pair: Pair) -> list[Text]:
     return [Text(f"{pair.targets.difference:+.1f}"), *intervals]
 
 
-def corrected(pairs: Iterable[Pair]) -> dict[str, float]:
-    """Of the differences over trials: p-values of the t-test after Holm's correction."""
+def corrected(differences: Iterable[Paired]) -> dict[str, float]:
+    """The p-values of their t-tests, after Holm's correction."""
     raw = {
         f"{one.a} - {one.b}": 2 * float(stdtr(one.units - 1, -abs(one.difference) / one.err))
-        for one in (pair.trials for pair in pairs)
+        for one in differences
     }
     found, largest = {}, 0.0
     for number, name in enumerate(sorted(raw, key=raw.__getitem__)):
@@ -240,6 +240,7 @@ def publish(out: Path, facts: object) -> None:
         ((_, selected),) = found.variants
         pairs = all_pairs(selected.runs)
         later = all_pairs([run for run in selected.runs if run.trial in LATER])
+        first = all_pairs([run for run in selected.runs if run.trial not in LATER])
         ratios = all_ratios(compared)
         accuracy, _, curvature, rates = grids(found)
         save_figure(FIGURES["methods"](found), out / "figure.svg")
@@ -250,7 +251,11 @@ def publish(out: Path, facts: object) -> None:
             **to_json(found),
             "all pairs": [paired_json(one) for pair in pairs for one in pair],
             "later seeds alone": [paired_json(one) for pair in later for one in pair],
-            "p over trials, after Holm": corrected(pairs),
+            "first seeds alone": [paired_json(one) for pair in first for one in pair],
+            "p after Holm": {
+                "over targets": corrected(pair.targets for pair in pairs),
+                "over trials": corrected(pair.trials for pair in pairs),
+            },
             "ratios": [one._asdict() for one in ratios],
             "accuracy and curvature": with_accuracy(compared),
         }

@@ -178,14 +178,17 @@ def test_runs_of_different_lengths_are_pointed_out(tmp_path):
     assert said in build_report(load_runs(tmp_path)).problems
 
 
-def test_methods_with_fewer_trials_are_pointed_out(tmp_path):
-    for optimizer, trial in product(("sgd", "adam"), (0, 1)):
-        own = config(("sketch",), trial, optimizer={"name": optimizer, "lr": 0.1})
-        write_run(tmp_path / f"{optimizer}-{trial}", own, records())
+def test_methods_with_fewer_runs_are_pointed_out(tmp_path):
+    def write(optimizer, target, trial):
+        own = config((target,), trial, optimizer={"name": optimizer, "lr": 0.1})
+        write_run(tmp_path / f"{optimizer}-{target}-{trial}", own, records())
+
+    for where in product(("sgd", "adam"), ("sketch", "photo"), (0, 1)):
+        write(*where)
     assert not any("trials" in text for text in build_report(load_runs(tmp_path)).problems)
-    own = config(("sketch",), 1, optimizer={"name": "fad", "lr": 0.1})
-    write_run(tmp_path / "fad", own, records())
-    said = "PACS: methods have different numbers of trials (1: fad; 2: adam, sgd)"
+    for target, trial in (("sketch", 0), ("sketch", 1), ("photo", 0)):
+        write("fad", target, trial)
+    said = "PACS: methods have different numbers of targets times trials (3: fad; 4: adam, sgd)"
     assert said in build_report(load_runs(tmp_path)).problems
 
 

@@ -1,5 +1,6 @@
 """How a run is placed: the layout of its tensors, and the kernels of its optimizer."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,9 +8,12 @@ import torch
 from torch import nn
 
 from steppe.algorithms import Objective
+from steppe.errors import UserError
 from steppe.optim import optimizer_names
+from steppe.training import make_config
 from steppe.training.config import Named
-from steppe.training.setup import memory_format, optimizer
+from steppe.training.processes import Processes
+from steppe.training.setup import check_processes, memory_format, optimizer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LAST, FIRST = torch.channels_last, torch.contiguous_format
@@ -90,3 +94,12 @@ def test_what_a_user_says_about_kernels_holds(
     name: str, options: dict[str, bool], expected: dict[str, bool]
 ) -> None:
     assert kernels(True, name, **options) == expected
+
+
+@pytest.mark.parametrize("optimizer", ["adahessian", "gam-exact"])
+def test_what_differentiates_twice_is_refused_in_several_processes(optimizer: str) -> None:
+    config = make_config({"dataset": "RotatedDigits", "targets": "75", "optimizer": optimizer})
+    alone = Processes(CPU)
+    check_processes(config, alone)
+    with pytest.raises(UserError, match=f"{optimizer} differentiates its gradient.*one process"):
+        check_processes(config, replace(alone, world=2))

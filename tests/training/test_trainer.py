@@ -6,13 +6,16 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.nn import functional as F
 
+from steppe.algorithms import Losses
 from steppe.curvature.convolution import FastConvolutions
 from steppe.domains import load, seed_hash, split_indices
 from steppe.errors import UserError
@@ -115,6 +118,30 @@ def test_convolutions_that_are_differentiated_twice(
     for name, value in weights[0].items():  # AdaHessian divides by numbers that are all rounding
         other = weights[1][name]
         assert (value - other).double().norm() <= 1e-2 * other.double().norm(), name
+
+
+class Net(nn.Module):
+    """What the trainer takes a step with, of a network that may be compiled."""
+
+    def __init__(self, compiled: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(108, 2))
+        self.run = torch.compile(self.net, backend="eager") if compiled else self.net
+
+    def forward(self, part: Any, objective: str = "main", first: Any = None) -> Losses:
+        return Losses(F.cross_entropy(self.run(part[0]), part[1]))
+
+
+def test_second_derivatives_of_a_network_that_is_compiled() -> None:
+    part = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(5) % 2
+    weights = []
+    for compiled in (False, True):
+        net = Net(compiled)
+        opt = build_optimizer("gam-exact", net.net.parameters(), model=net, lr=0.1, rho=0.5)
+        update.optimize(opt, net, "main", [part])
+        weights.append(torch.cat([p.detach().flatten() for p in net.net.parameters()]))
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-7)
 
 
 def test_records(tmp_path: Path) -> None:

@@ -228,15 +228,15 @@ def _mixed(dataset: str, runs: Sequence[Run]) -> list[str]:
     if len(steps) > 1:
         lengths = ", ".join(f"{n:,}" for n in sorted(steps))
         found.append(f"runs of different lengths compete ({lengths} updates)")
-    trials: dict[str, set[int]] = defaultdict(set)
+    places: dict[str, set[object]] = defaultdict(set)
     for run in runs:
-        trials[run.row.name].add(run.trial)
+        places[run.row.name].add((run.target_set, run.trial))
     by_number: dict[int, list[str]] = defaultdict(list)
-    for name, own in sorted(trials.items()):
+    for name, own in sorted(places.items()):
         by_number[len(own)].append(name)
     if len(by_number) > 1:
         listed = "; ".join(f"{n}: {', '.join(names)}" for n, names in sorted(by_number.items()))
-        found.append(f"methods have different numbers of trials ({listed})")
+        found.append(f"methods have different numbers of targets times trials ({listed})")
     backbones = {str(run.config.get("backbone")) for run in runs}
     if len(backbones) > 1:
         found.append(f"runs with different backbones ({', '.join(sorted(backbones))})")

@@ -104,6 +104,16 @@ def resolved_precision(config: RunConfig, device: torch.device) -> str:
     return chosen
 
 
+def check_processes(config: RunConfig, processes: Processes) -> None:
+    """Refuses optimizers that cannot work in several processes."""
+    name = config.optimizer.name
+    if processes.world > 1 and optimizer_spec(name).needs_graph:
+        raise UserError(
+            f"{name} differentiates its gradient, which cannot be done once several processes have "
+            "averaged it: use one process, or another optimizer"
+        )
+
+
 def gears(config: RunConfig, processes: Processes) -> Gears:
     """What the engine of a run may do."""
     needs_graph = optimizer_spec(config.optimizer.name).needs_graph

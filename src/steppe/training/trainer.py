@@ -67,6 +67,7 @@ class Trainer:
     ) -> None:
         self.config, self.dir, self.processes, self.display = config, run, processes, display
         self.device = processes.device
+        setup.check_processes(config, processes)
         self.dataset, self.splits = setup.open_data(config)
         sources = tuple(split for split in self.splits if split.source)
         self.sampling = Sampling(

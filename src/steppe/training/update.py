@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -107,7 +107,7 @@ def _closure(
         for i, part in enumerate(prepared):
             # Gradients are summed over processes once, with the last part's.
             with nullcontext() if i + 1 == len(prepared) else _no_sync(module):
-                with autocast(), _convolutions(module, needs_graph):
+                with autocast(), _twice(module) if needs_graph else nullcontext():
                     aux = firsts[i].aux if again else None
                     losses: Losses = module(part, objective=objective, first=aux)
                     loss = losses.total if share == 1 else losses.total * share
@@ -193,11 +193,16 @@ def _backward(loss: Tensor, create_graph: bool) -> None:
         loss.backward(create_graph=create_graph)
 
 
-def _convolutions(module: nn.Module, twice: bool) -> AbstractContextManager[object]:
-    """Those that are as fast when they are differentiated twice; autocast knows only torch's."""
-    if not twice or torch.is_autocast_enabled(next(module.parameters()).device.type):
-        return nullcontext()
-    return FastConvolutions()
+@contextmanager
+def _twice(module: nn.Module) -> Iterator[None]:
+    """For a loss that is differentiated twice: never compiled, and with convolutions made for it.
+
+    Compiled code has no second derivatives; autocast knows torch's convolutions only.
+    """
+    device = next(module.parameters()).device.type
+    fast = nullcontext() if torch.is_autocast_enabled(device) else FastConvolutions()
+    with torch.compiler.set_stance("force_eager"), fast:
+        yield
 
 
 def _no_sync(module: nn.Module) -> AbstractContextManager[object]:
