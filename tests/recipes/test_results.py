@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from steppe.recipes import lookup, make_order, printed, write_results
-from steppe.recipes.orders import Order, default_rates
+from steppe.recipes.orders import Order, Place, Rate, default_rates
 from steppe.recipes.results import (
     Results,
     Variant,
@@ -18,6 +18,7 @@ from steppe.recipes.results import (
     gather,
     grids,
     lines,
+    rates_grid,
     to_json,
 )
 from steppe.reports import Row, select_runs
@@ -197,3 +198,20 @@ def test_runs_without_a_result_are_counted(tmp_path: Path) -> None:
     (problem,) = found.problems
     assert problem.startswith("20 of 20 runs have no result: see 'steppe sweep status")
     assert not grids(found)
+
+
+def test_rates_at_the_edge_of_what_was_tried_are_counted() -> None:
+    order = make_order("table1", "small", optimizers=["sgd"])
+    tried = {0.1: 50.0, 0.3: 60.0, 1.0: 70.0}
+
+    def note(*chosen: float) -> str:
+        rates = {
+            Place("PACS", str(i), Row("ERM", "sgd", "none")): Rate(lr, tried)
+            for i, lr in enumerate(chosen)
+        }
+        return rates_grid(Results(order, rates, ())).note
+
+    assert note(0.3, 0.3).endswith("of the first trial")
+    assert note(0.1, 0.3, 0.1).endswith("; 2 of 3 are the lowest tried (--factors tries others)")
+    both = "; 1 of 2 are the lowest tried; 1 of 2 are the highest tried (--factors tries others)"
+    assert note(0.1, 1.0).endswith(both)

@@ -95,7 +95,7 @@ def ratio(results: Results) -> Figure:
     by_dataset, spent = _averages(results), costs(results)
     figure, panels = _figure(len(by_dataset))
     for axes, (dataset, own) in zip(panels, by_dataset.items(), strict=True):
-        joined = []
+        joined: list[tuple[float, float]] = []
         for line in own:
             x, y = spent[line.dataset, line.part, line.method].seconds, _value(line)
             name = line.method.name if line.part.value is None else f"{line.part.value:.0%}"
@@ -106,7 +106,9 @@ def ratio(results: Results) -> Figure:
                 marker="o",
                 color=_colour(results, line.method.optimizer),
             )
-            axes.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
+            # The first ratios lie close together: every other one has its name below.
+            place = (4, -11 if len(joined) % 2 else 4)
+            axes.annotate(name, (x, y), xytext=place, textcoords="offset points", fontsize=8)
             if line.part.value is not None:
                 joined.append((x, y))
         if joined:

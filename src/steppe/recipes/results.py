@@ -392,7 +392,18 @@ def rates_grid(results: Results) -> Grid:
         shown.append(tuple(map(Text, cells)))
     headings = ("dataset", "held out", "method", "learning rate", "tried: validation accuracy")
     note = "chosen by validation images of the training domains, in short runs of the first trial"
-    return Grid("Learning rates", headings, tuple(shown), 3, note)
+    return Grid("Learning rates", headings, tuple(shown), 3, note + _at_the_edge(results.rates))
+
+
+def _at_the_edge(rates: Mapping[Place, Rate]) -> str:
+    """How many rates are the last that was tried, so that one beyond may be better."""
+    tried = [rate for rate in rates.values() if len(rate.validation) > 1]
+    edges = {
+        "lowest": sum(rate.lr == min(rate.validation) for rate in tried),
+        "highest": sum(rate.lr == max(rate.validation) for rate in tried),
+    }
+    said = [f"{n} of {len(tried)} are the {edge} tried" for edge, n in edges.items() if n]
+    return "".join(f"; {text}" for text in said) + (" (--factors tries others)" if said else "")
 
 
 def made(results: Results) -> dict[str, Any]:
