@@ -145,7 +145,7 @@ RECIPES = {
         ),
         Recipe(
             "ablation",
-            "FAD's rho, alpha and beta on PACS, beside SGD and Adam",
+            "FAD's rho, alpha and beta, beside SGD and Adam",
             "fig:ablation",
             ("PACS",),
             (
