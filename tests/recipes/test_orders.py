@@ -100,11 +100,6 @@ def test_every_run_has_a_valid_config_and_a_name_of_its_own(name: str, scale: st
     assert len(names) == len(set(names))
 
 
-def test_flatness_is_measured_with_one_radius() -> None:
-    """Whatever the optimizers' own: that of FAD is drawn at full scale."""
-    assert {scale.curvature["rho"] for scale in SCALES.values()} == {0.05}
-
-
 PRODUCTS, PASSES = 164, 297
 """That a measurement of curvature at this scale took at most, for the spectrum and for flatness."""
 

@@ -57,6 +57,14 @@ def test_smoke(tmp_path: Path, name: str) -> None:
     assert reproduce(order, tmp_path, nothing_left).variants == found.variants
 
 
+def test_flatness_is_measured_with_one_radius(tmp_path: Path) -> None:
+    """Whatever the optimizers' own: that of FAD is drawn at full scale."""
+    given = {"optimizers": ["sam", "fad"], "overrides": ["optimizer.rho=0.2"]}
+    found = reproduce(make_order("figure-hessian", "smoke", **given), tmp_path, carry_out)
+    assert found.curvature is not None
+    assert found.curvature.rho == 0.05
+
+
 def test_rates_are_tuned_first(tmp_path: Path) -> None:
     """A rate that learns nothing is tried beside one that learns: validation tells."""
     changes = {"factors": (1e-6, 1.0), "share": 0.2, "tuning": 1.0, "only": 1, "trials": 2}

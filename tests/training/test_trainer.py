@@ -120,13 +120,22 @@ def test_convolutions_that_are_differentiated_twice(
         assert (value - other).double().norm() <= 1e-2 * other.double().norm(), name
 
 
+class Attention(nn.Module):
+    """Attention of an image's rows, with torch's fast kernels where they may be used."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
 class Net(nn.Module):
     """What the trainer takes a step with, of a network that may be compiled."""
 
     def __init__(self, compiled: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(108, 2))
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.Tanh(), Attention(), nn.Flatten(), nn.Linear(108, 2)
+        )
         self.run = torch.compile(self.net, backend="eager") if compiled else self.net
 
     def forward(self, part: Any, objective: str = "main", first: Any = None) -> Losses:

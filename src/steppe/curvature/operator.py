@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from steppe.errors import UserError
 
 from .convolution import FastConvolutions
 from .determinism import check_buffers, check_repeatable, same
 from .precision import full_float32
+from .twice import twice_differentiable
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """Maps a model and a batch to the mean loss of the batch."""
@@ -344,9 +344,7 @@ class CurvatureOperator(ABC):
             cuda = [self.device] if self.device.type == "cuda" else []
             stack.enter_context(torch.random.fork_rng(cuda, device_type="cuda"))
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
-            # What compiled code and the fast kernels of attention cannot: be differentiated twice.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(twice_differentiable())
             stack.enter_context(full_float32(self.device))
             try:
                 for module, _ in training:

@@ -117,8 +117,6 @@ class Scale:
     curvature: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
-RHO = 0.05
-"""Of the flatness that is measured: the same for all, whatever the optimizers' own."""
 SCALES = {
     scale.name: scale
     for scale in (
@@ -129,7 +127,6 @@ SCALES = {
             trials=3,
             draws=20,
             space="fad",
-            curvature=MappingProxyType({"rho": RHO}),
         ),
         Scale(
             "small",
@@ -142,14 +139,7 @@ SCALES = {
             optimizers=("adam", "sgd", "sam", "gam", "fad"),
             datasets=("PACS",),
             curvature=MappingProxyType(
-                {
-                    "rho": RHO,
-                    "top": 20,
-                    "images": 96,
-                    "batch_size": 96,
-                    "trace_rtol": 0.05,
-                    "tol": 0.01,
-                }
+                {"top": 20, "images": 96, "batch_size": 96, "trace_rtol": 0.05, "tol": 0.01}
             ),
         ),
         Scale(
@@ -164,9 +154,7 @@ SCALES = {
             datasets=("RotatedDigits", "Doodles"),
             only=1,
             options=MappingProxyType({"device": "cpu", "batch_size": 8, "workers": 0}),
-            curvature=MappingProxyType(
-                {"rho": RHO, "top": 2, "images": 8, "trace_rtol": 9.0, "tol": 0.1}
-            ),
+            curvature=MappingProxyType({"top": 2, "images": 8, "trace_rtol": 9.0, "tol": 0.1}),
         ),
     )
 }

@@ -12,6 +12,7 @@ from steppe.reports import build_report, compare, draw, load_runs, to_markdown, 
 from steppe.reports.spectra import save_figure
 from steppe.sweeps import Sweep, write_plan
 from steppe.training import load_measurements, measure_run
+from steppe.training.curvature import RHO
 
 from . import figures
 from .orders import Order, Place, Rate, choose_rates, default_rates, grids, tuning_grids
@@ -77,14 +78,18 @@ def reproduce(
 
 
 def _measured(found: Results, say: Callable[[str], None]) -> Results:
-    """Measures the curvature of every chosen model that has not been measured yet."""
+    """Measures the curvature of every chosen model that has not been measured yet.
+
+    Flatness with one radius, whatever the optimizers' own: else it could not be compared.
+    """
     chosen = [c.run for v in found.variants for c in v.selected.chosen.values()]
     for number, run in enumerate(chosen, start=1):
         if not load_measurements(run.path):
             say(f"curvature of {run.path.parent.name}, {number} of {len(chosen)}")
             root = found.order.options.get("root")
             device = found.order.options.get("device", "auto")
-            measure_run(run.path, root=root, device=device, **found.order.scale.curvature)
+            options = found.order.scale.curvature
+            measure_run(run.path, root=root, device=device, rho=RHO, **options)
     return replace(found, curvature=compare(chosen))
 
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from steppe.algorithms import Losses
 from steppe.curvature.convolution import FastConvolutions
+from steppe.curvature.twice import twice_differentiable
 from steppe.domains.batches import Batch
 from steppe.optim import FlatnessOptimizer
 from steppe.optim.engine import give_momentum, skips_by_itself
@@ -195,13 +196,10 @@ def _backward(loss: Tensor, create_graph: bool) -> None:
 
 @contextmanager
 def _twice(module: nn.Module) -> Iterator[None]:
-    """For a loss that is differentiated twice: never compiled, and with convolutions made for it.
-
-    Compiled code has no second derivatives; autocast knows torch's convolutions only.
-    """
+    """For a loss that is differentiated twice; autocast knows torch's own convolutions only."""
     device = next(module.parameters()).device.type
     fast = nullcontext() if torch.is_autocast_enabled(device) else FastConvolutions()
-    with torch.compiler.set_stance("force_eager"), fast:
+    with twice_differentiable(), fast:
         yield
 
 
