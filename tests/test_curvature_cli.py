@@ -99,6 +99,10 @@ def test_compare_tells_runs_of_a_sweep_apart(
     note = "sgd: its runs differ in steps; the mean is over all of them"
     assert json.loads(compared.stdout)["notes"][0] == note
     assert f"note: {note}" in compared.stderr.splitlines()
+    monkeypatch.setenv("COLUMNS", "40")
+    table = invoke("curvature", "compare", "sweep", "--target", 75).stdout
+    (line,) = [line for line in table.splitlines() if line.startswith("│ sgd")]
+    assert line.count(" ± ") == 5  # all numbers of a method stand on one line, however narrow
 
 
 def test_help_is_that_of_the_group_and_of_each_command() -> None:

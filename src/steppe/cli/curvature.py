@@ -140,9 +140,8 @@ def curvature_compare(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Draw the spectra of measured runs by method, their largest eigenvalues and traces."""
-    from rich.console import Console
-
     from steppe.reports import curvature, load_runs, spectra
+    from steppe.reports.write import printed
 
     spectra.check_format(out)
     loaded = load_runs(paths)
@@ -152,7 +151,7 @@ def curvature_compare(
     if as_json:
         print(json.dumps(compared.to_json(), indent=2))
     else:
-        Console().print(curvature.comparison_table(compared))
+        print(printed([curvature.comparison_table(compared)]), end="")
     for note in compared.notes:
         print(f"note: {note}", file=sys.stderr)
     for problem in loaded.problems:
