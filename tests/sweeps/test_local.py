@@ -2,19 +2,35 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from steppe.errors import Interrupted, UserError
-from steppe.sweeps import Grid, Job, Sweep, Worker, cancel, look, read_plan, retry, write_plan
+from steppe.sweeps import (
+    Grid,
+    Job,
+    Sweep,
+    Worker,
+    cancel,
+    look,
+    read_plan,
+    retry,
+    store,
+    write_plan,
+)
 from steppe.sweeps.status import show
+from steppe.sweeps.store import claim
 from steppe.training import RunDirectory, train
 from steppe.training.trainer import Trainer
 from tests.training.test_resume import assert_same_run
@@ -229,6 +245,91 @@ def test_a_run_that_kills_its_workers_has_failed(tmp_path: Path) -> None:
     assert Worker(sweep, "cpu").work() == 6
     assert [e.kind for e in job.events()] == [*["claim"] * 3, "failed", "claim", "done"]
     assert "3 workers died" in job.events()[3].facts["error"]
+
+
+def short_of_memory(fits: int, running, most):
+    """Makes a first step that raises if more than `fits` runs are at work."""
+    step = Trainer.step
+
+    def first_step(self, batches):
+        if self.done == 0:
+            with running.get_lock():
+                running.value += 1
+                beside = running.value
+                most.value = max(most.value, beside)
+            try:
+                time.sleep(0.2)
+                if beside > fits:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                return step(self, batches)
+            finally:
+                with running.get_lock():
+                    running.value -= 1
+        return step(self, batches)
+
+    return first_step
+
+
+def test_runs_that_do_not_fit_beside_each_other(tmp_path: Path, monkeypatch) -> None:
+    """Whoever finds no memory waits, and fails no run."""
+    sweep = plan(tmp_path / "sweep", overrides=("steps=2", "batch_size=4"))
+    fork = multiprocessing.get_context("fork")
+    running, most = fork.Value("i", 0), fork.Value("i", 0)
+    monkeypatch.setattr(Trainer, "step", short_of_memory(2, running, most))
+    torch.set_num_threads(1)
+    crew = [fork.Process(target=lambda: Worker(sweep, "cpu").work()) for _ in range(5)]
+    for worker in crew:
+        worker.start()
+    for worker in crew:
+        worker.join(timeout=120)
+        assert worker.exitcode == 0
+    assert look(sweep).counts["done"] == len(sweep.names) == 12
+    kinds = Counter(e.kind for name in sweep.names for e in Job(sweep.folder(name)).events())
+    assert kinds["failed"] == 0
+    assert kinds["released"] > 0
+    assert most.value > 2
+
+
+def test_one_that_does_not_fit_alone_has_failed(tmp_path: Path, monkeypatch) -> None:
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
+    first, second, *_ = (Job(sweep.folder(name)) for name in sweep.names)
+    worker = Worker(sweep, "cpu", limit=1)
+    monkeypatch.setattr(store, "worker_name", lambda: "another")
+    taken = claim(first, [], memory=socket.gethostname())
+    elsewhere = claim(second, [], memory="another machine's")
+    monkeypatch.undo()
+    assert taken is not None
+    assert elsewhere is not None
+
+    def full(self, batches):
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
+
+    monkeypatch.setattr(Trainer, "step", full)
+    assert worker.work() == 0
+    third = Job(sweep.folder(sweep.names[2]))
+    assert [event.kind for event in third.events()] == ["claim", "released"]
+    assert worker._next() == (None, True)  # while the other is at work
+    taken.release()
+    monkeypatch.setattr(store, "worker_name", lambda: "a third")
+    beside = claim(third, third.events(), memory=socket.gethostname())
+    assert beside is not None
+    monkeypatch.undo()
+
+    def full_and_over(self, batches):
+        beside.release()  # the other one had no memory either
+        full(self, batches)
+
+    monkeypatch.setattr(Trainer, "step", full_and_over)
+    worker._company = 5
+    assert worker.work() == 0
+    assert [event.kind for event in first.events()] == [*["claim", "released"] * 2]
+    monkeypatch.setattr(Trainer, "step", full)
+    assert worker.work() == 0
+    assert [event.kind for event in first.events()][4:] == ["claim", "failed"]
+    monkeypatch.undo()
+    elsewhere.release()
+    worker.limit = None
+    assert worker.work() == 6
 
 
 def test_a_worker_on_the_wrong_machine_fails_no_sweep(tmp_path: Path, monkeypatch) -> None:

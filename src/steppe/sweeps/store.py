@@ -106,7 +106,7 @@ class Job:
         folder.mkdir(exist_ok=True)
         text = json.dumps({"kind": kind, "time": time.time(), **facts}).encode()
         target = folder / f"{number:05d}.json"
-        temporary = folder / f".{number:05d}.{_me()}"
+        temporary = folder / f".{number:05d}.{worker_name()}"
         try:
             with checkpoint.full_disk_explained(target):
                 temporary.write_bytes(text)
@@ -186,7 +186,7 @@ def deaths(events: list[Event]) -> int:
 
 def clock(path: Path) -> float:
     """The time by the clock of the file system, which all workers share."""
-    probe = path / f".clock-{_me()}"
+    probe = path / f".clock-{worker_name()}"
     try:
         probe.touch()
         os.utime(probe)
@@ -223,7 +223,7 @@ class Claim:
 
     def commit(self) -> bool:
         """Makes the attempt the result; False if the run is no longer this worker's."""
-        if not self.job.note(self.number + 1, "done", attempt=self.number, worker=_me()):
+        if not self.job.note(self.number + 1, "done", attempt=self.number, worker=worker_name()):
             return False
         self.job.settle(self.job.last())
         return True
@@ -245,7 +245,7 @@ def claim(job: Job, events: list[Event], **facts: Any) -> Claim | None:
     claims = [event for event in events if event.kind == "claim"]
     # Not always the last one: a worker may have died before it took over what was there.
     earlier = next((e for e in reversed(claims) if job.attempt(e.number).exists()), None)
-    facts |= {"worker": _me(), "host": socket.gethostname(), "pid": os.getpid()}
+    facts |= {"worker": worker_name(), "host": socket.gethostname(), "pid": os.getpid()}
     facts["step"] = _newest(job.attempt(earlier.number)) if earlier else None
     if not job.note(number, "claim", **facts):
         return None
@@ -300,5 +300,6 @@ def _take_over(old: Path, new: Path, gone: bool) -> None:
     copied.rename(new)
 
 
-def _me() -> str:
+def worker_name() -> str:
+    """What this process is called in events."""
     return f"{socket.gethostname()}-{os.getpid()}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -38,6 +42,9 @@ IDLE_SECONDS = 2.0
 class Worker:
     """Takes runs from a sweep.
 
+    A run that does not fit into memory beside those of other workers has not failed: it is given
+    back, and its worker takes runs beside half as many others, and one more after each that fits.
+
     Attributes:
         sweep: the sweep.
         device: what runs compute on, whatever their configs say.
@@ -53,6 +60,8 @@ class Worker:
     limit: int | None = None
     _done: set[str] = field(default_factory=set)
     _refused: int = 0
+    _company: int | None = None
+    """Beside how many others it takes a run; as many as there are until one did not fit."""
 
     def work(self) -> int:
         """Carries runs out until none is left; returns how many it finished."""
@@ -71,11 +80,14 @@ class Worker:
                     continue
                 taken += 1
                 finished += self._carry_out(claim)
+                _free_memory()  # here, where no error holds what the run had
         return finished
 
     def _next(self) -> tuple[Claim | None, bool]:
         """The first run that can be taken, taken; and whether runs are left that others have."""
         self.sweep = read_plan(self.sweep.path)  # it may have been extended
+        if self._company is not None and self._others(time.time()) > self._company:
+            return None, True
         now, left = store.clock(self.sweep.path), False
         for name in self.sweep.names:
             if name in self._done:
@@ -92,7 +104,7 @@ class Worker:
                 job.note(events[-1].number + 1, "failed", error=error, traceback="")
                 left = True
             elif state in ("planned", "lost"):
-                claim = store.claim(job, events, device=self.device)
+                claim = store.claim(job, events, device=self.device, memory=self._memory)
                 if claim is not None:
                     return claim, True
                 left = True
@@ -100,8 +112,32 @@ class Worker:
                 left = True
         return None, left
 
+    @cached_property
+    def _memory(self) -> str:
+        """Names the memory that its runs are in: a GPU's or the machine's."""
+        device = find_device(self.device)
+        if device.type == "cuda":
+            return str(torch.cuda.get_device_properties(device).uuid)
+        return socket.gethostname()
+
+    def _others(self, since: float) -> int:
+        """How many other workers have had runs in the same memory since then."""
+        now, found = store.clock(self.sweep.path), set()
+        for name in self.sweep.names:
+            if name in self._done:
+                continue
+            job = Job(self.sweep.folder(name))
+            events = job.events()
+            for event, after in zip_longest(events, events[1:]):
+                if event.kind != "claim" or event.facts.get("memory") != self._memory:
+                    continue
+                alive = now - job.signs_of_life(event) < self.stale
+                if after.time >= since if after else alive:
+                    found.add(event.facts["worker"])
+        return len(found - {store.worker_name()})
+
     def _carry_out(self, claim: Claim) -> bool:
-        name = claim.job.name
+        name, began = claim.job.name, time.time()
         log.info("%s: attempt %d", name, claim.number)
         try:
             config = claim.job.config()
@@ -115,6 +151,17 @@ class Worker:
             claim.release()
             raise
         except Exception as error:
+            # Those that were just as short of it may be gone by now.
+            others = self._others(began) if _out_of_memory(error) else 0
+            if others:
+                claim.release()
+                self._company = others // 2
+                log.warning(
+                    "%s: no memory was left beside %d other runs. It is given back, and this "
+                    "worker waits until at most %d others are at work",
+                    *(name, others, self._company),
+                )
+                return False
             claim.fail(f"{type(error).__name__}: {error}", traceback.format_exc())
             log.error("%s: failed: %s", name, error)
             self._refused = self._refused + 1 if isinstance(error, UserError) else 0
@@ -123,14 +170,14 @@ class Worker:
                     f"{REFUSALS} runs in a row failed here for the same kind of reason ({error}): "
                     "mend that on this machine, then 'steppe sweep retry'"
                 ) from None
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # of a run that did not fit
             return False
         if not claim.commit():
             log.warning("%s: finished, but another worker has it: the result is dropped", name)
             return False
         log.info("%s: done", name)
         self._refused = 0
+        if self._company is not None:
+            self._company += 1
         return True
 
     @contextmanager
@@ -158,6 +205,20 @@ class Worker:
         finally:
             over.set()
             thread.join()
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether an error says so; not all libraries raise torch's."""
+    texts = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+    wanting = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return wanting or any(text in str(error) for text in texts)
+
+
+def _free_memory() -> None:
+    """Leaves to others what the last run had, which torch would keep for the next."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def work(
