@@ -20,6 +20,10 @@ class RunError(RuntimeError):
     """
 
 
+class Diverged(RunError):
+    """The loss, or what is measured, is no longer finite."""
+
+
 class Interrupted(BaseException):
     """A run was asked to stop by a signal, has saved its state and can be resumed.
 

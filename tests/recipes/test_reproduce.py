@@ -18,7 +18,8 @@ from steppe import recipes
 from steppe.cli import app
 from steppe.errors import UserError
 from steppe.recipes import RECIPES, make_order, plan, reproduce, write_results
-from steppe.reports import Row
+from steppe.recipes.results import rates_grid, to_json
+from steppe.reports import Row, to_markdown
 from steppe.sweeps import Sweep, read_plan, work
 
 
@@ -90,6 +91,23 @@ def test_rates_are_tuned_first(tmp_path: Path) -> None:
     (variant,) = found.variants
     assert set(variant.selected.rows()) == {Row("ERM", "sgd", "none"), Row("ERM", "adam", "none")}
     assert {run.hparams["lr"] for run in variant.selected.runs} == {0.001, 5e-5}
+
+
+def test_a_rate_that_diverges_is_not_chosen(tmp_path: Path) -> None:
+    changes = {"factors": (1.0, 1e12), "share": 0.01, "tuning": 1.0, "only": 1, "trials": 1}
+    options = {"datasets": ["RotatedDigits"], "optimizers": ["sgd"], "options": {"device": "cpu"}}
+    order = make_order("table1", "small", changes=changes, **options)
+    found = reproduce(order, tmp_path / "one", carry_out)
+    ((_, rate),) = found.rates.items()
+    assert rate.lr == 0.001
+    assert rate.validation[1e9] is None
+    assert "1e+09: diverged" in to_markdown(rates_grid(found))
+    assert to_json(found)["learning rates"][0]["validation"]["1e+09"] is None
+    assert len(found.variants) == 1
+
+    order = make_order("table1", "small", changes={**changes, "factors": (1e12, 1e13)}, **options)
+    with pytest.raises(UserError, match=r"diverged with every learning rate from 1e\+09 on"):
+        reproduce(order, tmp_path / "none", carry_out)
 
 
 def test_a_folder_of_images(tmp_path: Path) -> None:

@@ -40,11 +40,11 @@ class Rate:
     Attributes:
         lr: the learning rate.
         validation: by learning rate tried, the accuracy on validation images of the training
-            domains, in per cent; empty where none was tried.
+            domains, in per cent, or None if the run diverged; empty where none was tried.
     """
 
     lr: float
-    validation: Mapping[float, float] = field(default_factory=dict)
+    validation: Mapping[float, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -262,25 +262,30 @@ def _grid(
     )
 
 
-def choose_rates(order: Order, runs: Iterable[Run]) -> dict[Place, Rate]:
+def choose_rates(
+    order: Order, runs: Iterable[Run], diverged: Iterable[Grid] = ()
+) -> dict[Place, Rate]:
     """For every place the learning rate whose run validates best on its own training domains.
 
     No other run is looked at: what validates another target's runs is, in part, this target.
 
     Args:
         order: what is being run.
-        runs: those that tune, all finished.
+        runs: those that tune and are finished.
+        diverged: of `tuning_grids`, those whose run diverged.
     """
-    found: dict[tuple[str, str, Row], dict[float, float]] = defaultdict(dict)
+    found: dict[tuple[str, str, Row], dict[float, float | None]] = defaultdict(dict)
     for run in runs:
         chosen = best_step(run)
         if chosen is not None and chosen.validation is not None:
-            key = (run.dataset, "+".join(sorted(run.targets)), run.row)
+            key = _key(Place(run.dataset, "+".join(run.targets), run.row))
             found[key][float(run.hparams["lr"])] = 100 * chosen.validation
+    for grid in diverged:
+        method = Row(grid.algorithms[0], grid.optimizers[0], grid.averaging[0])
+        found[_key(Place(grid.datasets[0], grid.targets, method))][_rate_of(grid)] = None
     rates = {}
     for place in places(order):
-        targets = "+".join(sorted(place.targets.split("+")))
-        seen = found.get((place.dataset, targets, place.method), {})
+        seen = found.get(_key(place), {})
         missing = [lr for lr in rates_tried(order, place) if lr not in seen]
         if missing:
             raise UserError(
@@ -288,5 +293,22 @@ def choose_rates(order: Order, runs: Iterable[Run]) -> dict[Place, Rate]:
                 f"finished run with learning rate {missing[0]:g}; see 'steppe sweep status', then "
                 "run this again"
             )
-        rates[place] = Rate(max(seen, key=lambda lr: (seen[lr], -lr)), dict(sorted(seen.items())))
+        learned = {lr: value for lr, value in seen.items() if value is not None}
+        if not learned:
+            raise UserError(
+                f"{place.method.name} on {Path(place.dataset).name}, {place.targets} held out: "
+                f"diverged with every learning rate from {min(seen):g} on; --factors tries others"
+            )
+        best = max(learned, key=lambda lr: (learned[lr], -lr))
+        rates[place] = Rate(best, dict(sorted(seen.items())))
     return rates
+
+
+def _key(place: Place) -> tuple[str, str, Row]:
+    """A place, whatever the order of its targets."""
+    return place.dataset, "+".join(sorted(place.targets.split("+"))), place.method
+
+
+def _rate_of(grid: Grid) -> float:
+    """The learning rate that a grid of `tuning_grids` tries."""
+    return float(grid.tag.removeprefix(TUNING))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from steppe.errors import Diverged
 from steppe.reports import build_report, compare, draw, load_runs, to_markdown, write
 from steppe.reports.spectra import save_figure
-from steppe.sweeps import Sweep, write_plan
+from steppe.sweeps import Grid, Sweep, jobs, look, write_plan
 from steppe.training import load_measurements, measure_run
 from steppe.training.curvature import RHO
 
@@ -39,11 +40,18 @@ def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Place,
         return write_plan(grids(order, rates), out, command=command, extend=True), rates
     tries = tuning_grids(order)
     sweep = write_plan(tries, out, command=command, extend=True)
-    done = finished(sweep, tries)
-    if len(done.paths) < done.total:
+    done, diverged = finished(sweep, tries), _diverged(sweep, tries)
+    if len(done.paths) + len(diverged) < done.total:
         return sweep, None
-    rates = choose_rates(order, load_runs(done.paths).runs)
+    rates = choose_rates(order, load_runs(done.paths).runs if done.paths else (), diverged)
     return write_plan(grids(order, rates), out, command=command, extend=True), rates
+
+
+def _diverged(sweep: Sweep, tries: Sequence[Grid]) -> list[Grid]:
+    """Those whose run has failed because it diverged: a result too, where rates are tuned."""
+    name = f"{Diverged.__name__}:"
+    failed = {one.name for one in look(sweep).failures if one.error.startswith(name)}
+    return [grid for grid in tries if any(name in failed for name, _ in jobs(grid))]
 
 
 def reproduce(

@@ -387,7 +387,10 @@ def rates_grid(results: Results) -> Grid:
     """The learning rates that were tried, and which was chosen."""
     shown = []
     for place, rate in results.rates.items():
-        tried = ", ".join(f"{lr:g}: {value:.1f}" for lr, value in rate.validation.items())
+        tried = ", ".join(
+            f"{lr:g}: {'diverged' if value is None else f'{value:.1f}'}"
+            for lr, value in rate.validation.items()
+        )
         cells = (_short(place.dataset), place.targets, place.method.name, f"{rate.lr:g}", tried)
         shown.append(tuple(map(Text, cells)))
     headings = ("dataset", "held out", "method", "learning rate", "tried: validation accuracy")

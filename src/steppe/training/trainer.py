@@ -25,7 +25,7 @@ from steppe.averaging import build_averaging, reestimate, unfrozen
 from steppe.domains import seed_hash
 from steppe.domains.batches import Batch, Sampling, View
 from steppe.domains.store import open_store
-from steppe.errors import Interrupted, RunError, UserError
+from steppe.errors import Diverged, Interrupted, RunError, UserError
 
 from . import checkpoint, precision, randomness, setup
 from .config import RunConfig
@@ -295,7 +295,7 @@ class Trainer:
             self._diverged(f"the loss became {value} at step {step} or shortly before")
 
     def _diverged(self, what: str) -> None:
-        raise RunError(
+        raise Diverged(
             f"{what}: the run diverged. Records and checkpoints so far are kept in "
             f"{self.dir.path}. Try a smaller optimizer.lr"
             + (" or precision=fp32" if self.precision in ("fp16", "bf16") else "")
