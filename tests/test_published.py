@@ -37,7 +37,7 @@ def test_the_records_give_what_is_stored(tmp_path: Path, stored: dict[str, Any])
     load_script(DOCS / "results/publish.py").publish(tmp_path, stored["environment"])
     made = {file.name for file in tmp_path.iterdir()}
     assert made == {file.name for file in PACS.iterdir()} - {"records.tar.xz", "first-try.tar.xz"}
-    for name in made - {"figure.svg", "spectra.svg", "results.json"}:
+    for name in made - {"figure.svg", "spectra.svg", "effort.svg", "results.json"}:
         assert (tmp_path / name).read_text() == (PACS / name).read_text()
     again = json.loads((tmp_path / "results.json").read_text())
     assert again.keys() == stored.keys()
@@ -130,7 +130,7 @@ def test_what_the_page_says_of_accuracy(
     assert f"FAD is first with {means['fad', 'Avg.']:.1f}" in best
     assert f"by {ahead['gam']:.1f} and {ahead['sam']:.1f} points over GAM and SAM" in best
     assert f"by {ahead['sam']:.1f} points over SAM and {ahead['adam']:.1f} over Adam" in page
-    adam, sgd = _row("better than Adam"), _row("FAD is better than SGD")
+    adam, sgd = _row("better than Adam,"), _row("FAD is better than SGD")
     targets = ("art_painting", "cartoon", "photo", "sketch")
     gains = {
         rival: [means["fad", t] - means[rival, t] for t in targets] for rival in NAMES.values()
@@ -300,11 +300,25 @@ def test_counts_that_the_page_has(tmp_path: Path) -> None:
     with tarfile.open(PACS / "records.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     runs = {path.name: path / "result" for path in (tmp_path / "pacs/runs").iterdir()}
-    known = {name for name in runs if any(f"-{own}-" in name for own in NAMES.values())}
+    shares = {name for name in runs if "-ratio" in name}
+    known = {name for name in runs if any(f"-{own}-" in name for own in NAMES.values())} - shares
     tuned = {name for name in known if "-tune" in name}
     page = (DOCS / "results/pacs.md").read_text()
     assert f"all {len(known)} runs are reported: {len(tuned)} that tune" in page
-    assert f"and {len(runs) - len(known)} runs that tune AdamW and Yogi" in page
+    adamw = [name for name in runs if "-adamw-" in name]
+    half = [name for name in shares if name.endswith("-ratio0.5")]
+    tuning = sum("-tune" in name for name in adamw)
+    more = len(adamw) + len(shares) - len(half)
+    assert f"Then {more} more: {tuning} that tune AdamW, {len(adamw) - tuning} of AdamW" in page
+    assert f"{len(shares) - len(half)} of FAD in a part of the updates, with FAD's" in page
+    assert f"and of the {more} of AdamW and of FAD in a part of the updates" in page
+    yogi, adahessian = (sum(f"-{o}-" in name for name in runs) for o in ("yogi", "adahessian"))
+    assert (
+        f"{len(runs) - len(known) - more} runs of what is unfinished: {yogi} that tune Yogi, "
+        f"{adahessian} that tune AdaHessian, {len(half)} of FAD in 50 % of the updates"
+    ) in page
+    assert len(half) == 2
+    assert "two of twelve were finished" in page
     streamed = [name for name in known if "streamed" in (runs[name] / "log.txt").read_text()]
     assert f"{len(streamed)} runs found too little memory" in page
 
@@ -318,6 +332,22 @@ def test_counts_that_the_page_has(tmp_path: Path) -> None:
         o: 0.001 for o in bases if o != "gam"
     }
     assert rate("PACS-photo-ERM-gam-none-trial3") == 0.003
+    targets = ("art_painting", "cartoon", "photo", "sketch")
+    rates = {
+        (o, t): rate(f"PACS-{t}-ERM-{o}-none-trial0") for o in ("adam", "adamw") for t in targets
+    }
+    assert {place for place, lr in rates.items() if lr != 0.00015} == {("adamw", "photo")}
+    assert rates["adamw", "photo"] == 0.00005
+    for name in shares:
+        assert rate(name) == rate(name.rpartition("-")[0])
+    for optimizer, shown in (("adam", "0.12 and"), ("adamw", "and 0.12")):
+        losses = []
+        for target, trial in product(targets, range(3)):
+            result = runs[f"PACS-{target}-ERM-{optimizer}-none-trial{trial}"]
+            last = json.loads((result / "records.jsonl").read_text().splitlines()[-1])
+            losses.append(last["loss"]["total"])
+        assert f"{fmean(losses):.2f}" in shown
+    assert "their mean training losses at the end are 0.12 and 0.12" in page
 
     ranges = {
         "FAD on cartoon has {:.1f} to {:.1f}": ("cartoon", "fad"),
@@ -360,6 +390,67 @@ def test_counts_that_the_page_has(tmp_path: Path) -> None:
     # What `small` is reckoned with, in tests/recipes/test_orders.py.
     assert max(one["products"] for one in measured.values()) == PRODUCTS
     assert max(one["flatness"]["passes"] for one in measured.values()) == PASSES
+
+
+def test_what_is_said_of_adamw_and_of_a_part_of_the_updates(stored: dict[str, Any]) -> None:
+    more = stored["more"]
+    average = {name: cells["Avg."]["mean"] for name, cells in more["means"].items()}
+    assert max(average, key=average.__getitem__) == "adamw"
+    assert sorted(average, key=average.__getitem__)[:4] == ["sgd", "adam", "fad 5 %", "fad 10 %"]
+    lead = f"{average['adamw'] - average['fad']:.1f} points ahead of"
+    pairs = {"all": more["pairs"]}
+    adamw = {
+        (rival, over): _difference(pairs, "adamw", rival, over, "all")
+        for rival, over in product(("fad", "adam"), ("targets", "trials"))
+    }
+    for rival, claim in (("fad", "better than AdamW"), ("adam", "are level")):
+        shown = {name: label for label, name in NAMES.items()}[rival]
+        points, over_targets = adamw[rival, "targets"]
+        over_seeds = adamw[rival, "trials"][1]
+        said = (
+            f"AdamW - {shown} is {points} on the first three seeds; {over_targets} over the "
+            f"targets, {over_seeds} over the seeds"
+        )
+        assert said in _row(claim)
+        assert over_targets.startswith("+") == (rival == "adam")
+        assert over_seeds.startswith("+") == (rival == "adam")
+    tenth = _row("FAD in 10 %")
+    names = {**NAMES, "AdamW": "adamw"}
+    for shown in ("SGD", "Adam", "AdamW", "SAM", "GAM"):
+        points, interval = _difference(pairs, "fad 10 %", names[shown], "targets", "all")
+        assert re.search(rf"- {shown} (is )?{re.escape(f'{points} ({interval}')}", tenth)
+        assert interval.startswith("-")
+        assert (" to -" in interval) == (shown == "AdamW")
+    p = more["p after Holm"]["over trials"]
+    by_size = sorted(p.values())
+    assert p["adamw - adam"] == by_size[0]
+    targets = more["p after Holm"]["over targets"]
+    assert by_size[1] > 0.2
+    assert min(targets.values()) > 0.3
+    assert len(p) == len(targets) == 13
+    points, interval = adamw["fad", "targets"]
+    for page, sentences in {
+        "docs/results/pacs.md": (
+            f"{lead} FAD there, with a quarter of its gradients",
+            "corrected over these thirteen pairs, p over the seeds is "
+            f"{by_size[0]:.2f} for AdamW - Adam and above 0.2 for the others, over targets none is "
+            "below 0.3",
+            f"Whether that costs Adam {adamw['adam', 'targets'][0][1:]} points",
+        ),
+        "docs/index.md": (f"{lead} it ({interval}), with one pass",),
+        "README.md": (f"AdamW - FAD {points} ({interval}) on three of the seeds",),
+        "docs/results/index.md": (
+            f"AdamW - FAD {points} ({interval} over targets)",
+            "AdamW - Adam {} ({})".format(*adamw["adam", "targets"]),
+        ),
+        "docs/explanation/evidence.md": (
+            "has {adamw:.1f} where FAD has {fad:.1f} and Adam {adam:.1f}".format(**average),
+            f"AdamW - FAD is {points}, 95 % interval {interval} over the targets",
+        ),
+    }.items():
+        text = " ".join((ROOT / page).read_text().split())
+        for sentence in sentences:
+            assert sentence in text, sentence
 
 
 def test_what_the_page_says_of_flatness(

@@ -22,27 +22,35 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.stats
 import torch
+from matplotlib.figure import Figure
 from scipy.special import stdtr
 
 from steppe.bench.record import environment
+from steppe.optim import optimizer_spec
 from steppe.recipes import make_order, plan
 from steppe.recipes.figures import FIGURES
 from steppe.recipes.results import Results, gather, grids, paired_json, to_json
 from steppe.reports import (
+    Cell,
     Comparison,
     Grid,
     MethodCurvature,
     Paired,
+    Row,
     Run,
+    Table,
+    TableRow,
+    across_datasets,
     compare,
+    dataset_tables,
     draw,
     load_runs,
     paired,
     select_runs,
     to_markdown,
 )
-from steppe.reports.render import Text
-from steppe.reports.spectra import save_figure
+from steppe.reports.render import Text, cell_text
+from steppe.reports.spectra import COLOURS, save_figure
 from steppe.sweeps import read_plan
 
 FOLDER = Path(__file__).parent / "pacs"
@@ -57,6 +65,13 @@ LATER = frozenset({3, 4, 5})
 """Trials that were added when the first three had been seen; of theirs, models were measured."""
 MEASURED = "sketch"
 """What the measured models hold out."""
+MORE = {"adamw": "", "fad 5 %": "-ratio0.05", "fad 10 %": "-ratio0.1"}
+"""What only the first three trials have: AdamW, and FAD in a part of the updates; how runs end."""
+RIVALS = (
+    *(("adamw", name) for name in ("adam", *OPTIMIZERS[:-1])),
+    *(("fad 10 %", name) for name in ("sgd", "adam", "adamw", "sam", "gam", "fad")),
+    *(("fad 5 %", name) for name in ("sgd", "fad")),
+)
 QUANTITIES = {"λ_max": "lambda_max", "trace": "trace", "R0": "zeroth", "R1": "first"}
 
 
@@ -83,6 +98,63 @@ def published(records: Path, scratch: Path) -> Results:
     return replace(found, curvature=compare(held_out))
 
 
+def with_more(runs: Iterable[Run], folder: Path) -> list[Run]:
+    """The runs of the first trials, and those of `MORE`, with the names that it has."""
+    found = [run for run in runs if run.trial not in LATER]
+    for name, ending in MORE.items():
+        some = load_runs(sorted(folder.glob(f"*-{name.split()[0]}-none-trial?{ending}"))).runs
+        assert len(some) == 4 * 3, f"{name}: {len(some)} runs"
+        found += [replace(run, optimizer=name) for run in some]
+    return found
+
+
+def passes(name: str) -> float:
+    """How often an update evaluates the gradient, on average: a plain one does once."""
+    optimizer, _, share = name.removesuffix(" %").partition(" ")
+    return 1 + float(share or 100) / 100 * (optimizer_spec(optimizer).passes - 1)
+
+
+def more_grid(table: Table, averages: Mapping[Row, Cell | None]) -> Grid:
+    """The first trials of everything, by what an update costs; the best are marked."""
+    cells = {row.row: {**row.cells, "Avg.": averages[row.row]} for row in table.rows}
+    columns = list(next(iter(cells.values())))
+    texts_of = {column: [cell_text(own[column]) for own in cells.values()] for column in columns}
+    best = {
+        column: max(t, key=lambda text: float(text.split()[0])) for column, t in texts_of.items()
+    }
+    lines = []
+    for row in sorted(cells, key=lambda row: (passes(row.optimizer), row.optimizer)):
+        texts = {column: cell_text(cells[row][column]) for column in columns}
+        marked = [Text(text, text == best[column]) for column, text in texts.items()]
+        lines.append((Text(row.optimizer), Text(f"{passes(row.optimizer):.3g}"), *marked))
+    headings = ("method", "gradients in an update", *columns)
+    note = "three seeds, the same for all; fad 5 %: FAD in 5 % of the updates, SGD in the others"
+    return Grid("PACS, the first three seeds", headings, tuple(lines), 1, note)
+
+
+def effort_figure(rows: Iterable[TableRow]) -> Figure:
+    """Accuracy against what an update costs; FAD's shares of the updates are joined."""
+    figure = Figure(figsize=(5.4, 3.4), layout="constrained")
+    axes = figure.subplots()
+    joined = []
+    for row in sorted(rows, key=lambda row: passes(row.row.optimizer)):
+        name, cell = row.row.optimizer, row.cells["PACS"]
+        assert cell is not None
+        x = passes(name)
+        ours = name == "sgd" or name.startswith("fad")
+        joined += [(x, cell.mean)] if ours else []
+        colour = COLOURS[0] if ours else COLOURS[1]
+        axes.errorbar(x, cell.mean, yerr=cell.err, marker="o", color=colour, capsize=3)
+        place, side = ((6, -11), "left") if ours else ((-6, 3), "right")
+        axes.annotate(name, (x, cell.mean), place, textcoords="offset points", fontsize=8, ha=side)
+    axes.plot(*zip(*joined, strict=True), color=COLOURS[0])
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("gradients in an update, on average")
+    axes.set_ylabel("accuracy, per cent")
+    axes.margins(0.18, 0.1)
+    return figure
+
+
 class Pair(NamedTuple):
     """A difference of two optimizers, over targets and over trials."""
 
@@ -90,27 +162,40 @@ class Pair(NamedTuple):
     trials: Paired
 
 
-def all_pairs(runs: Sequence[Run]) -> list[Pair]:
-    """Every optimizer against every other."""
+def all_pairs(
+    runs: Sequence[Run], names: Iterable[tuple[str, str]] = tuple(combinations(OPTIMIZERS, 2))
+) -> list[Pair]:
+    """Every optimizer against every other, or those that are named."""
     selected = select_runs(runs, "train-val")
-    return [
-        Pair(paired(selected, a, b), paired(selected, a, b, over="trials"))
-        for a, b in combinations(OPTIMIZERS, 2)
-    ]
+    return [Pair(paired(selected, a, b), paired(selected, a, b, over="trials")) for a, b in names]
 
 
-def pairs_grid(pairs: Iterable[Pair], later: Iterable[Pair]) -> Grid:
-    """A line for each pair, with its intervals; one that excludes zero is marked."""
+def pairs_grid(note: str, *columns: Sequence[Pair]) -> Grid:
+    """A line for each pair, with its intervals; one that excludes zero is marked.
+
+    Args:
+        note: below the table.
+        columns: the same pairs, from one set of seeds or another.
+    """
     lines = [
         (
-            Text(f"{both[0].targets.a} - {both[0].targets.b}"),
-            *chain.from_iterable(map(_cells, both)),
+            Text(f"{pairs[0].targets.a} - {pairs[0].targets.b}"),
+            *chain.from_iterable(map(_cells, pairs)),
         )
-        for both in zip(pairs, later, strict=True)
+        for pairs in zip(*columns, strict=True)
     ]
-    headings = ("points", "over targets", "over seeds")
-    note = "95 % intervals; on the right, the three later seeds alone"
-    return Grid("Paired differences", ("methods", *headings, *headings), tuple(lines), 1, note)
+    headings = ("points", "over targets", "over seeds") * len(columns)
+    return Grid(
+        "Paired differences", ("methods", *headings), tuple(lines), 1, f"95 % intervals{note}"
+    )
+
+
+def _both_ways(pairs: Sequence[Pair]) -> dict[str, dict[str, float]]:
+    """The corrected p-values over targets and over trials."""
+    return {
+        "over targets": corrected(pair.targets for pair in pairs),
+        "over trials": corrected(pair.trials for pair in pairs),
+    }
 
 
 def _cells(pair: Pair) -> list[Text]:
@@ -241,10 +326,16 @@ def publish(out: Path, facts: object) -> None:
         pairs = all_pairs(selected.runs)
         later = all_pairs([run for run in selected.runs if run.trial in LATER])
         first = all_pairs([run for run in selected.runs if run.trial not in LATER])
+        more = select_runs(with_more(selected.runs, Path(scratch) / "pacs/runs"), "train-val")
+        rivals = all_pairs(more.runs, RIVALS)
+        averages = across_datasets(more).rows
+        averages_of = {row.row: row.cells["PACS"] for row in averages}
+        (by_target,) = dataset_tables(more)
         ratios = all_ratios(compared)
         accuracy, _, curvature, rates = grids(found)
         save_figure(FIGURES["methods"](found), out / "figure.svg")
         draw(compared, out / "spectra.svg")
+        save_figure(effort_figure(averages), out / "effort.svg")
         values = {
             "environment": facts,
             "command now": COMMAND,
@@ -252,9 +343,17 @@ def publish(out: Path, facts: object) -> None:
             "all pairs": [paired_json(one) for pair in pairs for one in pair],
             "later seeds alone": [paired_json(one) for pair in later for one in pair],
             "first seeds alone": [paired_json(one) for pair in first for one in pair],
-            "p after Holm": {
-                "over targets": corrected(pair.targets for pair in pairs),
-                "over trials": corrected(pair.trials for pair in pairs),
+            "p after Holm": _both_ways(pairs),
+            "more": {
+                "means": {
+                    row.row.optimizer: {
+                        column: cell and {"mean": cell.mean, "err": cell.err}
+                        for column, cell in {**row.cells, "Avg.": averages_of[row.row]}.items()
+                    }
+                    for row in by_target.rows
+                },
+                "pairs": [paired_json(one) for pair in rivals for one in pair],
+                "p after Holm": _both_ways(rivals),
             },
             "ratios": [one._asdict() for one in ratios],
             "accuracy and curvature": with_accuracy(compared),
@@ -262,7 +361,9 @@ def publish(out: Path, facts: object) -> None:
         text = json.dumps(values, indent=1).replace(f"{scratch}/", "")
     shown = {
         "accuracy": accuracy,
-        "pairs": pairs_grid(pairs, later),
+        "pairs": pairs_grid("; on the right, the three later seeds alone", pairs, later),
+        "more": more_grid(by_target, averages_of),
+        "more-pairs": pairs_grid("", rivals),
         "curvature": curvature,
         "ratios": ratios_grid(ratios),
         "rates": rates,
