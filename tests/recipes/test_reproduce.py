@@ -20,7 +20,7 @@ from steppe.errors import UserError
 from steppe.recipes import RECIPES, make_order, plan, reproduce, write_results
 from steppe.recipes.results import rates_grid, to_json
 from steppe.reports import Row, to_markdown
-from steppe.sweeps import Sweep, read_plan, work
+from steppe.sweeps import Sweep, look, read_plan, work
 
 
 def carry_out(sweep: Sweep) -> bool:
@@ -91,6 +91,27 @@ def test_rates_are_tuned_first(tmp_path: Path) -> None:
     (variant,) = found.variants
     assert set(variant.selected.rows()) == {Row("ERM", "sgd", "none"), Row("ERM", "adam", "none")}
     assert {run.hparams["lr"] for run in variant.selected.runs} == {0.001, 5e-5}
+
+
+def test_workers_go_on_when_a_rate_is_known(tmp_path: Path, monkeypatch) -> None:
+    """What has its learning rate is run beside what still tunes, by workers that are there."""
+    changes = {"factors": (0.5, 1.0), "share": 0.02, "tuning": 1.0, "trials": 1, "only": 3}
+    options = {"datasets": ["RotatedDigits"], "optimizers": ["sgd"], "options": {"device": "cpu"}}
+    order = make_order("table1", "small", changes=changes, **options)
+    monkeypatch.setattr(sys.modules["steppe.recipes.reproduce"], "LOOK_SECONDS", 0.05)
+    done = []
+
+    def counted(sweep: Sweep) -> None:
+        carry_out(sweep)
+        done.append(look(sweep).counts["done"])
+
+    found = reproduce(order, tmp_path, counted, command="as typed")
+    assert not found.problems
+    assert done[0] >= 6 + 2  # of the third place, nothing may have been planned in time
+    assert done[-1] == 9
+    sweep = read_plan(tmp_path)
+    assert len(sweep.facts["grids"]) == 9
+    assert sweep.facts["commands"] == ["as typed"]
 
 
 def test_a_rate_that_diverges_is_not_chosen(tmp_path: Path) -> None:

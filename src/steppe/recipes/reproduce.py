@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from steppe.errors import Diverged
+from steppe.errors import Diverged, UserError
 from steppe.reports import build_report, compare, draw, load_runs, to_markdown, write
 from steppe.reports.spectra import save_figure
-from steppe.sweeps import Grid, Sweep, jobs, look, write_plan
+from steppe.sweeps import Grid, Job, Sweep, jobs, look, store, write_plan
 from steppe.training import load_measurements, measure_run
 from steppe.training.curvature import RHO
 
 from . import figures
-from .orders import Order, Place, Rate, choose_rates, default_rates, grids, tuning_grids
+from .orders import Order, Place, Rate, choose_rates, default_rates, grids, places, tuning_grids
 from .results import Results, finished, gather, look_at, made, to_json
 from .results import grids as result_grids
 
+_DIVERGED = f"{Diverged.__name__}:"
+"""How the failure of a run begins that diverged."""
+LOOK_SECONDS = 2.0
+"""Between two looks, while learning rates are being tuned, whether one is known."""
 CarryOut = Callable[[Sweep], object]
 """Runs what a sweep has left."""
 
 
 def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Place, Rate] | None]:
-    """Plan as much of a recipe as can be known: first what tunes learning rates, then the rest.
+    """Plan as much of a recipe as can be known: what tunes learning rates, and what has them.
 
     Args:
         order: what to run.
@@ -33,25 +40,31 @@ def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Place,
         command: what was typed, for the record.
 
     Returns:
-        The sweep; and the learning rates, or None while they are still to be tuned.
+        The sweep; and the learning rates, or None while some are still to be tuned.
     """
     if not order.tunes:
         rates = default_rates(order)
         return write_plan(grids(order, rates), out, command=command, extend=True), rates
     tries = tuning_grids(order)
     sweep = write_plan(tries, out, command=command, extend=True)
-    done, diverged = finished(sweep, tries), _diverged(sweep, tries)
-    if len(done.paths) + len(diverged) < done.total:
-        return sweep, None
-    rates = choose_rates(order, load_runs(done.paths).runs if done.paths else (), diverged)
-    return write_plan(grids(order, rates), out, command=command, extend=True), rates
+    paths = finished(sweep, tries).paths
+    rates = choose_rates(order, load_runs(paths).runs if paths else (), _diverged(sweep, tries))
+    if rates:
+        sweep = write_plan(grids(order, rates), out, command=command, extend=True)
+    return sweep, rates if len(rates) == len(places(order)) else None
 
 
 def _diverged(sweep: Sweep, tries: Sequence[Grid]) -> list[Grid]:
     """Those whose run has failed because it diverged: a result too, where rates are tuned."""
-    name = f"{Diverged.__name__}:"
-    failed = {one.name for one in look(sweep).failures if one.error.startswith(name)}
-    return [grid for grid in tries if any(name in failed for name, _ in jobs(grid))]
+    found = []
+    for grid in tries:
+        ((name, _),) = jobs(grid)
+        job = Job(sweep.folder(name))
+        events = [] if job.result.exists() else job.events()
+        failed = store.state_of(job, events, 0.0, sweep.retries, 0.0) == "failed"
+        if failed and events[-1].facts["error"].startswith(_DIVERGED):
+            found.append(grid)
+    return found
 
 
 def reproduce(
@@ -73,16 +86,44 @@ def reproduce(
     """
     sweep, rates = plan(order, out, command)
     if rates is None:
-        say(f"tuning learning rates: {len(sweep.names):,} short runs in {out}")
-        carry_out(sweep)
+        short = len(tuning_grids(order))
+        say(f"tuning learning rates: {short:,} short runs in {out}; the others follow one by one")
+        with _planning(order, out, command):
+            carry_out(sweep)
         sweep, rates = plan(order, out, command)
     if rates is None:
         problem = f"not all runs that tune learning rates have a result: {look_at(sweep)}"
         return Results(order, {}, (), (problem,))
-    say(f"{order.recipe.name}: {len(sweep.names):,} runs in {out}")
-    carry_out(sweep)
+    if not look(sweep).complete:
+        say(f"{order.recipe.name}: {len(sweep.names):,} runs in {out}")
+        carry_out(sweep)
     found = gather(order, sweep, rates)
     return _measured(found, say) if order.recipe.curvature and found.variants else found
+
+
+@contextmanager
+def _planning(order: Order, out: Path, command: str) -> Iterator[None]:
+    """Adds runs to the plan as soon as their learning rates are known: no worker need wait."""
+    over = threading.Event()
+
+    def add() -> None:
+        took = 0.0
+        while not over.wait(max(LOOK_SECONDS, 5 * took)):  # hundreds of runs take a while
+            began = time.monotonic()
+            try:
+                if plan(order, out, command)[1] is not None:
+                    return
+            except UserError:  # it is said when all workers are through
+                return
+            took = time.monotonic() - began
+
+    thread = threading.Thread(target=add, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _measured(found: Results, say: Callable[[str], None]) -> Results:

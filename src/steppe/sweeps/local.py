@@ -78,6 +78,9 @@ def run_local(
         stale: seconds after which a silent worker is taken for dead.
         show: is given the status, again and again.
     """
+    status = look(sweep, stale)
+    if status.over:
+        return status
     logs = sweep.path / "workers"
     logs.mkdir(exist_ok=True)
     slots = []
@@ -94,11 +97,11 @@ def run_local(
                 alive = [slot for slot in slots if slot.process.poll() is None]
                 if status.over or interrupts.number is not None:
                     break
-                if not alive and status.counts["planned"]:  # given back after the last one left
-                    for slot in slots:
-                        if slot.process.poll() == 0:
-                            slot.process = _start(slot.command, slot.log)
-                            alive.append(slot)
+                # Given back, or added to the plan, after some had left.
+                ended = [slot for slot in slots if slot.process.poll() == 0]
+                for slot in ended[: status.counts["planned"]]:
+                    slot.process = _start(slot.command, slot.log)
+                    alive.append(slot)
                 for slot in slots:
                     if slot.process.poll() not in (None, 0):
                         done = status.counts["done"]

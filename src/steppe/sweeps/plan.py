@@ -213,12 +213,12 @@ def write_plan(
         raise UserError(f"{path} is not empty and holds no sweep: choose another folder")
     grids = [grid] if isinstance(grid, Grid) else list(grid)
     planned: dict[str, RunConfig] = {}
-    tags: dict[str, str] = {}
+    grid_of: dict[str, Grid] = {}
     for one in grids:
         for name, config in jobs(one):
             if name in planned:
                 raise UserError(f"two runs would both be called {name}: plan them in two sweeps")
-            planned[name], tags[name] = config, one.tag
+            planned[name], grid_of[name] = config, one
     new = {name: config for name, config in planned.items() if not old or name not in old.axes}
     for name, config in planned.items():
         if name not in new and config != read_config(path / "runs" / name / "config.json"):
@@ -233,15 +233,19 @@ def write_plan(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(config.to_json())
     os.sync()  # at once: thousands of files, one by one, would take minutes
+    commands = old.facts["commands"] if old else []
     facts = {
         "version": VERSION,
         "steppe": __version__,
-        "grids": [*(old.facts["grids"] if old else ()), *map(asdict, grids)],
-        "commands": [*(old.facts["commands"] if old else ()), command],
+        "grids": [
+            *(old.facts["grids"] if old else ()),
+            *(asdict(one) for one in grids if any(grid_of[name] is one for name in new)),
+        ],
+        "commands": commands if commands[-1:] == [command] else [*commands, command],
         "retries": (old.retries if old else RETRIES) if retries is None else retries,
         "runs": {
             **(old.axes if old else {}),
-            **{n: {**_axes(config), "tag": tags[n]} for n, config in new.items()},
+            **{n: {**_axes(config), "tag": grid_of[n].tag} for n, config in new.items()},
         },
     }
     # Last: a plan that was cut off is no plan.
