@@ -21,7 +21,7 @@ class RunError(RuntimeError):
 
 
 class Diverged(RunError):
-    """The loss, or what is measured, is no longer finite."""
+    """The loss, or what is measured on the training domains, is no longer finite."""
 
 
 class Interrupted(BaseException):

@@ -16,11 +16,12 @@ from typer.testing import CliRunner, Result
 
 from steppe import recipes
 from steppe.cli import app
-from steppe.errors import UserError
+from steppe.errors import Diverged, UserError
 from steppe.recipes import RECIPES, make_order, plan, reproduce, write_results
 from steppe.recipes.results import rates_grid, to_json
 from steppe.reports import Row, to_markdown
-from steppe.sweeps import Sweep, look, read_plan, work
+from steppe.sweeps import Job, Sweep, look, read_plan, work
+from steppe.training.trainer import Trainer
 
 
 def carry_out(sweep: Sweep) -> bool:
@@ -126,9 +127,53 @@ def test_a_rate_that_diverges_is_not_chosen(tmp_path: Path) -> None:
     assert to_json(found)["learning rates"][0]["validation"]["1e+09"] is None
     assert len(found.variants) == 1
 
-    order = make_order("table1", "small", changes={**changes, "factors": (1e12, 1e13)}, **options)
-    with pytest.raises(UserError, match=r"diverged with every learning rate from 1e\+09 on"):
-        reproduce(order, tmp_path / "none", carry_out)
+    (tried,) = [n for n in read_plan(tmp_path / "one").names if n.endswith("tune1e+09")]
+    events = Job(read_plan(tmp_path / "one").folder(tried)).events()
+    assert [event.kind for event in events] == ["claim", "failed"]  # again would be the same
+    reproduce(order, tmp_path / "one", None)  # nothing is left to be carried out
+
+
+def test_a_method_that_only_diverges_keeps_no_other_from_results(tmp_path, monkeypatch) -> None:
+    changes = {"factors": (1.0, 3.0), "share": 0.01, "tuning": 1.0, "only": 1, "trials": 1}
+    order = make_order(
+        "table1",
+        "small",
+        datasets=["RotatedDigits"],
+        optimizers=["sgd", "adam"],
+        changes=changes,
+        options={"device": "cpu"},
+    )
+    step = Trainer.step
+
+    def diverging(self, batches):
+        if self.config.optimizer.name == "sgd":
+            raise Diverged("the loss became nan")
+        return step(self, batches)
+
+    monkeypatch.setattr(Trainer, "step", diverging)
+    found = reproduce(order, tmp_path, carry_out)
+    assert {row.optimizer for _, selected in found.variants for row in selected.rows()} == {"adam"}
+    assert found.problems == (
+        "sgd on RotatedDigits, 0 held out: diverged with every learning rate that was tried; "
+        "--factors tries others",
+    )
+
+
+def test_another_failure_is_no_divergence(tmp_path: Path, monkeypatch) -> None:
+    changes = {"factors": (0.5, 1.0), "share": 0.01, "tuning": 1.0, "only": 1, "trials": 1}
+    options = {"datasets": ["RotatedDigits"], "optimizers": ["sgd"], "options": {"device": "cpu"}}
+    order = make_order("table1", "small", changes=changes, **options)
+    step = Trainer.step
+
+    def failing(self, batches):
+        if self.config.optimizer.lr == 0.001:
+            raise ValueError("the fan stopped")
+        return step(self, batches)
+
+    monkeypatch.setattr(Trainer, "step", failing)
+    found = reproduce(order, tmp_path, carry_out)
+    assert not found.variants
+    assert "not all runs that tune learning rates have a result: 1 failed" in found.problems[0]
 
 
 def test_a_folder_of_images(tmp_path: Path) -> None:

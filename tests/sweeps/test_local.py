@@ -1,7 +1,9 @@
 """Sweeps on this machine: workers die, two launchers share a plan, and nothing is lost."""
 
 import contextlib
+import errno
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -10,8 +12,10 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +27,7 @@ from steppe.sweeps import (
     Sweep,
     Worker,
     cancel,
+    local,
     look,
     read_plan,
     retry,
@@ -30,7 +35,8 @@ from steppe.sweeps import (
     write_plan,
 )
 from steppe.sweeps.status import show
-from steppe.sweeps.store import claim
+from steppe.sweeps.store import Claim, claim
+from steppe.sweeps.worker import _out_of_memory
 from steppe.training import RunDirectory, train
 from steppe.training.trainer import Trainer
 from tests.training.test_resume import assert_same_run
@@ -301,8 +307,16 @@ def test_one_that_does_not_fit_alone_has_failed(tmp_path: Path, monkeypatch) -> 
     assert taken is not None
     assert elsewhere is not None
 
+    gone = []
+
     def full(self, batches):
+        held = torch.zeros(1)
+        gone.append(weakref.ref(held))
         raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
+
+    release = Claim.release
+    monkeypatch.setattr(Claim, "release", lambda own: gone[-1]() is None and release(own))
+    monkeypatch.setattr(logging.getLogger("steppe"), "propagate", False)  # pytest keeps errors
 
     monkeypatch.setattr(Trainer, "step", full)
     assert worker.work() == 0
@@ -320,7 +334,7 @@ def test_one_that_does_not_fit_alone_has_failed(tmp_path: Path, monkeypatch) -> 
         full(self, batches)
 
     monkeypatch.setattr(Trainer, "step", full_and_over)
-    worker._company = 5
+    worker._crowd = None
     assert worker.work() == 0
     assert [event.kind for event in first.events()] == [*["claim", "released"] * 2]
     monkeypatch.setattr(Trainer, "step", full)
@@ -330,6 +344,81 @@ def test_one_that_does_not_fit_alone_has_failed(tmp_path: Path, monkeypatch) -> 
     elsewhere.release()
     worker.limit = None
     assert worker.work() == 6
+
+
+def test_a_worker_that_waits_for_memory_comes_back(tmp_path: Path, monkeypatch) -> None:
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
+    _, *rest = (Job(sweep.folder(name)) for name in sweep.names)
+    taken = []
+    for number, job in enumerate(rest[:4]):
+        monkeypatch.setattr(store, "worker_name", lambda number=number: f"worker {number}")
+        taken.append(claim(job, [], memory=socket.gethostname()))
+    monkeypatch.undo()
+    worker = Worker(sweep, "cpu")
+    worker._crowd = 4, time.time()
+    assert not worker._has_room()  # beside four, where two are allowed
+    assert taken[0].commit()
+    assert worker._has_room()  # beside three, where three are
+    monkeypatch.setattr(store, "worker_name", lambda: "worker 0")
+    again = claim(rest[4], [], memory=socket.gethostname())
+    monkeypatch.undo()
+    assert not worker._has_room()
+    old = time.time() - 100  # whoever has it is dead
+    for path in (rest[4].path / "events/00001.json", again.folder / "heartbeat"):
+        os.utime(path, (old, old))
+    assert worker._has_room()
+    assert worker._crowd is not None
+    assert taken[1].commit()
+    assert worker._has_room()
+    assert worker._crowd is None  # as many as there were have room again
+
+
+@pytest.mark.parametrize(
+    ("error", "wanting"),
+    [
+        (torch.OutOfMemoryError("CUDA"), True),
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), True),
+        (ValueError("a fan stopped"), False),
+    ],
+)
+def test_errors_that_say_that_memory_was_wanting(error: Exception, wanting: bool) -> None:
+    assert _out_of_memory(error) == wanting
+    later = RuntimeError("the compiler failed")
+    later.__cause__ = error
+    assert _out_of_memory(later) == wanting
+
+
+def test_the_memory_of_a_gpu_is_named_by_its_serial(tmp_path: Path, monkeypatch) -> None:
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
+    monkeypatch.setattr("steppe.sweeps.worker.find_device", torch.device)
+    facts = {torch.device("cuda:1"): SimpleNamespace(uuid="8e1c")}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", facts.__getitem__)
+    assert Worker(sweep, "cuda:1")._memory == "8e1c"
+
+
+def test_what_is_done_starts_no_workers_and_what_is_left_does(tmp_path: Path, monkeypatch) -> None:
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",), overrides=("steps=2",))
+    started = []
+    # Both have left when the first look finds a run that was given back, and one starts again.
+    over = SimpleNamespace(over=True, counts={"planned": 0, "done": 6})
+    left = SimpleNamespace(over=False, counts={"planned": 1, "done": 5})
+    looks = iter([left, left, over, over, over])
+
+    def start(command, log):
+        started.append(log)
+        return SimpleNamespace(poll=lambda: 0, wait=lambda: 0, returncode=0)
+
+    monkeypatch.setattr(local, "_start", start)
+    monkeypatch.setattr(local, "look", lambda *given: next(looks))
+    monkeypatch.setattr(local, "LOOK_SECONDS", 0.0)
+    local.run_local(sweep, workers=2)
+    assert len(started) == 3
+    assert started[2] == started[0]
+    assert local.run_local(sweep, workers=2).over
+    assert len(started) == 3
 
 
 def test_a_worker_on_the_wrong_machine_fails_no_sweep(tmp_path: Path, monkeypatch) -> None:

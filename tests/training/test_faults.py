@@ -7,6 +7,7 @@ same bits in the weights and in the state of the optimizer.
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -24,11 +25,12 @@ from PIL import Image
 
 from steppe import cli
 from steppe.domains.store import Store
-from steppe.errors import Interrupted, UserError
+from steppe.errors import Diverged, Interrupted, RunError, UserError
 from steppe.training import RunDirectory, checkpoint, load_model, make_config, train
 from steppe.training.directory import VOLATILE
 from steppe.training.interrupts import Interrupts
 from steppe.training.progress import Silent
+from steppe.training.scoring import Scoring
 from steppe.training.setup import open_data
 
 DIGITS = {
@@ -589,6 +591,23 @@ def test_a_loss_that_diverges(tmp_path, steppe, lr, recorded, message):
     assert code == 1
     assert message in assert_one_line(err)
     assert [record["step"] for record in run.records()] == recorded
+
+
+@pytest.mark.parametrize(("domain", "kind"), [("75", RunError), ("0", Diverged)])
+def test_the_target_alone_makes_no_divergence(tmp_path, monkeypatch, domain, kind):
+    """A learning rate may be chosen by it, so the held-out domain must have no part in it."""
+    everything = Scoring.everything
+
+    def overflowing(self, *given):
+        domains = everything(self, *given)
+        for part in domains[domain].values():
+            part["cross_entropy"] = math.inf
+        return domains
+
+    monkeypatch.setattr(Scoring, "everything", overflowing)
+    with pytest.raises(RunError, match=f"domains/{domain}/.*became inf at step 0") as caught:
+        train(make_config(DIGITS), tmp_path / "run")
+    assert type(caught.value) is kind
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,7 @@ def _plan(order: "Order", folder: Path, command: str) -> None:
     n = len(sweep.names)
     print(f"{folder}: {n:,} runs planned; start them with 'steppe sweep run {folder}'")
     if rates is None:
-        print("these tune learning rates; the same command plans the others after them")
+        print("learning rates are still to be tuned; the same command plans the others after that")
 
 
 def _show(found: Any, as_json: bool) -> None:

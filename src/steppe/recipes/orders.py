@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from steppe.domains import dataset_spec
@@ -269,7 +268,7 @@ def choose_rates(
     """For every place the learning rate whose run validates best on its own training domains.
 
     No other run is looked at: what validates another target's runs is, in part, this target. Places
-    that not all rates have been tried for are left out.
+    that not all rates have been tried for are left out, and those where all of them diverged.
 
     Args:
         order: what is being run.
@@ -291,13 +290,9 @@ def choose_rates(
         if not set(rates_tried(order, place)) <= set(seen):
             continue
         learned = {lr: value for lr, value in seen.items() if value is not None}
-        if not learned:
-            raise UserError(
-                f"{place.method.name} on {Path(place.dataset).name}, {place.targets} held out: "
-                f"diverged with every learning rate from {min(seen):g} on; --factors tries others"
-            )
-        best = max(learned, key=lambda lr: (learned[lr], -lr))
-        rates[place] = Rate(best, dict(sorted(seen.items())))
+        if learned:
+            best = max(learned, key=lambda lr: (learned[lr], -lr))
+            rates[place] = Rate(best, dict(sorted(seen.items())))
     return rates
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from steppe.errors import Diverged, UserError
+from steppe.errors import Diverged
 from steppe.reports import build_report, compare, draw, load_runs, to_markdown, write
 from steppe.reports.spectra import save_figure
 from steppe.sweeps import Grid, Job, Sweep, jobs, look, store, write_plan
@@ -40,18 +40,20 @@ def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Place,
         command: what was typed, for the record.
 
     Returns:
-        The sweep; and the learning rates, or None while some are still to be tuned.
+        The sweep; and the learning rates, or None while some are still to be tuned. Where all
+        that were tried diverged, there is none.
     """
     if not order.tunes:
         rates = default_rates(order)
         return write_plan(grids(order, rates), out, command=command, extend=True), rates
     tries = tuning_grids(order)
     sweep = write_plan(tries, out, command=command, extend=True)
-    paths = finished(sweep, tries).paths
-    rates = choose_rates(order, load_runs(paths).runs if paths else (), _diverged(sweep, tries))
+    done, diverged = finished(sweep, tries), _diverged(sweep, tries)
+    runs = load_runs(done.paths).runs if done.paths else ()
+    rates = choose_rates(order, runs, diverged)
     if rates:
         sweep = write_plan(grids(order, rates), out, command=command, extend=True)
-    return sweep, rates if len(rates) == len(places(order)) else None
+    return sweep, rates if len(done.paths) + len(diverged) == done.total else None
 
 
 def _diverged(sweep: Sweep, tries: Sequence[Grid]) -> list[Grid]:
@@ -94,11 +96,19 @@ def reproduce(
     if rates is None:
         problem = f"not all runs that tune learning rates have a result: {look_at(sweep)}"
         return Results(order, {}, (), (problem,))
-    if not look(sweep).complete:
+    if not look(sweep).over:
         say(f"{order.recipe.name}: {len(sweep.names):,} runs in {out}")
         carry_out(sweep)
     found = gather(order, sweep, rates)
+    lost = [place for place in places(order) if place not in rates]
+    found = replace(found, problems=(*found.problems, *map(_lost, lost)))
     return _measured(found, say) if order.recipe.curvature and found.variants else found
+
+
+def _lost(place: Place) -> str:
+    """What is said of a place that has no learning rate."""
+    where = f"{place.method.name} on {Path(place.dataset).name}, {place.targets} held out"
+    return f"{where}: diverged with every learning rate that was tried; --factors tries others"
 
 
 @contextmanager
@@ -110,10 +120,7 @@ def _planning(order: Order, out: Path, command: str) -> Iterator[None]:
         took = 0.0
         while not over.wait(max(LOOK_SECONDS, 5 * took)):  # hundreds of runs take a while
             began = time.monotonic()
-            try:
-                if plan(order, out, command)[1] is not None:
-                    return
-            except UserError:  # it is said when all workers are through
+            if plan(order, out, command)[1] is not None:
                 return
             took = time.monotonic() - began
 

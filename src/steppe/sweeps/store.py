@@ -162,7 +162,8 @@ def state_of(job: Job, events: list[Event], now: float, retries: int, stale: flo
     if last.kind in ("released", "retry"):
         return "planned"
     if last.kind == "failed":
-        return "planned" if _failures(events) <= retries else "failed"
+        again = _failures(events) <= retries and not last.facts.get("final")
+        return "planned" if again else "failed"
     return last.kind
 
 
@@ -228,11 +229,10 @@ class Claim:
         self.job.settle(self.job.last())
         return True
 
-    def fail(self, error: str, traceback: str) -> bool:
-        """Notes that the attempt failed."""
-        return self.job.note(
-            self.number + 1, "failed", attempt=self.number, error=error, traceback=traceback
-        )
+    def fail(self, error: str, traceback: str, final: bool = False) -> bool:
+        """Notes that the attempt failed; finally, if another one would fail in the same way."""
+        facts = {"error": error, "traceback": traceback, "final": final}
+        return self.job.note(self.number + 1, "failed", attempt=self.number, **facts)
 
     def release(self) -> bool:
         """Gives the run back; the next one goes on from where it is."""

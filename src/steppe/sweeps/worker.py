@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from steppe.domains import import_plugins
-from steppe.errors import Interrupted, UserError
+from steppe.errors import Diverged, Interrupted, UserError
 from steppe.training import train
 from steppe.training.interrupts import Interrupts
 from steppe.training.processes import find_device
@@ -43,7 +44,8 @@ class Worker:
     """Takes runs from a sweep.
 
     A run that does not fit into memory beside those of other workers has not failed: it is given
-    back, and its worker takes runs beside half as many others, and one more after each that fits.
+    back, and its worker takes runs beside half as many others, and beside one more for every run
+    that has fitted since.
 
     Attributes:
         sweep: the sweep.
@@ -60,8 +62,8 @@ class Worker:
     limit: int | None = None
     _done: set[str] = field(default_factory=set)
     _refused: int = 0
-    _company: int | None = None
-    """Beside how many others it takes a run; as many as there are until one did not fit."""
+    _crowd: tuple[int, float] | None = None
+    """Beside how many others a run did not fit, and when; None while there is room."""
 
     def work(self) -> int:
         """Carries runs out until none is left; returns how many it finished."""
@@ -80,13 +82,12 @@ class Worker:
                     continue
                 taken += 1
                 finished += self._carry_out(claim)
-                _free_memory()  # here, where no error holds what the run had
         return finished
 
     def _next(self) -> tuple[Claim | None, bool]:
         """The first run that can be taken, taken; and whether runs are left that others have."""
         self.sweep = read_plan(self.sweep.path)  # it may have been extended
-        if self._company is not None and self._others(time.time()) > self._company:
+        if not self._has_room():
             return None, True
         now, left = store.clock(self.sweep.path), False
         for name in self.sweep.names:
@@ -120,24 +121,36 @@ class Worker:
             return str(torch.cuda.get_device_properties(device).uuid)
         return socket.gethostname()
 
-    def _others(self, since: float) -> int:
-        """How many other workers have had runs in the same memory since then."""
-        now, found = store.clock(self.sweep.path), set()
+    def _claims(self) -> Iterator[tuple[str, store.Event | None]]:
+        """Who claimed a run that is, or was, in the same memory, and what ended it, if anything."""
+        now = store.clock(self.sweep.path)
         for name in self.sweep.names:
-            if name in self._done:
-                continue
             job = Job(self.sweep.folder(name))
             events = job.events()
             for event, after in zip_longest(events, events[1:]):
                 if event.kind != "claim" or event.facts.get("memory") != self._memory:
                     continue
-                alive = now - job.signs_of_life(event) < self.stale
-                if after.time >= since if after else alive:
-                    found.add(event.facts["worker"])
+                if after or now - job.signs_of_life(event) < self.stale:
+                    yield event.facts["worker"], after
+
+    def _others(self, since: float) -> int:
+        """How many other workers have had runs in the same memory since then."""
+        found = {who for who, end in self._claims() if end is None or end.time >= since}
         return len(found - {store.worker_name()})
 
+    def _has_room(self) -> bool:
+        """Whether a run may fit, by what others are at work and what has fitted of late."""
+        if self._crowd is None:
+            return True
+        others, since = self._crowd
+        ends = [end for _, end in self._claims() if end and end.time >= since]
+        allowed = others // 2 + sum(end.kind == "done" for end in ends)
+        if allowed >= others:
+            self._crowd = None
+        return self._others(time.time()) <= allowed
+
     def _carry_out(self, claim: Claim) -> bool:
-        name, began = claim.job.name, time.time()
+        name, began, failure = claim.job.name, time.time(), None
         log.info("%s: attempt %d", name, claim.number)
         try:
             config = claim.job.config()
@@ -151,34 +164,36 @@ class Worker:
             claim.release()
             raise
         except Exception as error:
-            # Those that were just as short of it may be gone by now.
-            others = self._others(began) if _out_of_memory(error) else 0
-            if others:
-                claim.release()
-                self._company = others // 2
-                log.warning(
-                    "%s: no memory was left beside %d other runs. It is given back, and this "
-                    "worker waits until at most %d others are at work",
-                    *(name, others, self._company),
-                )
-                return False
-            claim.fail(f"{type(error).__name__}: {error}", traceback.format_exc())
-            log.error("%s: failed: %s", name, error)
-            self._refused = self._refused + 1 if isinstance(error, UserError) else 0
-            if self._refused == REFUSALS:
-                raise UserError(
-                    f"{REFUSALS} runs in a row failed here for the same kind of reason ({error}): "
-                    "mend that on this machine, then 'steppe sweep retry'"
-                ) from None
+            failure = _Failure.of(error)  # and not the error, which holds what the run had
+        _free_memory()
+        if failure is not None:
+            self._give_up(claim, failure, began)
             return False
         if not claim.commit():
             log.warning("%s: finished, but another worker has it: the result is dropped", name)
             return False
         log.info("%s: done", name)
         self._refused = 0
-        if self._company is not None:
-            self._company += 1
         return True
+
+    def _give_up(self, claim: Claim, failure: _Failure, began: float) -> None:
+        """Gives a run back for which others left no room, or notes that it failed."""
+        name = claim.job.name
+        # Since it began: those that were just as short of memory may be gone by now.
+        others = self._others(began) if failure.out_of_memory else 0
+        if others:
+            claim.release()
+            self._crowd = others, time.time()
+            log.warning("%s: no memory was left beside %d other runs: given back", name, others)
+            return
+        claim.fail(failure.error, failure.traceback, failure.final)
+        log.error("%s: failed: %s", name, failure.error)
+        self._refused = self._refused + 1 if failure.refused else 0
+        if self._refused == REFUSALS:
+            raise UserError(
+                f"{REFUSALS} runs in a row failed here for the same kind of reason "
+                f"({failure.error}): mend that on this machine, then 'steppe sweep retry'"
+            )
 
     @contextmanager
     def _alive(self, claim: Claim) -> Iterator[Callable[[], bool]]:
@@ -207,11 +222,38 @@ class Worker:
             thread.join()
 
 
-def _out_of_memory(error: Exception) -> bool:
-    """Whether an error says so; not all libraries raise torch's."""
-    texts = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-    wanting = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return wanting or any(text in str(error) for text in texts)
+class _Failure(NamedTuple):
+    """What is to be known of an error after it is gone."""
+
+    error: str
+    traceback: str
+    out_of_memory: bool
+    final: bool
+    """Whether another attempt would fail in the same way."""
+    refused: bool
+    """Whether the run could not even start here."""
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        """From an error that is being handled."""
+        return cls(
+            f"{type(error).__name__}: {error}",
+            traceback.format_exc(),
+            _out_of_memory(error),
+            isinstance(error, Diverged),
+            isinstance(error, UserError),
+        )
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that led to it, says so; not all libraries raise torch's."""
+    texts = ("out of memory", "alloc_failed", "can't allocate memory", "cannot allocate memory")
+    while error is not None:
+        wanting = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if wanting or any(text in str(error).lower() for text in texts):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _free_memory() -> None:

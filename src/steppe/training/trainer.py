@@ -342,7 +342,14 @@ class Trainer:
         flat = flatten(record)
         wrong = [name for name, value in flat.items() if not math.isfinite(value)]
         if wrong:
-            self._diverged(f"{wrong[0]} became {flat[wrong[0]]} at step {step}")
+            held_out = tuple(f"domains/{target}/" for target in config.targets)
+            learned = [name for name in wrong if not name.startswith(held_out)]
+            name = (learned or wrong)[0]
+            what = f"{name} became {flat[name]} at step {step}"
+            if learned:
+                self._diverged(what)
+            # No divergence, by which a learning rate may be chosen: that would look at the target.
+            raise RunError(f"{what}, on the held-out domain alone: that cannot be recorded")
         self.recorded = True
         # An average that is only made at the end is what the run is for, whatever came before it.
         candidate = averaged or not self.averaging.follows_loss
