@@ -338,6 +338,16 @@ def test_counts_that_the_page_has(tmp_path: Path) -> None:
     }
     assert {place for place, lr in rates.items() if lr != 0.00015} == {("adamw", "photo")}
     assert rates["adamw", "photo"] == 0.00005
+    assert "Both have a learning rate of 0.00015, but on photo, where AdamW has 0.00005;" in page
+    assert "AdamW took the lowest on photo, the middle one elsewhere." in page
+    decay = {
+        json.loads((runs[f"PACS-{t}-ERM-{o}-none-trial0"] / "config.json").read_text())[
+            "optimizer"
+        ]["weight_decay"]
+        for o, t in rates
+    }
+    assert decay == {1e-4}
+    assert "the weight decay of 1e-4 is not part of the gradient" in page
     for name in shares:
         assert rate(name) == rate(name.rpartition("-")[0])
     for optimizer, shown in (("adam", "0.12 and"), ("adamw", "and 0.12")):
@@ -395,8 +405,6 @@ def test_counts_that_the_page_has(tmp_path: Path) -> None:
 def test_what_is_said_of_adamw_and_of_a_part_of_the_updates(stored: dict[str, Any]) -> None:
     more = stored["more"]
     average = {name: cells["Avg."]["mean"] for name, cells in more["means"].items()}
-    assert max(average, key=average.__getitem__) == "adamw"
-    assert sorted(average, key=average.__getitem__)[:4] == ["sgd", "adam", "fad 5 %", "fad 10 %"]
     lead = f"{average['adamw'] - average['fad']:.1f} points ahead of"
     pairs = {"all": more["pairs"]}
     adamw = {
@@ -423,34 +431,71 @@ def test_what_is_said_of_adamw_and_of_a_part_of_the_updates(stored: dict[str, An
         assert (" to -" in interval) == (shown == "AdamW")
     p = more["p after Holm"]["over trials"]
     by_size = sorted(p.values())
-    assert p["adamw - adam"] == by_size[0]
     targets = more["p after Holm"]["over targets"]
-    assert by_size[1] > 0.2
-    assert min(targets.values()) > 0.3
-    assert len(p) == len(targets) == 13
     points, interval = adamw["fad", "targets"]
-    for page, sentences in {
-        "docs/results/pacs.md": (
-            f"{lead} FAD there, with a quarter of its gradients",
-            "corrected over these thirteen pairs, p over the seeds is "
-            f"{by_size[0]:.2f} for AdamW - Adam and above 0.2 for the others, over targets none is "
-            "below 0.3",
-            f"Whether that costs Adam {adamw['adam', 'targets'][0][1:]} points",
+    gain = adamw["adam", "targets"][0][1:]
+    undecided = all(adamw["fad", over][1].startswith("-") for over in ("targets", "trials"))
+    clear = all(adamw["adam", over][1].startswith("+") for over in ("targets", "trials"))
+    by_target = {
+        name: [cells[t]["mean"] for t in cells if t != "Avg."]
+        for name, cells in more["means"].items()
+    }
+    behind = [a > f for a, f in zip(by_target["adamw"], by_target["fad"], strict=True)]
+    shares = [average[name] for name in ("sgd", "fad 5 %", "fad 10 %", "fad")]
+    between = shares == sorted(shares) and shares[2] < (shares[0] + shares[3]) / 2
+    unclear = all(
+        low < 0 < high
+        for pair in more["pairs"]
+        if pair["a"].startswith("fad") and pair["b"] in ("sgd", "fad")
+        for low, high in [pair["interval"]]
+    )
+    paper = {
+        row.split(",")[6]: float(row.split(",")[9])
+        for row in (ROOT / "src/steppe/recipes/paper.csv").read_text().splitlines()
+        if row.startswith("table1,") and ",PACS,,ERM,none," in row
+    }
+    pacs, index = "docs/results/pacs.md", "docs/results/index.md"
+    evidence = "docs/explanation/evidence.md"
+    first = max(average, key=average.__getitem__) == "adamw"
+    for page, sentence, holds in (
+        (pacs, f"{lead} FAD there, with a quarter of its gradients**", first),
+        (pacs, "; which of the two is better is not decided.", undecided),
+        (pacs, "AdamW above all others at one, FAD's shares of the updates rising", first),
+        (pacs, "**AdamW has the highest average**, with one gradient in an update", first),
+        (pacs, "Its lead over FAD is not decided.", undecided),
+        (pacs, "The one over Adam excludes zero over the targets and over the seeds;", clear),
+        (pacs, "corrected over these eighteen pairs, p over the seeds is ", len(p) == 18),
+        (pacs, f"is {p['adamw - adam']:.2f} for AdamW - Adam and above 0.3", by_size[1] > 0.3),
+        (pacs, "for the others, over targets none is below 0.4.", min(targets.values()) > 0.4),
+        (pacs, f"Whether that costs Adam {gain} points", True),
+        (pacs, "lies between SGD and FAD, nearer to SGD; none of that is decided.", between),
+        (pacs, "nearer to SGD; none of that is decided.", unclear),
+        (pacs, "AdamW is ahead of it on all but art_painting.", behind == [False, *[True] * 3]),
+        (pacs, "nor whether it is ahead of AdamW |", undecided),
+        (pacs, f"| FAD is better than AdamW by {paper['fad'] - paper['adamw']:.1f} |", True),
+        (pacs, "| not seen; which is better is not decided, by 4.6 it is not FAD |", undecided),
+        (pacs, f"are level ({paper['adam']:.1f} and {paper['adamw']:.1f})", True),
+        (pacs, "| leaning to no, not decided |", clear and p["adamw - adam"] > 0.05),
+        (
+            pacs,
+            "| not seen; leaning to no for AdamW, not decided for the others |",
+            by_size[0] > 0.05,
         ),
-        "docs/index.md": (f"{lead} it ({interval}), with one pass",),
-        "README.md": (f"AdamW - FAD {points} ({interval}) on three of the seeds",),
-        "docs/results/index.md": (
-            f"AdamW - FAD {points} ({interval} over targets)",
-            "AdamW - Adam {} ({})".format(*adamw["adam", "targets"]),
-        ),
-        "docs/explanation/evidence.md": (
-            "has {adamw:.1f} where FAD has {fad:.1f} and Adam {adam:.1f}".format(**average),
-            f"AdamW - FAD is {points}, 95 % interval {interval} over the targets",
-        ),
-    }.items():
-        text = " ".join((ROOT / page).read_text().split())
-        for sentence in sentences:
-            assert sentence in text, sentence
+        (pacs, "and AdamW's 12,", True),
+        ("docs/index.md", f"so far on three of the seeds, is {lead} it ({interval})", first),
+        ("README.md", f"AdamW - FAD {points} ({interval}) on three of the seeds", True),
+        ("README.md", "is ahead of it, which is not decided either.", first and undecided),
+        (index, f"AdamW - FAD {points} ({interval} over targets)", True),
+        (index, "AdamW - Adam {} ({})".format(*adamw["adam", "targets"]), True),
+        (index, "lies between SGD and FAD, not decided |", between and unclear),
+        (index, "is ahead of it, which is not decided.", first and undecided),
+        (evidence, "And a plain optimizer may do as well:", first),
+        (evidence, "has {adamw:.1f} where FAD has {fad:.1f} and Adam {adam:.1f}", True),
+        (evidence, f"AdamW - FAD is {points}, 95 % interval {interval} over the targets", True),
+    ):
+        assert holds, sentence
+        said = sentence.format(**average) if "{adamw" in sentence else sentence
+        assert said in " ".join((ROOT / page).read_text().split()), said
 
 
 def test_what_the_page_says_of_flatness(
@@ -545,6 +590,9 @@ def _rows(page: str) -> dict[str, list[float]]:
 def test_the_command_is_the_one_that_made_them(stored: dict[str, Any]) -> None:
     page = " ".join((DOCS / "results/pacs.md").read_text().replace("\\\n", " ").split())
     assert stored["command now"] in page
+    for recipe, optimizer in (("table1", "adamw"), ("figure-ratio", "fad")):
+        other = stored["command now"].replace("table1", recipe).replace("--trials 6", "--trials 3")
+        assert f"{other} --optimizers {optimizer}" in page
     then, now = stored["environment"]["command"].split(), stored["command now"].split()
     for option in ("--factors", "1,3,10", "--trials", "6"):
         now.remove(option)

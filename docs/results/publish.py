@@ -67,10 +67,10 @@ MEASURED = "sketch"
 """What the measured models hold out."""
 MORE = {"adamw": "", "fad 5 %": "-ratio0.05", "fad 10 %": "-ratio0.1"}
 """What only the first three trials have: AdamW, and FAD in a part of the updates; how runs end."""
-RIVALS = (
+RIVALS = (  # all pairs that have one of these
     *(("adamw", name) for name in ("adam", *OPTIMIZERS[:-1])),
     *(("fad 10 %", name) for name in ("sgd", "adam", "adamw", "sam", "gam", "fad")),
-    *(("fad 5 %", name) for name in ("sgd", "fad")),
+    *(("fad 5 %", name) for name in ("sgd", "adam", "adamw", "sam", "gam", "fad", "fad 10 %")),
 )
 QUANTITIES = {"λ_max": "lambda_max", "trace": "trace", "R0": "zeroth", "R1": "first"}
 
