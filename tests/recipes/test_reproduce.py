@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import tarfile
+import time
 from itertools import product
 from pathlib import Path
 
@@ -102,13 +103,18 @@ def test_workers_go_on_when_a_rate_is_known(tmp_path: Path, monkeypatch) -> None
     monkeypatch.setattr(sys.modules["steppe.recipes.reproduce"], "LOOK_SECONDS", 0.05)
     done = []
 
-    def counted(sweep: Sweep) -> None:
+    def in_two_goes(sweep: Sweep) -> None:
+        if not done:
+            work(sweep.path, "cpu", limit=2)  # all that the first place tries
+            give_up = time.monotonic() + 60
+            while len(read_plan(sweep.path).names) == 6 and time.monotonic() < give_up:
+                time.sleep(0.05)
         carry_out(sweep)
         done.append(look(sweep).counts["done"])
 
-    found = reproduce(order, tmp_path, counted, command="as typed")
+    found = reproduce(order, tmp_path, in_two_goes, command="as typed")
     assert not found.problems
-    assert done[0] >= 6 + 2  # of the third place, nothing may have been planned in time
+    assert done[0] >= 6 + 1
     assert done[-1] == 9
     sweep = read_plan(tmp_path)
     assert len(sweep.facts["grids"]) == 9
