@@ -165,6 +165,19 @@ def test_a_method_that_only_diverges_keeps_no_other_from_results(tmp_path, monke
     )
 
 
+def test_a_single_model_is_not_compared(tmp_path: Path, monkeypatch) -> None:
+    changes = {"factors": (1.0, 3.0), "share": 0.01, "tuning": 1.0, "only": 1, "trials": 1}
+    options = {"datasets": ["RotatedDigits"], "options": {"device": "cpu"}}
+    order = make_order("figure-hessian", "small", optimizers=["sgd"], changes=changes, **options)
+    measured = []
+    module = sys.modules["steppe.recipes.reproduce"]
+    monkeypatch.setattr(module, "measure_run", lambda path, **given: measured.append(path))
+    found = reproduce(order, tmp_path, carry_out)
+    assert len(measured) == 1
+    assert found.curvature is None
+    assert len(found.variants) == 1
+
+
 def test_another_failure_is_no_divergence(tmp_path: Path, monkeypatch) -> None:
     changes = {"factors": (0.5, 1.0), "share": 0.01, "tuning": 1.0, "only": 1, "trials": 1}
     options = {"datasets": ["RotatedDigits"], "optimizers": ["sgd"], "options": {"device": "cpu"}}

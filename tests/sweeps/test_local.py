@@ -160,8 +160,11 @@ def test_cancelled_while_it_runs(tmp_path: Path, monkeypatch) -> None:
             assert len(cancel(sweep)) == 6
         time.sleep(0.02)
 
+    freed = []
+    monkeypatch.setattr("steppe.sweeps.worker._free_memory", lambda: freed.append(1))
     monkeypatch.setattr(Trainer, "step", cancelled)
     assert Worker(sweep, "cpu", beat=0.05).work() == 0
+    assert freed
     assert look(sweep).counts["cancelled"] == 6
     with pytest.raises(UserError, match="unknown run 'nothing'"):
         cancel(sweep, ("nothing",))
@@ -389,6 +392,21 @@ def test_errors_that_say_that_memory_was_wanting(error: Exception, wanting: bool
     later = RuntimeError("the compiler failed")
     later.__cause__ = error
     assert _out_of_memory(later) == wanting
+
+
+def test_a_gpu_that_failed_hides_no_error(tmp_path: Path, monkeypatch) -> None:
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
+
+    def broken(*given, **options) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", broken)
+    monkeypatch.setattr("steppe.sweeps.worker.train", broken)
+    assert Worker(sweep, "cpu", limit=1).work() == 0
+    last = Job(sweep.folder(sweep.names[0])).events()[-1]
+    assert last.kind == "failed"
+    assert "device-side assert" in last.facts["error"]
 
 
 def test_the_memory_of_a_gpu_is_named_by_its_serial(tmp_path: Path, monkeypatch) -> None:

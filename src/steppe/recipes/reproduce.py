@@ -146,7 +146,7 @@ def _measured(found: Results, say: Callable[[str], None]) -> Results:
             device = found.order.options.get("device", "auto")
             options = found.order.scale.curvature
             measure_run(run.path, root=root, device=device, rho=RHO, **options)
-    return replace(found, curvature=compare(chosen))
+    return replace(found, curvature=compare(chosen) if len(chosen) > 1 else None)
 
 
 def write_results(

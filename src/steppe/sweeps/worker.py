@@ -82,6 +82,7 @@ class Worker:
                     continue
                 taken += 1
                 finished += self._carry_out(claim)
+                _free_memory()
         return finished
 
     def _next(self) -> tuple[Claim | None, bool]:
@@ -165,8 +166,8 @@ class Worker:
             raise
         except Exception as error:
             failure = _Failure.of(error)  # and not the error, which holds what the run had
-        _free_memory()
         if failure is not None:
+            _free_memory()  # before others may take the run
             self._give_up(claim, failure, began)
             return False
         if not claim.commit():
@@ -248,7 +249,9 @@ class _Failure(NamedTuple):
 def _out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or one that led to it, says so; not all libraries raise torch's."""
     texts = ("out of memory", "alloc_failed", "can't allocate memory", "cannot allocate memory")
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         wanting = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if wanting or any(text in str(error).lower() for text in texts):
             return True
@@ -260,7 +263,10 @@ def _free_memory() -> None:
     """Leaves to others what the last run had, which torch would keep for the next."""
     gc.collect()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        try:
+            torch.cuda.empty_cache()
+        except RuntimeError as error:  # of a GPU that failed, which is still to be noted
+            log.warning("memory could not be freed: %s", error)
 
 
 def work(
