@@ -118,18 +118,20 @@ def more_grid(table: Table, averages: Mapping[Row, Cell | None]) -> Grid:
     """The first trials of everything, by what an update costs; the best are marked."""
     cells = {row.row: {**row.cells, "Avg.": averages[row.row]} for row in table.rows}
     columns = list(next(iter(cells.values())))
-    texts_of = {column: [cell_text(own[column]) for own in cells.values()] for column in columns}
-    best = {
-        column: max(t, key=lambda text: float(text.split()[0])) for column, t in texts_of.items()
-    }
+    texts = {row: {column: cell_text(own[column]) for column in own} for row, own in cells.items()}
+    best = {c: max((own[c] for own in texts.values()), key=_leading) for c in columns}
     lines = []
     for row in sorted(cells, key=lambda row: (passes(row.optimizer), row.optimizer)):
-        texts = {column: cell_text(cells[row][column]) for column in columns}
-        marked = [Text(text, text == best[column]) for column, text in texts.items()]
+        marked = [Text(text, text == best[column]) for column, text in texts[row].items()]
         lines.append((Text(row.optimizer), Text(f"{passes(row.optimizer):.3g}"), *marked))
     headings = ("method", "gradients in an update", *columns)
     note = "three seeds, the same for all; fad 5 %: FAD in 5 % of the updates, SGD in the others"
     return Grid("PACS, the first three seeds", headings, tuple(lines), 1, note)
+
+
+def _leading(text: str) -> float:
+    """The number that a text begins with."""
+    return float(text.split()[0])
 
 
 def effort_figure(rows: Iterable[TableRow]) -> Figure:

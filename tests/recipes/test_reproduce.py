@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from steppe import recipes
 from steppe.cli import app
 from steppe.errors import Diverged, UserError
-from steppe.recipes import RECIPES, make_order, plan, reproduce, write_results
+from steppe.recipes import RECIPES, Order, make_order, plan, reproduce, write_results
 from steppe.recipes.results import rates_grid, to_json
 from steppe.reports import Row, to_markdown
 from steppe.sweeps import Job, Sweep, look, read_plan, work
@@ -28,6 +28,19 @@ from steppe.training.trainer import Trainer
 def carry_out(sweep: Sweep) -> bool:
     work(sweep.path, "cpu", 1, 60.0, None)
     return True
+
+
+def on_digits(*optimizers: str, recipe: str = "table1", overrides=(), **changes) -> Order:
+    """A recipe on built-in digits, small, that tunes with runs as long as its own."""
+    return make_order(
+        recipe,
+        "small",
+        datasets=["RotatedDigits"],
+        optimizers=optimizers,
+        changes={"tuning": 1.0, "trials": 1, **changes},
+        options={"device": "cpu"},
+        overrides=overrides,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -70,16 +83,8 @@ def test_flatness_is_measured_with_one_radius(tmp_path: Path) -> None:
 
 def test_rates_are_tuned_first(tmp_path: Path) -> None:
     """A rate that learns nothing is tried beside one that learns: validation tells."""
-    changes = {"factors": (1e-6, 1.0), "share": 0.2, "tuning": 1.0, "only": 1, "trials": 2}
-    order = make_order(
-        "table1",
-        "small",
-        datasets=["RotatedDigits"],
-        optimizers=["sgd", "adam"],
-        changes=changes,
-        options={"device": "cpu"},
-        overrides=["optimizer.weight_decay=0"],
-    )
+    changes = {"factors": (1e-6, 1.0), "share": 0.2, "only": 1, "trials": 2}
+    order = on_digits("sgd", "adam", overrides=["optimizer.weight_decay=0"], **changes)
     sweep, rates = plan(order, tmp_path)
     assert rates is None
     assert len(sweep.names) == 2 * 2
@@ -97,9 +102,7 @@ def test_rates_are_tuned_first(tmp_path: Path) -> None:
 
 def test_workers_go_on_when_a_rate_is_known(tmp_path: Path, monkeypatch) -> None:
     """What has its learning rate is run beside what still tunes, by workers that are there."""
-    changes = {"factors": (0.5, 1.0), "share": 0.02, "tuning": 1.0, "trials": 1, "only": 3}
-    options = {"datasets": ["RotatedDigits"], "optimizers": ["sgd"], "options": {"device": "cpu"}}
-    order = make_order("table1", "small", changes=changes, **options)
+    order = on_digits("sgd", factors=(0.5, 1.0), share=0.02, only=3)
     monkeypatch.setattr(sys.modules["steppe.recipes.reproduce"], "LOOK_SECONDS", 0.05)
     done = []
 
@@ -122,9 +125,7 @@ def test_workers_go_on_when_a_rate_is_known(tmp_path: Path, monkeypatch) -> None
 
 
 def test_a_rate_that_diverges_is_not_chosen(tmp_path: Path) -> None:
-    changes = {"factors": (1.0, 1e12), "share": 0.01, "tuning": 1.0, "only": 1, "trials": 1}
-    options = {"datasets": ["RotatedDigits"], "optimizers": ["sgd"], "options": {"device": "cpu"}}
-    order = make_order("table1", "small", changes=changes, **options)
+    order = on_digits("sgd", factors=(1.0, 1e12), share=0.01, only=1)
     found = reproduce(order, tmp_path / "one", carry_out)
     ((_, rate),) = found.rates.items()
     assert rate.lr == 0.001
@@ -140,15 +141,7 @@ def test_a_rate_that_diverges_is_not_chosen(tmp_path: Path) -> None:
 
 
 def test_a_method_that_only_diverges_keeps_no_other_from_results(tmp_path, monkeypatch) -> None:
-    changes = {"factors": (1.0, 3.0), "share": 0.01, "tuning": 1.0, "only": 1, "trials": 1}
-    order = make_order(
-        "table1",
-        "small",
-        datasets=["RotatedDigits"],
-        optimizers=["sgd", "adam"],
-        changes=changes,
-        options={"device": "cpu"},
-    )
+    order = on_digits("sgd", "adam", factors=(1.0, 3.0), share=0.01, only=1)
     step = Trainer.step
 
     def diverging(self, batches):
@@ -166,9 +159,7 @@ def test_a_method_that_only_diverges_keeps_no_other_from_results(tmp_path, monke
 
 
 def test_a_single_model_is_not_compared(tmp_path: Path, monkeypatch) -> None:
-    changes = {"factors": (1.0, 3.0), "share": 0.01, "tuning": 1.0, "only": 1, "trials": 1}
-    options = {"datasets": ["RotatedDigits"], "options": {"device": "cpu"}}
-    order = make_order("figure-hessian", "small", optimizers=["sgd"], changes=changes, **options)
+    order = on_digits("sgd", recipe="figure-hessian", factors=(1.0, 3.0), share=0.01, only=1)
     measured = []
     module = sys.modules["steppe.recipes.reproduce"]
     monkeypatch.setattr(module, "measure_run", lambda path, **given: measured.append(path))
@@ -179,9 +170,7 @@ def test_a_single_model_is_not_compared(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_another_failure_is_no_divergence(tmp_path: Path, monkeypatch) -> None:
-    changes = {"factors": (0.5, 1.0), "share": 0.01, "tuning": 1.0, "only": 1, "trials": 1}
-    options = {"datasets": ["RotatedDigits"], "optimizers": ["sgd"], "options": {"device": "cpu"}}
-    order = make_order("table1", "small", changes=changes, **options)
+    order = on_digits("sgd", factors=(0.5, 1.0), share=0.01, only=1)
     step = Trainer.step
 
     def failing(self, batches):

@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from steppe.errors import Diverged
 from steppe.reports import build_report, compare, draw, load_runs, to_markdown, write
 from steppe.reports.spectra import save_figure
-from steppe.sweeps import Grid, Job, Sweep, jobs, look, store, write_plan
+from steppe.sweeps import Grid, Job, Sweep, jobs, look, write_plan
 from steppe.training import load_measurements, measure_run
 from steppe.training.curvature import RHO
 
@@ -23,8 +22,6 @@ from .orders import Order, Place, Rate, choose_rates, default_rates, grids, plac
 from .results import Results, finished, gather, look_at, made, to_json
 from .results import grids as result_grids
 
-_DIVERGED = f"{Diverged.__name__}:"
-"""How the failure of a run begins that diverged."""
 LOOK_SECONDS = 2.0
 """Between two looks, while learning rates are being tuned, whether one is known."""
 CarryOut = Callable[[Sweep], object]
@@ -61,10 +58,8 @@ def _diverged(sweep: Sweep, tries: Sequence[Grid]) -> list[Grid]:
     found = []
     for grid in tries:
         ((name, _),) = jobs(grid)
-        job = Job(sweep.folder(name))
-        events = [] if job.result.exists() else job.events()
-        failed = store.state_of(job, events, 0.0, sweep.retries, 0.0) == "failed"
-        if failed and events[-1].facts["error"].startswith(_DIVERGED):
+        last = Job(sweep.folder(name)).last()
+        if last is not None and last.kind == "failed" and last.facts.get("diverged"):
             found.append(grid)
     return found
 

@@ -162,7 +162,7 @@ def state_of(job: Job, events: list[Event], now: float, retries: int, stale: flo
     if last.kind in ("released", "retry"):
         return "planned"
     if last.kind == "failed":
-        again = _failures(events) <= retries and not last.facts.get("final")
+        again = _failures(events) <= retries and not last.facts.get("diverged")
         return "planned" if again else "failed"
     return last.kind
 
@@ -229,9 +229,9 @@ class Claim:
         self.job.settle(self.job.last())
         return True
 
-    def fail(self, error: str, traceback: str, final: bool = False) -> bool:
-        """Notes that the attempt failed; finally, if another one would fail in the same way."""
-        facts = {"error": error, "traceback": traceback, "final": final}
+    def fail(self, error: str, traceback: str, diverged: bool = False) -> bool:
+        """Notes that the attempt failed; if it diverged, another one would too, and is not made."""
+        facts = {"error": error, "traceback": traceback, "diverged": diverged}
         return self.job.note(self.number + 1, "failed", attempt=self.number, **facts)
 
     def release(self) -> bool:

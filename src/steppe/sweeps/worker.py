@@ -144,11 +144,13 @@ class Worker:
         if self._crowd is None:
             return True
         others, since = self._crowd
-        ends = [end for _, end in self._claims() if end and end.time >= since]
-        allowed = others // 2 + sum(end.kind == "done" for end in ends)
+        claims = list(self._claims())
+        at_work = {who for who, end in claims if end is None}
+        fitted = sum(1 for _, end in claims if end and end.kind == "done" and end.time >= since)
+        allowed = others // 2 + fitted
         if allowed >= others:
             self._crowd = None
-        return self._others(time.time()) <= allowed
+        return len(at_work - {store.worker_name()}) <= allowed
 
     def _carry_out(self, claim: Claim) -> bool:
         name, began, failure = claim.job.name, time.time(), None
@@ -187,7 +189,7 @@ class Worker:
             self._crowd = others, time.time()
             log.warning("%s: no memory was left beside %d other runs: given back", name, others)
             return
-        claim.fail(failure.error, failure.traceback, failure.final)
+        claim.fail(failure.error, failure.traceback, failure.diverged)
         log.error("%s: failed: %s", name, failure.error)
         self._refused = self._refused + 1 if failure.refused else 0
         if self._refused == REFUSALS:
@@ -229,8 +231,7 @@ class _Failure(NamedTuple):
     error: str
     traceback: str
     out_of_memory: bool
-    final: bool
-    """Whether another attempt would fail in the same way."""
+    diverged: bool
     refused: bool
     """Whether the run could not even start here."""
 
