@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations, product
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +29,7 @@ from scipy.special import stdtr
 
 from steppe.bench.record import environment
 from steppe.optim import optimizer_spec
-from steppe.recipes import make_order, plan
+from steppe.recipes import Order, make_order, plan
 from steppe.recipes.figures import FIGURES
 from steppe.recipes.results import Results, gather, grids, paired_json, to_json
 from steppe.reports import (
@@ -50,68 +52,163 @@ from steppe.reports import (
     to_markdown,
 )
 from steppe.reports.render import Text, cell_text
+from steppe.reports.selection import best_step
 from steppe.reports.spectra import COLOURS, save_figure
 from steppe.sweeps import read_plan
+from steppe.training import load_measurements
 
 FOLDER = Path(__file__).parent / "pacs"
 COMMAND = (
     "steppe reproduce table1 --scale small --factors 1,3,10 --root data "
     "--backbone tf_efficientnet_lite0 --weights tf_efficientnet_lite0.safetensors "
-    "--set batch_size=8 --set checkpoint_every=500 --trials 6 --per-gpu 12"
+    "--set batch_size=8 --set checkpoint_every=500 --trials 6 --per-gpu 12 "
+    "--optimizers adam,adamw,sgd,sam,gam,fad"
 )
-"""What makes these runs now; they were made in two sessions, three trials in each."""
-OPTIMIZERS = ("fad", "gam", "sam", "sgd", "adam")
+"""What makes these runs now; they were made in four sessions."""
+OPTIMIZERS = ("fad", "adamw", "gam", "sam", "sgd", "adam")
 LATER = frozenset({3, 4, 5})
 """Trials that were added when the first three had been seen; of theirs, models were measured."""
 MEASURED = "sketch"
 """What the measured models hold out."""
-MORE = {"adamw": "", "fad 5 %": "-ratio0.05", "fad 10 %": "-ratio0.1"}
-"""What only the first three trials have: AdamW, and FAD in a part of the updates; how runs end."""
-RIVALS = (  # all pairs that have one of these
-    *(("adamw", name) for name in ("adam", *OPTIMIZERS[:-1])),
-    *(("fad 10 %", name) for name in ("sgd", "adam", "adamw", "sam", "gam", "fad")),
-    *(("fad 5 %", name) for name in ("sgd", "adam", "adamw", "sam", "gam", "fad", "fad 10 %")),
+MEASURED_OPTIMIZERS = ("fad", "gam", "sam", "sgd", "adam")
+"""Those whose models of all later trials were measured."""
+PLAIN_ADAM = "adam, no decay"
+SHARES = {"fad 5 %": 0.05, "fad 10 %": 0.1, "fad 50 %": 0.5}
+"""FAD in a part of the updates."""
+MORE = {
+    "yogi": "yogi-none-trial?",
+    "adabelief": "adabelief-none-trial?",
+    PLAIN_ADAM: "adam-none-trial?-nodecay",
+    **{name: f"fad-none-trial?-ratio{share:g}" for name, share in SHARES.items()},
+}
+"""What only the first three trials have, and the names of its runs."""
+RIVALS = (
+    *product(SHARES, ("sgd", "adam", "adamw", "sam", "gam", "fad")),
+    *combinations(reversed(SHARES), 2),
+    *product(("yogi", "adabelief", PLAIN_ADAM), ("fad", "adam", "adamw")),
 )
+"""The pairs that are compared on the first three trials."""
+SINGLE = {  # what is shown of the first trial: updates, names of runs
+    "adam": (1_000, "adam-none-trial0"),
+    "adamw": (1_000, "adamw-none-trial0"),
+    "sgd": (1_000, "sgd-none-trial0"),
+    "fad": (1_000, "fad-none-trial0"),
+    "adahessian": (1_000, "adahessian-none-trial0"),
+    "adam, longer": (3_000, "adam-none-trial0-steps15000"),
+    "adamw, longer": (3_000, "adamw-none-trial0-steps15000"),
+    "sgd, longer": (3_000, "sgd-none-trial0-steps15000"),
+}
 QUANTITIES = {"λ_max": "lambda_max", "trace": "trace", "R0": "zeroth", "R1": "first"}
 
 
-def published(records: Path, scratch: Path) -> Results:
+def published(folder: Path) -> Results:
     """What the records give, as the command of `results.json` made them."""
-    with tarfile.open(records) as archive:
-        archive.extractall(scratch, filter="data")
-    order = make_order(
-        "table1",
-        "small",
-        changes={"factors": (1.0, 3.0, 10.0), "trials": 6},
-        overrides=("batch_size=8", "checkpoint_every=500"),
-        options={
-            "backbone": "tf_efficientnet_lite0",
-            "weights": "/weights/tf_efficientnet_lite0.safetensors",
-            "root": "/data",
-        },
-    )
-    sweep, rates = plan(order, scratch / "pacs")
-    assert rates is not None, f"{records}: not all runs that tune learning rates are there"
+    optimizers = ("adam", "adamw", "sgd", "sam", "gam", "fad")
+    order = _order("table1", optimizers, {"factors": (1.0, 3.0, 10.0), "trials": 6})
+    sweep, rates = plan(order, folder)
+    assert rates is not None, f"{folder}: not all runs that tune learning rates are there"
     found = gather(order, sweep, rates)
     ((_, selected),) = found.variants
-    held_out = [run for run in selected.runs if run.targets == (MEASURED,) and run.trial in LATER]
+    held_out = [
+        run
+        for run in selected.runs
+        if run.targets == (MEASURED,)
+        and run.trial in LATER
+        and run.optimizer in MEASURED_OPTIMIZERS
+    ]
     return replace(found, curvature=compare(held_out))
+
+
+def _of_adamw(runs: Iterable[Run]) -> Comparison:
+    """The measured models of AdamW: not all of the later trials' are."""
+    held_out = [r for r in runs if (r.optimizer, r.targets) == ("adamw", (MEASURED,))]
+    return compare([run for run in held_out if load_measurements(run.path)])
+
+
+def _order(recipe: str, optimizers: Sequence[str], changes: Mapping[str, Any]) -> Order:
+    options = {
+        "backbone": "tf_efficientnet_lite0",
+        "weights": "/weights/tf_efficientnet_lite0.safetensors",
+        "root": "/data",
+    }
+    overrides = ("batch_size=8", "checkpoint_every=500")
+    return make_order(
+        recipe,
+        "small",
+        optimizers=optimizers,
+        changes=changes,
+        overrides=overrides,
+        options=options,
+    )
+
+
+def tuned(folder: Path) -> list[dict[str, Any]]:
+    """The learning rates of the optimizers that were added."""
+    sweep, rates = plan(_order("table1", ("yogi", "adabelief", "adahessian"), {}), folder)
+    assert rates is not None, f"{sweep.path}: not all runs that tune learning rates are there"
+    return [
+        {
+            "optimizer": place.method.optimizer,
+            "targets": place.targets,
+            "lr": rate.lr,
+            "validation": {f"{lr:g}": value for lr, value in rate.validation.items()},
+        }
+        for place, rate in rates.items()
+    ]
+
+
+def ablated(folder: Path) -> Results:
+    """What FAD's hyper-parameters make of it, as far as it was run.
+
+    The run of rho = 0.05 is that of alpha = 0.5 and of beta = 0.5 too: they are the defaults.
+    """
+    for run in sorted((folder / "runs").glob("*-rho0.05")):
+        for same in ("alpha0.5", "beta0.5"):
+            shutil.copytree(run, run.with_name(run.name.replace("rho0.05", same)))
+    order = _order("ablation", (), {"trials": 1})
+    sweep, rates = plan(order, folder)
+    assert rates is not None
+    return gather(order, sweep, rates)
 
 
 def with_more(runs: Iterable[Run], folder: Path) -> list[Run]:
     """The runs of the first trials, and those of `MORE`, with the names that it has."""
     found = [run for run in runs if run.trial not in LATER]
-    for name, ending in MORE.items():
-        some = load_runs(sorted(folder.glob(f"*-{name.split()[0]}-none-trial?{ending}"))).runs
+    for name, pattern in MORE.items():
+        some = [run for run in _named(folder, name, pattern) if run.trial not in LATER]
         assert len(some) == 4 * 3, f"{name}: {len(some)} runs"
-        found += [replace(run, optimizer=name) for run in some]
+        found += some
+    return found
+
+
+def _named(folder: Path, name: str, pattern: str) -> list[Run]:
+    """The runs whose names end so, as those of an optimizer of that name."""
+    runs = load_runs(sorted(folder.glob(f"*-{pattern}"))).runs
+    return [replace(run, optimizer=name) for run in runs]
+
+
+def twice(folder: Path) -> list[dict[str, Any]]:
+    """AdamW and Adam without decay, where they have one learning rate: the same method, run twice.
+
+    A decay of 1e-4 multiplies weights by 1 - 1.5e-8 in an update, which is 1 in float32.
+    """
+    again = {(r.targets, r.trial): r for r in _named(folder, PLAIN_ADAM, MORE[PLAIN_ADAM])}
+    found = []
+    for run in _named(folder, "adamw", "adamw-none-trial?"):
+        other = again.get((run.targets, run.trial))
+        if other and other.hparams["lr"] == run.hparams["lr"]:
+            chosen = [best_step(one) for one in (run, other)]
+            accuracy = [100 * one.accuracy for one in chosen if one is not None]
+            same = [r.accuracy for r in run.records] == [r.accuracy for r in other.records]
+            place = {"target": run.targets[0], "trial": run.trial}
+            found.append({**place, "identical": same, "accuracy": accuracy})
     return found
 
 
 def passes(name: str) -> float:
     """How often an update evaluates the gradient, on average: a plain one does once."""
-    optimizer, _, share = name.removesuffix(" %").partition(" ")
-    return 1 + float(share or 100) / 100 * (optimizer_spec(optimizer).passes - 1)
+    optimizer = name.split()[0].rstrip(",")
+    return 1 + SHARES.get(name, 1.0) * (optimizer_spec(optimizer).passes - 1)
 
 
 def more_grid(table: Table, averages: Mapping[Row, Cell | None]) -> Grid:
@@ -129,6 +226,31 @@ def more_grid(table: Table, averages: Mapping[Row, Cell | None]) -> Grid:
     return Grid("PACS, the first three seeds", headings, tuple(lines), 1, note)
 
 
+def single(folder: Path) -> dict[str, dict[str, float]]:
+    """The accuracy of what is shown of the first trial, by target, in per cent."""
+    found = {}
+    for name, (_, pattern) in SINGLE.items():
+        chosen = select_runs(_named(folder, name, pattern), "train-val").chosen
+        cells = {place.column: 100 * one.accuracy for place, one in chosen.items()}
+        assert len(cells) == 4, f"{name}: {len(cells)} targets"
+        found[name] = {**cells, "Avg.": fmean(cells.values())}
+    return found
+
+
+def single_grid(values: Mapping[str, Mapping[str, float]]) -> Grid:
+    """The first trial of some, with what their updates cost."""
+    lines = []
+    for name, cells in values.items():
+        steps, _ = SINGLE[name]
+        optimizer = name.partition(",")[0]
+        gradients = steps * passes(optimizer)
+        numbers = [Text(f"{value:.1f}") for value in cells.values()]
+        lines.append((Text(optimizer), Text(f"{steps:,}"), Text(f"{gradients:,.0f}"), *numbers))
+    headings = ("method", "updates", "gradients", *next(iter(values.values())))
+    note = "one seed; AdaHessian differentiates the gradient once more in every update"
+    return Grid("PACS, the first seed", headings, tuple(lines), 1, note)
+
+
 def _leading(text: str) -> float:
     """The number that a text begins with."""
     return float(text.split()[0])
@@ -138,22 +260,26 @@ def effort_figure(rows: Iterable[TableRow]) -> Figure:
     """Accuracy against what an update costs; FAD's shares of the updates are joined."""
     figure = Figure(figsize=(5.4, 3.4), layout="constrained")
     axes = figure.subplots()
-    joined = []
-    for row in sorted(rows, key=lambda row: passes(row.row.optimizer)):
-        name, cell = row.row.optimizer, row.cells["PACS"]
+    joined, label = [], 0.0
+    points = [(passes(r.row.optimizer), r.row.optimizer, r.cells["PACS"]) for r in rows]
+    for x, name, cell in sorted(points, key=lambda point: (point[0], point[2] and point[2].mean)):
         assert cell is not None
-        x = passes(name)
         ours = name == "sgd" or name.startswith("fad")
         joined += [(x, cell.mean)] if ours else []
         colour = COLOURS[0] if ours else COLOURS[1]
         axes.errorbar(x, cell.mean, yerr=cell.err, marker="o", color=colour, capsize=3)
-        place, side = ((6, -11), "left") if ours else ((-6, 3), "right")
-        axes.annotate(name, (x, cell.mean), place, textcoords="offset points", fontsize=8, ha=side)
+        at, side, shift = (x, cell.mean), "left", (6, -11)
+        if not ours:  # those at one gradient: each above the one before
+            label = max(cell.mean, label + 0.3) if x == 1 else cell.mean
+            at, side, shift = (x, label), "right", (-6, 3)
+        axes.annotate(name, at, shift, textcoords="offset points", fontsize=8, ha=side)
     axes.plot(*zip(*joined, strict=True), color=COLOURS[0])
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("gradients in an update, on average")
     axes.set_ylabel("accuracy, per cent")
-    axes.margins(0.18, 0.1)
+    axes.set_xticks([1, 2, 3, 4])
+    axes.set_xlim(-0.1, 4.6)
+    axes.margins(y=0.1)
     return figure
 
 
@@ -240,8 +366,8 @@ def all_ratios(compared: Comparison) -> list[Ratio]:
         }
         for method, runs in _with_values(compared)
     }
-    rivals = [("fad", name) for name in OPTIMIZERS[1:]]
-    rivals += [("sam", name) for name in OPTIMIZERS[1:] if name != "sam"]
+    rivals = [("fad", name) for name in MEASURED_OPTIMIZERS[1:]]
+    rivals += [("sam", name) for name in MEASURED_OPTIMIZERS[1:] if name != "sam"]
     found = []
     for (a, b), quantity in product(rivals, QUANTITIES.values()):
         ours, theirs = (
@@ -289,7 +415,7 @@ def with_accuracy(compared: Comparison) -> dict[str, Any]:
     ]
     by_optimizer = {
         name: [model["accuracy"] for model in models if model["optimizer"] == name]
-        for name in OPTIMIZERS
+        for name in MEASURED_OPTIMIZERS
     }
     correlations = {}
     for quantity in QUANTITIES.values():
@@ -321,23 +447,29 @@ def _fisher(correlation: float, n: int) -> tuple[float, float]:
 def publish(out: Path, facts: object) -> None:
     """Write the tables, the figure and the values."""
     with tempfile.TemporaryDirectory() as scratch:
-        found = published(FOLDER / "records.tar.xz", Path(scratch))
+        with tarfile.open(FOLDER / "records.tar.xz") as archive:
+            archive.extractall(scratch, filter="data")
+        sweep = Path(scratch) / "pacs"
+        found = published(sweep)
         compared = found.curvature
         assert compared is not None
         ((_, selected),) = found.variants
         pairs = all_pairs(selected.runs)
         later = all_pairs([run for run in selected.runs if run.trial in LATER])
         first = all_pairs([run for run in selected.runs if run.trial not in LATER])
-        more = select_runs(with_more(selected.runs, Path(scratch) / "pacs/runs"), "train-val")
+        more = select_runs(with_more(selected.runs, sweep / "runs"), "train-val")
         rivals = all_pairs(more.runs, RIVALS)
         averages = across_datasets(more).rows
         averages_of = {row.row: row.cells["PACS"] for row in averages}
         (by_target,) = dataset_tables(more)
         ratios = all_ratios(compared)
+        first_trial = single(sweep / "runs")
+        ablation = ablated(Path(scratch) / "ablation")
         accuracy, _, curvature, rates = grids(found)
         save_figure(FIGURES["methods"](found), out / "figure.svg")
         draw(compared, out / "spectra.svg")
         save_figure(effort_figure(averages), out / "effort.svg")
+        save_figure(FIGURES["ablation"](ablation), out / "ablation.svg")
         values = {
             "environment": facts,
             "command now": COMMAND,
@@ -356,7 +488,12 @@ def publish(out: Path, facts: object) -> None:
                 },
                 "pairs": [paired_json(one) for pair in rivals for one in pair],
                 "p after Holm": _both_ways(rivals),
+                "learning rates": tuned(sweep),
             },
+            "first trial": first_trial,
+            "adamw, and adam without decay": twice(sweep / "runs"),
+            "ablation": to_json(ablation)["results"],
+            "curvature of AdamW": _of_adamw(selected.runs).to_json()["methods"],
             "ratios": [one._asdict() for one in ratios],
             "accuracy and curvature": with_accuracy(compared),
         }
@@ -366,6 +503,8 @@ def publish(out: Path, facts: object) -> None:
         "pairs": pairs_grid("; on the right, the three later seeds alone", pairs, later),
         "more": more_grid(by_target, averages_of),
         "more-pairs": pairs_grid("", rivals),
+        "single": single_grid(first_trial),
+        "ablation": grids(ablation)[0],
         "curvature": curvature,
         "ratios": ratios_grid(ratios),
         "rates": rates,
