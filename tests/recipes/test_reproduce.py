@@ -11,7 +11,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 from typer.testing import CliRunner, Result
 
@@ -41,44 +40,6 @@ def on_digits(*optimizers: str, recipe: str = "table1", overrides=(), **changes)
         options={"device": "cpu"},
         overrides=overrides,
     )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_smoke(tmp_path: Path, name: str) -> None:
-    order = make_order(name, "smoke")
-    found = reproduce(order, tmp_path, carry_out)
-    assert not found.problems
-    files = {path.name for path in write_results(found, tmp_path, {})}
-    assert files >= {"results.json", "results.md", "report.html"}
-    stored = json.loads((tmp_path / "results.json").read_text())
-    cells = [cell for cell in stored["results"] if cell["column"] != "Avg."]
-    wanted = {o for part in order.parts for o in part.optimizers}
-    assert {cell["optimizer"] for cell in cells} == wanted
-    assert all(0 <= cell["mean"] <= 100 for cell in cells)
-    if RECIPES[name].figure:
-        assert "figure.svg" in files
-    if RECIPES[name].curvature:
-        assert "spectra.svg" in files
-        assert {m["optimizer"] for m in stored["curvature"]["methods"]} == wanted
-
-    def nothing_left(sweep: Sweep) -> bool:
-        assert work(sweep.path, "cpu", 1, 60.0, None) == 0
-        return True
-
-    assert reproduce(order, tmp_path, nothing_left).variants == found.variants
-
-
-def test_flatness_is_measured_with_one_radius(tmp_path: Path) -> None:
-    """Whatever the optimizers' own: that of FAD is drawn at full scale."""
-    given = {"optimizers": ["sam", "fad"], "overrides": ["optimizer.rho=0.2"]}
-    found = reproduce(make_order("figure-hessian", "smoke", **given), tmp_path, carry_out)
-    assert found.curvature is not None
-    assert found.curvature.rho == 0.05
 
 
 def test_rates_are_tuned_first(tmp_path: Path) -> None:

@@ -1,0 +1,9 @@
+"""What all tests of recipes have in common."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
