@@ -143,8 +143,10 @@ def test_what_the_page_says_of_accuracy(
     assert f"FAD is second with {means['fad', 'Avg.']:.1f}" in best
     assert f"by {ahead['gam']:.1f} and {ahead['sam']:.1f} points over GAM and SAM" in best
     others = [means[name, "Avg."] for name in NAMES.values() if name not in ("adamw", "fad")]
-    first_two = f"{means['adamw', 'Avg.']:.1f}, FAD {means['fad', 'Avg.']:.1f}"
-    assert f"{first_two}, the others {min(others):.1f} to {max(others):.1f}." in page
+    both = f"AdamW has {means['adamw', 'Avg.']:.1f} ({stored['adamw with both runs']['mean']:.1f} "
+    rest = f"count too), FAD {means['fad', 'Avg.']:.1f}, the others {min(others):.1f} to "
+    assert both in page
+    assert f"{rest}{max(others):.1f}." in page
     adam, sgd = _row("better than Adam,"), _row("FAD is better than SGD by")
     gains = {
         rival: [means["fad", t] - means[rival, t] for t in TARGETS] for rival in NAMES.values()
@@ -225,6 +227,7 @@ def test_which_differences_exclude_zero(stored: dict[str, Any]) -> None:
     assert sorted(p.values())[5] > 0.2
     assert min(stored["p after Holm"]["over targets"].values()) > 0.3
     assert "over targets none is below 0.3" in page
+    assert [pair for pair, value in p.items() if value < 0.05] == ["fad - sgd", "adamw - gam"]
     for rival, sign, said in (
         ("fad", -1, "AdamW's lead over FAD, {} points in the first three seeds, is {} in the"),
         ("adam", 1, "its lead over Adam goes from {} to {}"),
@@ -262,10 +265,10 @@ def test_sentences_that_follow_from_the_records(
     pacs, index, evidence = "results/pacs.md", "results/index.md", "explanation/evidence.md"
     for page, sentence, holds in (
         (pacs, "FAD's lead over SGD is more than chance", p["fad - sgd"] < 0.05),
-        (pacs, "the one over Adam probably", 0.05 < p["fad - adam"] < 0.1),
-        (pacs, "over SAM and GAM are not decided", min(p["fad - sam"], p["fad - gam"]) > 0.1),
+        (pacs, "is more than chance, and AdamW's over GAM;", p["adamw - gam"] < 0.05),
+        (pacs, "not decided, FAD's over Adam, SAM and GAM among them", p["fad - adam"] > 0.05),
         (pacs, "that it is ahead of SAM and GAM is not decided", p["fad - gam"] > 0.1),
-        (pacs, "| probably holds, rather by less than 4.0 |", 0.05 < p["fad - adam"] < 0.1),
+        (pacs, "| leaning to yes, rather by less than 4.0 |", 0.05 < p["fad - adam"] < 0.1),
         (pacs, "| holds on these targets, by far less than 8.3;", p["fad - sgd"] < 0.05),
         (pacs, "| not by 4.3; which is better is not decided |", p["sgd - adam"] > 0.1),
         (pacs, f"without photo it is {fmean(photo):+.1f}.", True),
@@ -282,13 +285,18 @@ def test_sentences_that_follow_from_the_records(
         (pacs, "all but one of which contain 1", len(_of(seen, "lambda_max")) == 1),
         (pacs, "no difference of the trace from Adam's is seen", not _of(seen, "trace")),
         (pacs, "seen, to about 20 %", all(r["low"] > 0.79 and r["high"] < 1.21 for r in traces)),
-        (pacs, "| leaning to yes for FAD and SAM, not decided;", len(_of(seen, "lambda_max")) == 1),
+        (
+            pacs,
+            "| leaning to yes for FAD and SAM, not decided, nor",
+            len(_of(seen, "lambda_max")) == 1,
+        ),
         (pacs, "The sharpest, SGD's", {"sgd"} == _top(largest, 1)),
         (pacs, "which favours the sharper", all(r["within trials"] > 0 for r in found.values())),
         (evidence, "None is the negative one", all(r["all"] > -0.1 for r in found.values())),
         (index, "not clearly before SAM and GAM", min(p["fad - sam"], p["fad - gam"]) > 0.1),
-        ("../README.md", "over SAM and GAM are not decided", p["fad - gam"] > 0.1),
-        (evidence, "the one over SGD over the seeds remains", p["fad - sgd"] < 0.05),
+        ("../README.md", "leads over Adam, SAM and GAM are not decided", p["fad - adam"] > 0.05),
+        ("../README.md", "not decided, the one over SGD is.", p["fad - sgd"] < 0.05),
+        (evidence, "FAD's over SGD and AdamW's over GAM remain, over", p["adamw - gam"] < 0.05),
     ):
         assert holds, sentence
         assert sentence in " ".join((DOCS / page).read_text().split()), sentence
@@ -326,16 +334,14 @@ def _parts(record: dict[str, Any], part: str) -> list[float]:
     return [own[part]["accuracy"] for own in record["domains"].values() if part in own]
 
 
-def test_counts_that_the_page_has(tmp_path: Path) -> None:
-    with tarfile.open(PACS / "records.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    runs = {path.name: path / "result" for path in (tmp_path / "pacs/runs").iterdir()}
+def test_counts_that_the_page_has(records: Path) -> None:
+    runs = {path.name: path / "result" for path in (records / "pacs/runs").iterdir()}
     page = (DOCS / "results/pacs.md").read_text()
 
     def count(*patterns: str) -> list[int]:
         return [sum(bool(re.search(own, name)) for name in runs) for own in patterns]
 
-    ablation = len(list((tmp_path / "ablation/runs").iterdir()))
+    ablation = len(list((records / "ablation/runs").iterdir()))
     assert f"All {len(runs) + ablation} runs that were finished are in the records" in page
     assert f"records and log of all {len(runs) + ablation} runs" in page
     six = f"-({'|'.join(NAMES.values())})-none-trial"
@@ -351,11 +357,16 @@ def test_counts_that_the_page_has(tmp_path: Path) -> None:
     assert (
         f"on one seed {hessian} of AdaHessian, of which {tunes_hessian} tune, {longer} of" in page
     )
-    assert f"of 3,000 updates, {ablation} of the ablation" in page
-    (old,) = count("-yogi-.*tune0.0[13]|-yogi-.*tune0.003")
+    assert f"named after the paper's 15,000), {ablation} of the ablation" in page
+    (old,) = count(r"-yogi-.*tune0\.(01|003)$")
     assert old == 8
     assert f"Of the {tunes[0]} runs that tune Yogi, eight are at 0.003 and 0.01" in page
-    streamed = [n for n, result in runs.items() if "streamed" in (result / "log.txt").read_text()]
+    streamed = [
+        log
+        for log in records.glob("*/runs/*/result/log.txt")
+        if "streamed"
+        in [line for line in log.read_text().splitlines() if " INFO steppe " in line][-1]
+    ]
     assert f"{len(streamed)} runs found too little memory" in page
 
     def rate(name: str) -> float:
@@ -423,13 +434,20 @@ def test_counts_that_the_page_has(tmp_path: Path) -> None:
         if re.search("sketch.*trial[345]$", name) and "-adamw-" not in name
     ]
     assert len(later) == 15
-    said = {"adamw": "is {} and {}, $R^0$ {} and {}, $R^1$ {} and {}"}
-    for optimizer in ("adamw", "adam", "fad"):
-        two = [measured[f"PACS-sketch-ERM-{optimizer}-none-trial{trial}"] for trial in (3, 4)]
-        numbers = [f"{one['eigenvalues']['values'][0]:.1f}" for one in two]
-        for order in ("zeroth", "first"):
-            numbers += [f"{one['flatness'][order]:.2f}" for one in two]
-        assert said.get(optimizer, "{} and {}, {} and {}, {} and {}").format(*numbers) in page
+    correct = {}
+    for shown in ("AdamW", "Adam", "FAD"):
+        names = [f"PACS-sketch-ERM-{NAMES[shown]}-none-trial{trial}" for trial in (3, 4)]
+        lines = [(runs[name] / "records.jsonl").read_text().splitlines()[-1] for name in names]
+        correct[shown] = [100 * _parts(json.loads(line), "test")[0] for line in lines]
+        two = [measured[name] for name in names]
+        cells = [
+            [f"{one['eigenvalues']['values'][0]:.1f}" for one in two],
+            [f"{one['trace']['value']:.0f}" for one in two],
+            *([f"{one['flatness'][order]:.2f}" for one in two] for order in ("zeroth", "first")),
+            [f"{value:.1f}" for value in correct[shown]],
+        ]
+        assert f"| {shown} | {' | '.join(map(', '.join, cells))} |" in page
+    assert all(max(own[i] for own in correct.values()) == correct["AdamW"][i] for i in (0, 1))
     assert sum("-adamw-" in name for name in measured) == 2
     norms = [one["gradient_norm"] for one in later]
     assert f"the gradient's norm is {min(norms):.2f} to {max(norms):.2f}" in page
@@ -465,17 +483,15 @@ PACS_PAGE, INDEX = "docs/results/pacs.md", "docs/results/index.md"
 EVIDENCE = "docs/explanation/evidence.md"
 
 
-def test_what_is_said_of_adamw(stored: dict[str, Any], means: dict[tuple[str, str], float]) -> None:
+def test_what_is_said_of_adamw(stored: dict[str, Any]) -> None:
     paper = _paper()
     p = stored["p after Holm"]["over trials"]
     both = {
         pair: [_difference(stored, *pair, over) for over in ("targets", "trials")]
         for pair in (("fad", "adamw"), ("adamw", "adam"))
     }
-    for (a, b), claim in (
-        (("fad", "adamw"), "better than AdamW"),
-        (("adamw", "adam"), "are level"),
-    ):
+    claims = {("fad", "adamw"): "better than AdamW", ("adamw", "adam"): "but not on PACS"}
+    for (a, b), claim in claims.items():
         shown = {name: label for label, name in NAMES.items()}
         (points, over_targets), (_, over_seeds) = both[a, b]
         later = _difference(stored, a, b, "trials", LATER)[0]
@@ -487,37 +503,30 @@ def test_what_is_said_of_adamw(stored: dict[str, Any], means: dict[tuple[str, st
     lead = "AdamW - Adam {} ({}".format(*both["adamw", "adam"][0])
     undecided = all(text.startswith("-") and "to +" in text for _, text in both["fad", "adamw"])
     clear = all(text.startswith("+") for _, text in both["adamw", "adam"])
-    first = max(NAMES.values(), key=lambda name: means[name, "Avg."]) == "adamw"
-    sketch = max(NAMES.values(), key=lambda name: means[name, "sketch"]) == "adamw"
     gain = paper["fad"] - paper["adamw"]
     for page, sentence, holds in (
-        (PACS_PAGE, "AdamW has the highest average,", first),
-        (PACS_PAGE, "Which of the first two is better is not decided;", undecided),
-        (PACS_PAGE, "nor whether it is behind AdamW |", undecided),
+        (PACS_PAGE, "AdamW and FAD are level, AdamW with a quarter of the gradients.", undecided),
+        (PACS_PAGE, "and it is level with AdamW |", undecided),
         (PACS_PAGE, f"| FAD is better than AdamW by {gain:.1f} |", True),
         (PACS_PAGE, f"| not by {gain:.1f}; which is better is not decided |", undecided),
-        (PACS_PAGE, f"are level ({paper['adam']:.1f} and {paper['adamw']:.1f})", True),
-        (PACS_PAGE, "| leaning to no, not decided |", clear and p["adamw - adam"] > 0.05),
-        (PACS_PAGE, "(AdamW - Adam excludes zero over the targets and over the seeds)", clear),
-        (PACS_PAGE, f"accurate on sketch of the six ({means['adamw', 'sketch']:.1f})", sketch),
+        (PACS_PAGE, f"not on PACS ({paper['adamw']:.1f} and {paper['adam']:.1f})", True),
+        (PACS_PAGE, "| leaning to AdamW here too, not", clear and p["adamw - adam"] > 0.05),
         (INDEX, lead, True),
-        (INDEX, "AdamW has a higher average with a quarter of the gradients, which is not", first),
-        ("README.md", "AdamW is first, FAD second, with four times the gradients;", first),
-        ("README.md", "which of the two is better, and FAD's leads over SAM", undecided),
-        (EVIDENCE, "AdamW has the highest average, [with one gradient in an update]", first),
-        (EVIDENCE, "it is the most accurate on sketch", sketch),
+        (INDEX, "level with AdamW, which has a quarter of the gradients.", undecided),
+        ("README.md", "AdamW and FAD are level, FAD with four times the gradients;", undecided),
     ):
         assert holds, sentence
         assert _said(page, sentence), sentence
 
 
-def test_adamw_is_adam_without_decay_here() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_adamw_is_adam_without_decay_here(fused: bool) -> None:
     """With the learning rate and the decay of the runs: in float32, to the last bit."""
 
-    def trained(optimizer: type[torch.optim.Optimizer], decay: float) -> torch.Tensor:
+    def trained(optimizer: type[torch.optim.Adam], decay: float) -> torch.Tensor:
         torch.manual_seed(0)
         model = torch.nn.Linear(30, 30)
-        opt = optimizer(model.parameters(), lr=1.5e-4, weight_decay=decay)
+        opt = optimizer(model.parameters(), lr=1.5e-4, weight_decay=decay, fused=fused)
         for _ in range(100):
             x = torch.randn(8, 30)
             opt.zero_grad()
@@ -531,36 +540,93 @@ def test_adamw_is_adam_without_decay_here() -> None:
     assert not torch.equal(ours, trained(torch.optim.AdamW, 1e-2))
 
 
-def test_one_method_run_twice(stored: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("records")
+    with tarfile.open(PACS / "records.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def _curve(run: Path, last: int) -> list[Any]:
+    """The training loss and all accuracies at every evaluation up to a step."""
+    lines = map(json.loads, (run / "result/records.jsonl").read_text().splitlines())
+    return [
+        (line["step"], line["loss"], [_parts(line, part) for part in ("train", "val", "test")])
+        for line in lines
+        if line["step"] <= last
+    ]
+
+
+def test_one_method_run_twice(stored: dict[str, Any], records: Path) -> None:
     pairs = stored["adamw, and adam without decay"]
-    gaps = [a - b for a, b in (p["accuracy"] for p in pairs if not p["identical"])]
+    assert all(p["accuracy"][0] == p["accuracy"][1] for p in pairs if p["same"])
+    gaps = [a - b for a, b in (p["accuracy"] for p in pairs if not p["same"])]
     size = fmean(gap**2 for gap in gaps) ** 0.5
     assert (len(pairs), len(gaps)) == (15, 9)
-    assert all(p["accuracy"][0] == p["accuracy"][1] for p in pairs if p["identical"])
     assert sum(gap > 0 for gap in gaps) == 7
+    for p in pairs:
+        names = [f"{name}-none-trial{p['trial']}" for name in ("adamw", "adam")]
+        first, second = (
+            _curve(records / f"pacs/runs/PACS-{p['target']}-ERM-{name}", 1_000)
+            for name in (names[0], f"{names[1]}-nodecay")
+        )
+        assert (first == second) == p["same"]
+    # What was run twice on one machine: from the session's first, then from its second.
+    pacs, ablation = (
+        f"{own}/runs/PACS-{{}}-ERM-{{}}-none-trial{{}}" for own in ("pacs", "ablation")
+    )
+    together = [
+        *((pacs.format("sketch", "adamw", n), pacs.format("sketch", "adam", n)) for n in (3, 4)),
+        *((ablation.format(t, "sgd", 0), ablation.format(t, "fad", "0-rho0")) for t in TARGETS),
+        *(
+            (pacs.format(t, "adamw", "0-steps15000"), pacs.format(t, "adam", 0))
+            for t in TARGETS[:2]
+        ),
+        *(
+            (pacs.format(t, "sgd", "0-steps15000"), ablation.format(t, "fad", "0-beta0"))
+            for t in TARGETS
+            if t != "cartoon"  # where SGD's learning rate is another
+        ),
+    ]
+    assert len(together) == 11
+    for a, b in together:
+        other = f"{b}-nodecay" if "-adam-" in b else b
+        last = 500 if "ablation" in b else 1_000
+        assert _curve(records / a, last) == _curve(records / other, last), (a, other)
+        times = [
+            json.loads(sorted((records / name / "events").iterdir())[-1].read_text())["time"]
+            for name in (a, other)
+        ]
+        assert abs(times[0] - times[1]) < 15 * 60
     average = {name: cells["Avg."]["mean"] for name, cells in stored["more"]["means"].items()}
-    plain = average["adam, no decay"]
-    pair = _difference({"all": stored["more"]["pairs"]}, "adam, no decay", "fad", "targets", "all")
-    points, (low, high) = pair[0], map(float, pair[1].split(" to "))
-    turned = f"{-high:+.1f} to {-low:+.1f} over the targets"
+    more, mean = {"all": stored["more"]["pairs"]}, stored["adamw with both runs"]["mean"]
+    both = {"all": stored["adamw with both runs"]["pairs"]}
+    points, targets = _difference(both, "fad", "adamw", "targets", "all")
+    gain, over_targets = _difference(both, "adamw", "adam", "targets", "all")
+    plain, interval = _difference(more, "adam, no decay", "adam", "targets", "all")
+    assert over_targets == _difference(both, "adamw", "adam", "trials", "all")[1]
+    seeds = _difference(both, "fad", "adamw", "trials", "all")[1]
     for page, sentence in (
-        (PACS_PAGE, "of fifteen pairs of runs, six are identical in all that was recorded."),
-        (PACS_PAGE, "In the nine others rounding went another way"),
-        (PACS_PAGE, f"differ by {size:.1f} points, root mean square, and by {max(gaps):.1f} at"),
-        (PACS_PAGE, "AdamW has the better of it in seven of the nine"),
-        (PACS_PAGE, f"it has {average['adamw']:.1f} and Adam without decay {plain:.1f},"),
-        (PACS_PAGE, f"with decay has {average['adam']:.1f}, FAD {average['fad']:.1f}."),
         (
             PACS_PAGE,
-            f"over Adam without decay it is {-float(points):+.1f} on three seeds, {turned}",
+            "Of these fifteen pairs of runs six agree in every accuracy and training loss.",
         ),
-        (PACS_PAGE, f"how much is noise: {size:.1f} points on a target"),
-        (INDEX, f"run twice, differs by {size:.1f} points on a target, root mean square"),
-        (EVIDENCE, "Six of fifteen pairs of runs were identical;"),
-        (EVIDENCE, f"on the target differs by {size:.1f} points, root mean square."),
+        (PACS_PAGE, f"differs by {size:.1f} points, root mean square, and by {max(gaps):.1f} at"),
+        (PACS_PAGE, "all of the eleven repeats that the records have agree in every accuracy"),
+        (PACS_PAGE, "The first runs of AdamW have the better of it in seven of the nine"),
+        (PACS_PAGE, f"where there are two, it has {mean:.1f} on six seeds; FAD's difference from"),
+        (PACS_PAGE, f"is {points} ({targets} over the targets, {seeds} over the seeds), its own"),
+        (PACS_PAGE, f"its own from Adam {gain} ({over_targets} both ways)"),
+        (PACS_PAGE, f"on three seeds, is at {average['adam, no decay']:.1f}, {plain} from Adam"),
+        (PACS_PAGE, f"{plain} from Adam ({interval} over the targets)"),
+        (PACS_PAGE, f"[with AdamW's second runs](#adam-adamw-and-weight-decay) {points} |"),
+        ("docs/index.md", f"and {points} where AdamW's second runs count too."),
+        (INDEX, f"{gain} ({over_targets}) where its second runs count too;"),
+        (INDEX, f"nine differ, by {size:.1f} points on the target, root mean square"),
+        (EVIDENCE, f"nine differ, by {size:.1f} points on the target, root mean square;"),
     ):
         assert _said(page, sentence), sentence
-    assert float(_difference(stored, "fad", "adamw", "targets")[0]) < 0  # as the sentence goes on
 
 
 def test_what_is_said_of_other_optimizers_and_of_a_part_of_the_updates(
@@ -576,7 +642,6 @@ def test_what_is_said_of_other_optimizers_and_of_a_part_of_the_updates(
         assert re.search(rf"(- {shown}|^) (is )?{re.escape(f'{points} ({interval}')}", part)
         assert interval.startswith("-")
         assert (" to -" in interval) == ((share, shown) == ("10", "AdamW"))
-        assert points.startswith("-" if shown == "AdamW" else ("+", "-"))
     half = [_difference(pairs, "fad 50 %", "fad", over, "all") for over in ("targets", "trials")]
     p, targets = (more["p after Holm"][f"over {over}"] for over in ("trials", "targets"))
     by_size = sorted(p.values())
@@ -610,11 +675,13 @@ def test_what_is_said_of_other_optimizers_and_of_a_part_of_the_updates(
     for name, shown in (("yogi", "Yogi"), ("adabelief", "AdaBelief")):
         points, interval = _difference(pairs, name, "fad", "targets", "all")
         assert re.search(rf"{shown} - FAD (is )?{re.escape(f'{points} ({interval}')}", rivals)
-    level = f"{half[0][0]}, {half[0][1]} over the targets, though {half[1][1]} over the seeds."
+    level = f"{half[0][0]}, {half[0][1]} over the targets, {half[1][1]} over the seeds."
+    reach = max(abs(float(end)) for _, text in half for end in text.split(" to "))
     for page, sentence, holds in (
         (PACS_PAGE, f"at 2.5 gradients instead of four: {level}", True),
+        (PACS_PAGE, "in half of them and in all of them, to about 3 points.", reach < 3.25),
         (PACS_PAGE, "it lies between SGD and FAD, nearer to SGD; that is not", between and unclear),
-        (INDEX, f"FAD in all of them ({half[0][0]}, {half[0][1]})", True),
+        (INDEX, f"is seen ({half[0][0]}; {half[0][1]} over targets, {half[1][1]} over", True),
         (INDEX, "in 5 or 10 % it lies between SGD and FAD, not decided", between and unclear),
         (PACS_PAGE, "**Yogi and AdaBelief** lie between Adam and FAD, and no", in_between),
         (
@@ -637,13 +704,23 @@ def test_what_is_said_of_other_optimizers_and_of_a_part_of_the_updates(
 
 def test_what_is_said_of_the_first_seed(stored: dict[str, Any]) -> None:
     first = stored["first trial"]
-    average = {name: cells["Avg."] for name, cells in first.items()}
+    cells = {name: own["accuracy"] for name, own in first.items()}
+    average, last = (
+        {name: own[column] for name, own in cells.items()} for column in ("Avg.", "last weights")
+    )
     ahead = {n: average[f"{n}, longer"] - average["fad"] for n in ("adam", "adamw", "sgd")}
-    sgd = [first["sgd, longer"][t] - first["fad"][t] for t in TARGETS]
+    at_last = [last[f"{n}, longer"] - last["fad"] for n in ahead]
+    steps = [own["steps"].items() for name, own in first.items() if "longer" in name]
+    early = sum(step <= 1_000 for own in steps for _, step in own)
+    at_1000 = {
+        (name, t) for name, own in first.items() for t, s in own["steps"].items() if s == 1_000
+    }
+    sgd = [cells["sgd, longer"][t] - cells["fad"][t] for t in TARGETS]
     by_target = ", ".join(f"{gap:+.1f}" for gap in sgd[:3]) + f" and {sgd[3]:+.1f}"
     longer = "{:.1f}, {:.1f} and {:.1f}".format(*(average[f"{n}, longer"] for n in ahead))
     level = f"level with FAD ({average['adahessian']:.1f} and {average['fad']:.1f})"
-    said = "by {adam:.1f} (Adam), {adamw:.1f} (AdamW) and {sgd:.1f} points (SGD)"
+    said = "Adam, AdamW and SGD are ahead of it by {adam:.1f}, {adamw:.1f} and {sgd:.1f} points;"
+    after = "{:.1f}, {:.1f}, {:.1f}".format(*(last[f"{n}, longer"] for n in ahead))
     settings = {
         (r["optimizer"], r["setting"]): r["mean"]
         for r in stored["ablation"]
@@ -653,14 +730,27 @@ def test_what_is_said_of_the_first_seed(stored: dict[str, Any]) -> None:
     own = {part: mean for (optimizer, part), mean in settings.items() if optimizer == "fad"}
     sgd_runs = {r["column"]: r["mean"] for r in stored["ablation"] if r["optimizer"] == "sgd"}
     again = [by_place["beta 0", t] - sgd_runs[t] for t in TARGETS]
+    failed = {sum(by_place[f"rho {rho}", t] < 30 for t in TARGETS) for rho in (0.2, 0.5)}
+    no_lead = min(ahead.values()) > 0 and max(at_last) > 0
     adam, plain = settings["adam", None], settings["sgd", None]
     below = {part for part, mean in own.items() if mean < adam} - {"rho 0", "beta 0"}
     radii = f"with 0.1, and with $\\alpha$ = 1, it is below Adam ({own['rho 0.1']:.1f} and "
     for page, sentence, holds in (
-        (PACS_PAGE, f"**All three are ahead of FAD**, {said.format(**ahead)} on average.", True),
+        (PACS_PAGE, said.format(**ahead), True),
+        (PACS_PAGE, "two of their twelve models are those after 1,000 updates", early == 2),
+        (
+            PACS_PAGE,
+            "(Adam on cartoon, AdamW on sketch)",
+            {("adam, longer", "cartoon"), ("adamw, longer", "sketch")} <= at_1000,
+        ),
+        (
+            PACS_PAGE,
+            "after the last update it is {:+.1f}, {:+.1f} and {:+.1f}.".format(*at_last),
+            True,
+        ),
         (PACS_PAGE, f"SGD's differences are {by_target}.", True),
         (PACS_PAGE, f"with 3,000 updates have {longer}, FAD with 1,000 has", True),
-        (PACS_PAGE, f"has {average['fad']:.1f}, on one seed | not seen;", min(ahead.values()) > 0),
+        (PACS_PAGE, f"after the last update {after} and {last['fad']:.1f}; one seed |", True),
         (PACS_PAGE, level, abs(average["adahessian"] - average["fad"]) < 0.5),
         (
             PACS_PAGE,
@@ -669,13 +759,17 @@ def test_what_is_said_of_the_first_seed(stored: dict[str, Any]) -> None:
         ),
         (PACS_PAGE, f"differs from it by {min(again):+.1f} to {max(again):+.1f} points", True),
         (PACS_PAGE, f"so much is noise here, and {fmean(again):.1f} on average.", True),
-        (PACS_PAGE, f"({own['rho 0.2']:.1f} and {own['rho 0.5']:.1f}) at this", True),
-        (PACS_PAGE, f"0 against 1, is {own['alpha 0'] - own['alpha 1']:.1f} points", True),
+        (PACS_PAGE, "FAD fails on three of the four targets** at this", failed == {3}),
+        (
+            PACS_PAGE,
+            f"($\\alpha$ = 1) lie {own['alpha 0'] - own['alpha 1']:.1f} points",
+            True,
+        ),
         (PACS_PAGE, f"{radii}{own['alpha 1']:.1f}, Adam {adam:.1f})", True),
         (PACS_PAGE, "otherwise above both", below == {"rho 0.1", "rho 0.2", "rho 0.5", "alpha 1"}),
-        (INDEX, "with 3,000 updates are ahead of FAD with 1,000;", min(ahead.values()) > 0),
-        (INDEX, "with $\\rho$ of 0.2 or 0.5 FAD does not learn |", own["rho 0.2"] < 30),
-        (EVIDENCE, "Adam, AdamW and SGD were [ahead of FAD]", min(ahead.values()) > 0),
+        (INDEX, "no lead of FAD with 1,000 updates over Adam, AdamW and SGD", no_lead),
+        (INDEX, "with $\\rho$ of 0.2 or 0.5 FAD fails on three of four targets |", failed == {3}),
+        (EVIDENCE, "[no lead of FAD](../results/pacs.md#the-same-work) is seen on the", no_lead),
     ):
         assert holds, sentence
         assert _said(page, sentence), sentence

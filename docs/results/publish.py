@@ -40,6 +40,7 @@ from steppe.reports import (
     Paired,
     Row,
     Run,
+    Selected,
     Table,
     TableRow,
     across_datasets,
@@ -52,7 +53,6 @@ from steppe.reports import (
     to_markdown,
 )
 from steppe.reports.render import Text, cell_text
-from steppe.reports.selection import best_step
 from steppe.reports.spectra import COLOURS, save_figure
 from steppe.sweeps import read_plan
 from steppe.training import load_measurements
@@ -88,23 +88,17 @@ RIVALS = (
     *product(("yogi", "adabelief", PLAIN_ADAM), ("fad", "adam", "adamw")),
 )
 """The pairs that are compared on the first three trials."""
-SINGLE = {  # what is shown of the first trial: updates, names of runs
-    "adam": (1_000, "adam-none-trial0"),
-    "adamw": (1_000, "adamw-none-trial0"),
-    "sgd": (1_000, "sgd-none-trial0"),
-    "fad": (1_000, "fad-none-trial0"),
-    "adahessian": (1_000, "adahessian-none-trial0"),
-    "adam, longer": (3_000, "adam-none-trial0-steps15000"),
-    "adamw, longer": (3_000, "adamw-none-trial0-steps15000"),
-    "sgd, longer": (3_000, "sgd-none-trial0-steps15000"),
+SINGLE = {
+    **{name: f"{name}-none-trial0" for name in ("adam", "adamw", "sgd", "fad", "adahessian")},
+    **{f"{name}, longer": f"{name}-none-trial0-steps15000" for name in ("adam", "adamw", "sgd")},
 }
+"""What is shown of the first trial, and the names of its runs."""
 QUANTITIES = {"λ_max": "lambda_max", "trace": "trace", "R0": "zeroth", "R1": "first"}
 
 
 def published(folder: Path) -> Results:
     """What the records give, as the command of `results.json` made them."""
-    optimizers = ("adam", "adamw", "sgd", "sam", "gam", "fad")
-    order = _order("table1", optimizers, {"factors": (1.0, 3.0, 10.0), "trials": 6})
+    order = _order("table1", OPTIMIZERS, {"factors": (1.0, 3.0, 10.0), "trials": 6})
     sweep, rates = plan(order, folder)
     assert rates is not None, f"{folder}: not all runs that tune learning rates are there"
     found = gather(order, sweep, rates)
@@ -197,12 +191,47 @@ def twice(folder: Path) -> list[dict[str, Any]]:
     for run in _named(folder, "adamw", "adamw-none-trial?"):
         other = again.get((run.targets, run.trial))
         if other and other.hparams["lr"] == run.hparams["lr"]:
-            chosen = [best_step(one) for one in (run, other)]
-            accuracy = [100 * one.accuracy for one in chosen if one is not None]
-            same = [r.accuracy for r in run.records] == [r.accuracy for r in other.records]
-            place = {"target": run.targets[0], "trial": run.trial}
-            found.append({**place, "identical": same, "accuracy": accuracy})
+            curves = [[(r.accuracy, r.loss) for r in one.records] for one in (run, other)]
+            chosen = select_runs([run, other], "train-val").chosen
+            accuracy = {place.row.optimizer: 100 * one.accuracy for place, one in chosen.items()}
+            found.append(
+                {
+                    "target": run.targets[0],
+                    "trial": run.trial,
+                    "same": curves[0] == curves[1],
+                    "accuracy": [accuracy["adamw"], accuracy[PLAIN_ADAM]],
+                }
+            )
     return found
+
+
+def with_both(selected: Selected, pairs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """AdamW with the mean of its two runs, where it has two, against FAD and Adam.
+
+    Args:
+        selected: the runs of all.
+        pairs: of `twice`.
+    """
+    accuracy = {
+        (place.row.optimizer, place.column, place.trial): 100 * one.accuracy
+        for place, one in selected.chosen.items()
+    }
+    targets, trials = (sorted({key[i] for key in accuracy}) for i in (1, 2))
+    accuracy |= {("adamw", p["target"], p["trial"]): fmean(p["accuracy"]) for p in pairs}
+    tables = {
+        name: np.array([[accuracy[name, target, trial] for trial in trials] for target in targets])
+        for name in ("adamw", "fad", "adam")
+    }
+    differences = []
+    for a, b in (("fad", "adamw"), ("adamw", "adam")):
+        gaps = tables[a] - tables[b]
+        for over, axis in (("targets", 1), ("trials", 0)):
+            units = gaps.mean(axis)
+            interval = [*scipy.stats.ttest_1samp(units, 0).confidence_interval(0.95)]
+            points = float(units.mean())
+            pair = {"a": a, "b": b, "over": over, "points": points}
+            differences.append({**pair, "interval": [float(end) for end in interval]})
+    return {"mean": float(tables["adamw"].mean()), "pairs": differences}
 
 
 def passes(name: str) -> float:
@@ -215,45 +244,54 @@ def more_grid(table: Table, averages: Mapping[Row, Cell | None]) -> Grid:
     """The first trials of everything, by what an update costs; the best are marked."""
     cells = {row.row: {**row.cells, "Avg.": averages[row.row]} for row in table.rows}
     columns = list(next(iter(cells.values())))
-    texts = {row: {column: cell_text(own[column]) for column in own} for row, own in cells.items()}
-    best = {c: max((own[c] for own in texts.values()), key=_leading) for c in columns}
+    best = {c: max(cell.mean for own in cells.values() if (cell := own[c])) for c in columns}
     lines = []
     for row in sorted(cells, key=lambda row: (passes(row.optimizer), row.optimizer)):
-        marked = [Text(text, text == best[column]) for column, text in texts[row].items()]
+        marked = [
+            Text(cell_text(cell), cell is not None and cell.mean == best[column])
+            for column, cell in cells[row].items()
+        ]
         lines.append((Text(row.optimizer), Text(f"{passes(row.optimizer):.3g}"), *marked))
     headings = ("method", "gradients in an update", *columns)
     note = "three seeds, the same for all; fad 5 %: FAD in 5 % of the updates, SGD in the others"
     return Grid("PACS, the first three seeds", headings, tuple(lines), 1, note)
 
 
-def single(folder: Path) -> dict[str, dict[str, float]]:
-    """The accuracy of what is shown of the first trial, by target, in per cent."""
+def single(folder: Path) -> dict[str, dict[str, Any]]:
+    """What is shown of the first trial: accuracy by target in per cent, and the steps selected."""
     found = {}
-    for name, (_, pattern) in SINGLE.items():
-        chosen = select_runs(_named(folder, name, pattern), "train-val").chosen
-        cells = {place.column: 100 * one.accuracy for place, one in chosen.items()}
-        assert len(cells) == 4, f"{name}: {len(cells)} targets"
-        found[name] = {**cells, "Avg.": fmean(cells.values())}
+    for name, pattern in SINGLE.items():
+        runs = _named(folder, name, pattern)
+        chosen = {p.column: c for p, c in select_runs(runs, "train-val").chosen.items()}
+        assert len(chosen) == 4, f"{name}: {len(chosen)} targets"
+        cells = {target: 100 * one.accuracy for target, one in chosen.items()}
+        found[name] = {
+            "updates": max(run.records[-1].step for run in runs),
+            "accuracy": {**cells, "Avg.": fmean(cells.values()), "last weights": _last(runs)},
+            "steps": {target: one.step for target, one in chosen.items()},
+        }
     return found
 
 
-def single_grid(values: Mapping[str, Mapping[str, float]]) -> Grid:
+def _last(runs: Iterable[Run]) -> float:
+    """The mean accuracy on the target after the last update, in per cent."""
+    return fmean(100 * run.records[-1].accuracy[run.targets[0], "test"] for run in runs)
+
+
+def single_grid(values: Mapping[str, Mapping[str, Any]]) -> Grid:
     """The first trial of some, with what their updates cost."""
     lines = []
-    for name, cells in values.items():
-        steps, _ = SINGLE[name]
-        optimizer = name.partition(",")[0]
-        gradients = steps * passes(optimizer)
-        numbers = [Text(f"{value:.1f}") for value in cells.values()]
-        lines.append((Text(optimizer), Text(f"{steps:,}"), Text(f"{gradients:,.0f}"), *numbers))
-    headings = ("method", "updates", "gradients", *next(iter(values.values())))
-    note = "one seed; AdaHessian differentiates the gradient once more in every update"
+    for name, own in values.items():
+        optimizer, updates = name.partition(",")[0], own["updates"]
+        costs = (f"{updates:,}", f"{updates * passes(optimizer):,.0f}")
+        numbers = [f"{value:.1f}" for value in own["accuracy"].values()]
+        lines.append((Text(optimizer), *map(Text, (*costs, *numbers))))
+    headings = ("method", "updates", "gradients", *values["fad"]["accuracy"])
+    note = (
+        "one seed; last weights: the average without selecting a step; AdaHessian differentiates "
+        "the gradient once more in every update"
+    )
     return Grid("PACS, the first seed", headings, tuple(lines), 1, note)
-
-
-def _leading(text: str) -> float:
-    """The number that a text begins with."""
-    return float(text.split()[0])
 
 
 def effort_figure(rows: Iterable[TableRow]) -> Figure:
@@ -463,7 +501,7 @@ def publish(out: Path, facts: object) -> None:
         averages_of = {row.row: row.cells["PACS"] for row in averages}
         (by_target,) = dataset_tables(more)
         ratios = all_ratios(compared)
-        first_trial = single(sweep / "runs")
+        first_trial, pairs_of_one = single(sweep / "runs"), twice(sweep / "runs")
         ablation = ablated(Path(scratch) / "ablation")
         accuracy, _, curvature, rates = grids(found)
         save_figure(FIGURES["methods"](found), out / "figure.svg")
@@ -491,7 +529,8 @@ def publish(out: Path, facts: object) -> None:
                 "learning rates": tuned(sweep),
             },
             "first trial": first_trial,
-            "adamw, and adam without decay": twice(sweep / "runs"),
+            "adamw, and adam without decay": pairs_of_one,
+            "adamw with both runs": with_both(selected, pairs_of_one),
             "ablation": to_json(ablation)["results"],
             "curvature of AdamW": _of_adamw(selected.runs).to_json()["methods"],
             "ratios": [one._asdict() for one in ratios],
