@@ -81,7 +81,7 @@ MORE = {
     PLAIN_ADAM: "adam-none-trial?-nodecay",
     **{name: f"fad-none-trial?-ratio{share:g}" for name, share in SHARES.items()},
 }
-"""What only the first three trials have, and the names of its runs."""
+"""What is compared on the first three trials, and the names of its runs."""
 RIVALS = (
     *product(SHARES, ("sgd", "adam", "adamw", "sam", "gam", "fad")),
     *combinations(reversed(SHARES), 2),
@@ -206,7 +206,7 @@ def twice(folder: Path) -> list[dict[str, Any]]:
 
 
 def with_both(selected: Selected, pairs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """AdamW with the mean of its two runs, where it has two, against FAD and Adam.
+    """All pairs, AdamW with the mean of its two runs where it has two.
 
     Args:
         selected: the runs of all.
@@ -220,18 +220,21 @@ def with_both(selected: Selected, pairs: Iterable[Mapping[str, Any]]) -> dict[st
     accuracy |= {("adamw", p["target"], p["trial"]): fmean(p["accuracy"]) for p in pairs}
     tables = {
         name: np.array([[accuracy[name, target, trial] for trial in trials] for target in targets])
-        for name in ("adamw", "fad", "adam")
+        for name in OPTIMIZERS
     }
-    differences = []
-    for a, b in (("fad", "adamw"), ("adamw", "adam")):
-        gaps = tables[a] - tables[b]
-        for over, axis in (("targets", 1), ("trials", 0)):
-            units = gaps.mean(axis)
-            interval = [*scipy.stats.ttest_1samp(units, 0).confidence_interval(0.95)]
-            points = float(units.mean())
-            pair = {"a": a, "b": b, "over": over, "points": points}
-            differences.append({**pair, "interval": [float(end) for end in interval]})
-    return {"mean": float(tables["adamw"].mean()), "pairs": differences}
+    differences: list[dict[str, Any]] = []
+    raw: dict[str, dict[str, float]] = {}
+    for (a, b), (over, axis) in product(
+        combinations(OPTIMIZERS, 2), (("targets", 1), ("trials", 0))
+    ):
+        units = (tables[a] - tables[b]).mean(axis)
+        test = scipy.stats.ttest_1samp(units, 0)
+        interval = [float(end) for end in test.confidence_interval(0.95)]
+        pair = {"a": a, "b": b, "over": over, "points": float(units.mean())}
+        differences.append({**pair, "interval": interval})
+        raw.setdefault(f"over {over}", {})[f"{a} - {b}"] = float(test.pvalue)
+    p = {over: holm(values) for over, values in raw.items()}
+    return {"mean": float(tables["adamw"].mean()), "pairs": differences, "p after Holm": p}
 
 
 def passes(name: str) -> float:
@@ -371,10 +374,16 @@ def _cells(pair: Pair) -> list[Text]:
 
 def corrected(differences: Iterable[Paired]) -> dict[str, float]:
     """The p-values of their t-tests, after Holm's correction."""
-    raw = {
-        f"{one.a} - {one.b}": 2 * float(stdtr(one.units - 1, -abs(one.difference) / one.err))
-        for one in differences
-    }
+    return holm(
+        {
+            f"{one.a} - {one.b}": 2 * float(stdtr(one.units - 1, -abs(one.difference) / one.err))
+            for one in differences
+        }
+    )
+
+
+def holm(raw: Mapping[str, float]) -> dict[str, float]:
+    """Holm's correction of p-values for their number."""
     found, largest = {}, 0.0
     for number, name in enumerate(sorted(raw, key=raw.__getitem__)):
         largest = max(largest, min(1.0, (len(raw) - number) * raw[name]))
