@@ -136,19 +136,12 @@ def _order(recipe: str, optimizers: Sequence[str], changes: Mapping[str, Any]) -
     )
 
 
-def tuned(folder: Path) -> list[dict[str, Any]]:
+def tuned(folder: Path) -> object:
     """The learning rates of the optimizers that were added."""
-    sweep, rates = plan(_order("table1", ("yogi", "adabelief", "adahessian"), {}), folder)
-    assert rates is not None, f"{sweep.path}: not all runs that tune learning rates are there"
-    return [
-        {
-            "optimizer": place.method.optimizer,
-            "targets": place.targets,
-            "lr": rate.lr,
-            "validation": {f"{lr:g}": value for lr, value in rate.validation.items()},
-        }
-        for place, rate in rates.items()
-    ]
+    order = _order("table1", ("yogi", "adabelief", "adahessian"), {})
+    sweep, rates = plan(order, folder)
+    assert rates is not None, f"{folder}: not all runs that tune learning rates are there"
+    return to_json(gather(order, sweep, rates))["learning rates"]
 
 
 def ablated(folder: Path) -> Results:
