@@ -70,7 +70,7 @@ LATER = frozenset({3, 4, 5})
 """Trials that were added when the first three had been seen; of theirs, models were measured."""
 MEASURED = "sketch"
 """What the measured models hold out."""
-MEASURED_OPTIMIZERS = ("fad", "gam", "sam", "sgd", "adam")
+MEASURED_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "adamw")
 """Those whose models of all later trials were measured."""
 PLAIN_ADAM = "adam, no decay"
 SHARES = {"fad 5 %": 0.05, "fad 10 %": 0.1, "fad 50 %": 0.5}
