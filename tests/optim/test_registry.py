@@ -101,24 +101,50 @@ def test_needs_graph_is_on_every_optimizer(name: str) -> None:
     assert optimizer.needs_graph is (name in ("adahessian", "gam-exact"))
 
 
+@pytest.mark.parametrize("pretrained", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_defaults_are_the_papers(name: str) -> None:
+def test_an_optimizer_is_built_with_its_tuned_defaults(name: str, pretrained: bool) -> None:
     spec = optimizer_spec(name)
-    optimizer = build_optimizer(name, Task().model.parameters())
+    optimizer = build_optimizer(name, Task().model.parameters(), pretrained=pretrained)
+    space = search_space(name, "fair", pretrained)
     for group in optimizer.param_groups:
-        assert group["lr"] == 5e-5
-        assert group["weight_decay"] == 1e-4
-        if name == "sgd" or name in FLATNESS_AWARE:
-            assert group["momentum"] == 0.9
-    assert ("momentum" in spec.defaults) is (name == "sgd" or name in FLATNESS_AWARE)
+        for key, hyper in space.items():
+            assert group[key] == hyper.default
+        for key in ("lr", "weight_decay"):
+            assert space[key].distribution.contains(group[key])
+        assert group["lr"] == pytest.approx(spec.lr.default * (1 if pretrained else spec.scratch))
+        assert ("momentum" in group) is (name == "sgd" or name in FLATNESS_AWARE)
     assert spec.citation
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_papers_and_domainbeds_defaults_come_by_naming_the_space(name: str) -> None:
+    spec = optimizer_spec(name)
+    assert spec.defaults("fad").items() >= {"lr": 5e-5, "weight_decay": 1e-4}.items()
+    assert spec.defaults("fad", pretrained=False)["lr"] == pytest.approx(1e-3)
+    assert spec.defaults("domainbed").items() >= {"lr": 5e-5, "weight_decay": 0.0}.items()
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+@pytest.mark.parametrize("name", ["adamw", "adabelief", "adahessian"])
+def test_decoupled_decay_moves_a_weight(name: str, pretrained: bool) -> None:
+    """At a gradient of zero the decay is all there is, and float32 must be able to show it."""
+    weight = torch.nn.Parameter(torch.full((100,), 1.7))
+    optimizer = build_optimizer(name, [weight], pretrained=pretrained)
+    loss = (weight * 0.0).square().sum()
+    loss.backward(create_graph=optimizer.needs_graph)
+    optimizer.step()
+    group = optimizer.param_groups[0]
+    shrunk = 1.7 * (1 - group["lr"] * group["weight_decay"])
+    assert weight[0].item() < np.float32(1.7)
+    assert weight[0].item() == pytest.approx(shrunk, rel=1e-7)
 
 
 def test_the_flatness_aware_defaults() -> None:
     method = {
         name: {
             k: v
-            for k, v in optimizer_spec(name).defaults.items()
+            for k, v in optimizer_spec(name).defaults().items()
             if k in optimizer_spec(name).method
         }
         for name in FLATNESS_AWARE
@@ -246,7 +272,7 @@ def test_an_unknown_optimizer_gets_a_suggestion(wrong: str, right: str) -> None:
 def test_an_unknown_space_gets_a_suggestion() -> None:
     with pytest.raises(ValueError, match="did you mean 'domainbed'"):
         search_space("adam", "domainbad")
-    with pytest.raises(ValueError, match="Known: fad, domainbed, fair"):
+    with pytest.raises(ValueError, match="Known: fair, fad, domainbed"):
         run_space("x")
 
 

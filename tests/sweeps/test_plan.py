@@ -45,7 +45,7 @@ def test_one_run_for_every_combination() -> None:
 
 def test_draws_and_seeds_are_domainbeds() -> None:
     """Golden values of ERM on VLCS with hparams_seed 1 and trial_seed 0, from its own fixture."""
-    found = dict(jobs(Grid(("VLCS",), trials=1, draws=2)))
+    found = dict(jobs(Grid(("VLCS",), trials=1, draws=2, space="domainbed")))
     config = found["VLCS-SUN09-ERM-adam-none-trial0-draw1"]
     assert config.batch_size == 39
     assert config.optimizer.options["lr"] == 2.7028930742148706e-05

@@ -94,9 +94,7 @@ def test_what_is_missing_comes_from_the_dataset_and_the_optimizer(dataset, optim
         assert getattr(config, key) == getattr(spec, key)
     assert config.weights == ("imagenet" if spec.pretrained else "none")
     assert config.freeze_bn is spec.pretrained
-    expected = dict(method.defaults)
-    if not spec.pretrained:
-        expected["lr"] = 20 * method.fair_lr.default
+    expected = method.defaults("fair", spec.pretrained)
     assert (config.optimizer.name, config.optimizer.options) == (optimizer, expected)
     assert RunConfig(**json.loads(config.to_json())) == config
 
@@ -110,6 +108,31 @@ def test_the_learning_rate_depends_on_where_the_weights_come_from(tmp_path):
     assert rate(weights="none") == pytest.approx(1e-3)  # DomainBed's for small images
     assert rate(weights="none", optimizer="sgd") == pytest.approx(2e-2)
     assert rate(weights="none", optimizer={"name": "sgd", "lr": 0.5}) == 0.5
+
+
+@pytest.mark.parametrize("weights", ["imagenet", "none"])
+@pytest.mark.parametrize("space", ["fair", "fad", "domainbed"])
+def test_a_space_gives_its_defaults_without_a_draw(space, weights):
+    options = {"dataset": "PACS", "targets": "sketch", "optimizer": "adamw", "weights": weights}
+    named = configure(options, space=space)
+    drawn = configure(options, space=space, draw=0)
+    expected = optimizer_spec("adamw").defaults(space, weights == "imagenet")
+    assert named.optimizer.options == drawn.optimizer.options == expected
+    assert named.space == drawn.space == space
+    assert configure(options).optimizer == configure(options, space="fair").optimizer
+
+
+def test_a_run_of_before_is_resumed_with_the_values_it_has():
+    """Naming its optimizer again must not give it the defaults of today."""
+    old = make_config({"dataset": "PACS", "targets": "sketch", "optimizer": "fad"})
+    made_with = {"lr": 5e-5, "weight_decay": 1e-4, "momentum": 0.9, "rho": 0.05}
+    values = {**old.model_dump(), "version": 3, "space": None}
+    values["optimizer"] = {"name": "fad", "alpha": 0.5, "beta": 0.5, **made_with}
+    begun = RunConfig(**values)
+    again = configure({"optimizer": "FAD", "dataset": "PACS"}, resumed=begun)
+    assert again == begun
+    changed = configure({"optimizer": "sam"}, resumed=begun)
+    assert changed.optimizer.options["lr"] == 1e-3
 
 
 def test_given_values_come_before_defaults():

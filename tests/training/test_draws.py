@@ -32,7 +32,7 @@ def test_domainbeds_golden_values():
     drawn = draw()
     assert {name: drawn[name] for name in GOLDEN} == GOLDEN
     assert type(drawn["batch_size"]) is int
-    config = configure({"dataset": "vlcs", "targets": "SUN09"}, draw=1)
+    config = configure({"dataset": "vlcs", "targets": "SUN09"}, draw=1, space="domainbed")
     assert flat({**config.model_dump(), "optimizer": config.optimizer.options}).items() >= (
         GOLDEN.items()
     )

@@ -98,7 +98,7 @@ def test_the_docs_say_what_was_measured() -> None:
 @pytest.mark.parametrize("name", optimizer_names())
 def test_a_cpu_has_fp32(name: str) -> None:
     spec = optimizer_spec(name)
-    optimizer = Named(name=name, **spec.defaults)
+    optimizer = Named(name=name, **spec.defaults())
     assert resolve("auto", CPU, optimizer, spec.needs_graph) == "fp32"
 
 

@@ -59,7 +59,11 @@ def train(
         typer.Option(metavar="N", help="Draw hyper-parameters as DomainBed's hparams_seed N."),
     ] = None,
     space: Annotated[
-        str | None, typer.Option(help="What --draw draws from: domainbed (default), fad or fair.")
+        str | None,
+        typer.Option(
+            help="Where defaults and draws come from: fair (tuned per optimizer, the default), fad "
+            "(the paper's) or domainbed."
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A config.json to start from.")

@@ -30,7 +30,9 @@ def sweep_plan(
     draws: Annotated[
         int,
         typer.Option(
-            min=0, help="Hyper-parameters; the first are the space's defaults, 0: a single run's."
+            min=0,
+            help="Hyperparameter samples per method; sample 0 is the defaults. 0 uses the settings "
+            "of 'steppe train'.",
         ),
     ] = 20,
     targets: Annotated[
@@ -40,9 +42,13 @@ def sweep_plan(
             "names, with commas."
         ),
     ] = "single",
-    space: Annotated[str, typer.Option(help="What is drawn from: domainbed, fad or fair.")] = (
-        "domainbed"
-    ),
+    space: Annotated[
+        str,
+        typer.Option(
+            help="Where defaults and draws come from: fair (tuned per optimizer), fad (the "
+            "paper's) or domainbed."
+        ),
+    ] = "fair",
     steps: Annotated[int | None, typer.Option(help="Updates; the dataset's unless given.")] = None,
     backbone: Annotated[str | None, BACKBONE] = None,
     weights: Annotated[str | None, WEIGHTS] = None,

@@ -1,4 +1,4 @@
-"""Optimizers by name, each with the paper's default and its search distributions.
+"""Optimizers by name, each with its tuned defaults and search distributions.
 
 The table `_SPECS` is the only place that knows the names. Classes are imported when asked for, so
 that an optimizer from another package costs nothing until then.
@@ -12,15 +12,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import Parameter, signature
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from steppe.errors import UserError, unknown
 
-from .search import Choice, Fixed, Hyperparameter, LogUniform, Value, get_space
+from .search import (
+    DEFAULT_SPACE,
+    FROM_SCRATCH,
+    PAPER_WEIGHT_DECAY,
+    Choice,
+    Fixed,
+    Hyperparameter,
+    LogUniform,
+    Value,
+    get_space,
+)
+
+if TYPE_CHECKING:
+    from .replay import Models
 
 _SGD = "torch.optim:SGD"
 
@@ -33,10 +45,16 @@ class OptimizerSpec:
         name: what users call it.
         target: ``module:class``, imported when an optimizer is built.
         citation: the paper it comes from.
-        passes: forward and backward passes in a step, with the default hyper-parameters.
-        fair_lr: the learning rate in the search space `fair`.
+        passes: forward and backward passes in a step, with the default hyperparameters.
+        lr: the learning rate for fine-tuning, in the search space `fair`.
+        scratch: what training from scratch multiplies `lr` by.
+        weight_decay: in the search space `fair`.
         base: ``module:class`` of the optimizer inside, for those that wrap one.
-        method: the hyper-parameters of the method itself, the same in every space.
+        method: the hyperparameters of the method itself, the same in every space.
+        radii: those of them that are lengths in weight space. A method with several passes and no
+            radii here is trained in fp32: nothing says how exact its gradients must be.
+        order: of the flatness it minimizes: 0 if the direction depends on g1 - g0 alone, 1 if it
+            takes differences at perturbed weights too, which lose more to rounding.
         needs_graph: whether the closure must call ``backward(create_graph=True)``.
         fixed: options that are not the caller's to choose, because the equations checked in the
             tests hold only with these values.
@@ -47,9 +65,13 @@ class OptimizerSpec:
     target: str
     citation: str
     passes: int
-    fair_lr: Hyperparameter
+    lr: Hyperparameter
+    scratch: float = FROM_SCRATCH
+    weight_decay: Hyperparameter = PAPER_WEIGHT_DECAY
     base: str | None = None
     method: Mapping[str, Hyperparameter] = field(default_factory=dict)
+    radii: tuple[str, ...] = ()
+    order: int = 1
     needs_graph: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
     extra: str | None = None
@@ -59,10 +81,9 @@ class OptimizerSpec:
         """The package that the class comes from: torch, pytorch_optimizer or steppe."""
         return self.target.partition(":")[0].partition(".")[0]
 
-    @property
-    def defaults(self) -> dict[str, Value]:
-        """What `build` starts from: the defaults of the space `fad`."""
-        return {name: hyper.default for name, hyper in self.space("fad").items()}
+    def defaults(self, space: str = DEFAULT_SPACE, pretrained: bool = True) -> dict[str, Value]:
+        """Return what `build` starts from: the defaults of a space, the tuned ones by default."""
+        return {name: hyper.default for name, hyper in self.space(space, pretrained).items()}
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -71,21 +92,34 @@ class OptimizerSpec:
         inner = _options(self._load(self.base)) if self.base else ()
         return tuple(dict.fromkeys((*own, *inner)))
 
-    def space(self, space: str = "fad") -> dict[str, Hyperparameter]:
-        """Return the hyper-parameters that a search draws, by name."""
-        chosen = get_space(space)
-        common = {"lr": chosen.lr or self.fair_lr, "weight_decay": chosen.weight_decay}
+    def space(
+        self, space: str = DEFAULT_SPACE, pretrained: bool = True
+    ) -> dict[str, Hyperparameter]:
+        """Return the hyperparameters that a search draws, by name."""
+        chosen = get_space(space, pretrained)
+        own_lr = self.lr if pretrained else self.lr.scaled(self.scratch)
+        common = {
+            "lr": chosen.lr or own_lr,
+            "weight_decay": chosen.weight_decay or self.weight_decay,
+        }
         if _SGD in (self.target, self.base):
             common["momentum"] = chosen.momentum
         return {**common, **self.method}
 
-    def build(self, params: ParamsT, model: nn.Module | None = None, **hparams: Any) -> Optimizer:
+    def build(
+        self,
+        params: ParamsT,
+        model: Models = None,
+        *,
+        pretrained: bool = True,
+        **hparams: Any,
+    ) -> Optimizer:
         """Build the optimizer; see `build_optimizer`."""
         valid = self.options
         for name in hparams:
             if name not in valid:
                 raise UserError(unknown(f"option for optimizer {self.name!r}:", name, valid))
-        chosen = {**self.defaults, **hparams}
+        chosen = {**self.defaults(pretrained=pretrained), **hparams}
         cls = self._load(self.target)
         if self.base is None:
             optimizer = cls(params, **chosen, **self.fixed)
@@ -137,16 +171,21 @@ def _reduce(optimizer: Optimizer) -> tuple[Any, ...]:
     return copyreg.__newobj__, (type(optimizer),), {**plain, **optimizer.__getstate__()}  # type: ignore[attr-defined]
 
 
-# The learning rates of the space `fair`. Steps of the Adam family have the size of the learning
-# rate whatever the gradient, so they share a range, the paper's own. SGD moves by the gradient
-# itself and fine-tunes ResNets at 1e-3 to 1e-2. Yogi is between the two: its eps of 1e-3 outweighs
-# small gradients only, and from 1e-3 on it learned PACS in none of twelve runs
-# (docs/results/pacs.md). AdaHessian's step is Newton-like, with 1 the pure Newton step; the NICO++
-# authors' code multiplies its learning rate by 100.
+# The learning rates of the space `fair`, for fine-tuning; docs/guide/defaults.md has what they were
+# measured against. Steps of the Adam family have the size of the learning rate whatever the
+# gradient, so they share a range, the paper's own. SGD moves by the gradient itself and fine-tunes
+# ResNets at 1e-3 to 1e-2. Yogi is between the two: its eps of 1e-3 outweighs small gradients only,
+# and from 1e-3 on it learned PACS in none of twelve runs (docs/results/pacs.md). AdaHessian's step
+# is Newton-like, with 1 the pure Newton step; the NICO++ authors' code multiplies its learning rate
+# by 100.
 _ADAM_LR = Hyperparameter(5e-5, LogUniform(-5, -3.5))
 _SGD_LR = Hyperparameter(1e-3, LogUniform(-4, -2))
 _YOGI_LR = Hyperparameter(1e-4, LogUniform(-5, -3))
 _ADAHESSIAN_LR = Hyperparameter(1e-2, LogUniform(-3, -0.5))
+
+# Decoupled decay shrinks a weight by lr * weight_decay: the paper's 1e-4 at lr 5e-5 is below half a
+# unit in float32's last place and does nothing. This is torch's default for AdamW.
+_DECOUPLED = Hyperparameter(1e-2, LogUniform(-3, -1))
 
 # Appendix B of the FAD paper prints what is searched but no default for rho, alpha and beta: the
 # defaults below are ours. (It prints FAD's three sets under the name of GAM.)
@@ -179,21 +218,22 @@ _SPECS = (
         target="torch.optim:Adam",
         citation="Kingma and Ba, Adam: A Method for Stochastic Optimization, ICLR 2015",
         passes=1,
-        fair_lr=_ADAM_LR,
+        lr=_ADAM_LR,
     ),
     OptimizerSpec(
         name="adamw",
         target="torch.optim:AdamW",
         citation="Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019",
         passes=1,
-        fair_lr=_ADAM_LR,
+        lr=_ADAM_LR,
+        weight_decay=_DECOUPLED,
     ),
     OptimizerSpec(
         name="sgd",
         target=_SGD,
         citation="Nesterov, A method for solving the convex programming problem, 1983",
         passes=1,
-        fair_lr=_SGD_LR,
+        lr=_SGD_LR,
     ),
     # Ours: pytorch_optimizer's divides v by 1 - beta2^t under all of its options, Algorithm 2 of
     # the paper does not.
@@ -202,7 +242,7 @@ _SPECS = (
         target="steppe.optim.yogi:Yogi",
         citation="Zaheer et al., Adaptive Methods for Nonconvex Optimization, NeurIPS 2018",
         passes=1,
-        fair_lr=_YOGI_LR,
+        lr=_YOGI_LR,
     ),
     # pytorch_optimizer's: agrees with Algorithm 2 of the paper with these options. `eps` stays the
     # caller's: 1e-16 unless given.
@@ -211,7 +251,8 @@ _SPECS = (
         target="pytorch_optimizer:AdaBelief",
         citation="Zhuang et al., AdaBelief Optimizer, NeurIPS 2020",
         passes=1,
-        fair_lr=_ADAM_LR,
+        lr=_ADAM_LR,
+        weight_decay=_DECOUPLED,
         fixed={
             "weight_decouple": True,
             "fixed_decay": False,
@@ -228,7 +269,7 @@ _SPECS = (
         target="steppe.optim.adahessian:AdaHessian",
         citation="Yao et al., ADAHESSIAN: An Adaptive Second Order Optimizer, AAAI 2021",
         passes=1,
-        fair_lr=_ADAHESSIAN_LR,
+        lr=_ADAHESSIAN_LR,
         needs_graph=True,
     ),
     OptimizerSpec(
@@ -237,8 +278,10 @@ _SPECS = (
         base=_SGD,
         citation="Foret et al., Sharpness-Aware Minimization, ICLR 2021",
         passes=2,
-        fair_lr=_SGD_LR,
+        lr=_SGD_LR,
         method=_SAM,
+        radii=("rho",),
+        order=0,
     ),
     OptimizerSpec(
         name="gam",
@@ -246,8 +289,9 @@ _SPECS = (
         base=_SGD,
         citation=_GAM_CITATION + " (without Hessians, as in the FAD paper)",
         passes=4,
-        fair_lr=_SGD_LR,
+        lr=_SGD_LR,
         method=_GAM,
+        radii=("rho",),
     ),
     OptimizerSpec(
         name="gam-exact",
@@ -255,8 +299,9 @@ _SPECS = (
         base=_SGD,
         citation=_GAM_CITATION + " (with Hessian-vector products)",
         passes=2,
-        fair_lr=_SGD_LR,
+        lr=_SGD_LR,
         method=_GAM,
+        radii=("rho",),
         needs_graph=True,
     ),
     OptimizerSpec(
@@ -265,8 +310,9 @@ _SPECS = (
         base=_SGD,
         citation=_GAM_CITATION + " (the authors' public code)",
         passes=4,
-        fair_lr=_SGD_LR,
+        lr=_SGD_LR,
         method=_GAM_RELEASE,
+        radii=("grad_rho", "grad_norm_rho"),
     ),
     OptimizerSpec(
         name="fad",
@@ -274,8 +320,9 @@ _SPECS = (
         base=_SGD,
         citation="Zhang et al., Flatness-Aware Minimization for Domain Generalization, ICCV 2023",
         passes=4,
-        fair_lr=_SGD_LR,
+        lr=_SGD_LR,
         method=_FAD,
+        radii=("rho",),
     ),
 )
 _BY_NAME = {spec.name: spec for spec in _SPECS}
@@ -295,8 +342,8 @@ def optimizer_spec(name: str) -> OptimizerSpec:
     """Return the entry of the registry for a name.
 
     Examples:
-        >>> optimizer_spec("adamw").defaults
-        {'lr': 5e-05, 'weight_decay': 0.0001}
+        >>> optimizer_spec("adamw").defaults()
+        {'lr': 5e-05, 'weight_decay': 0.01}
     """
     try:
         return _BY_NAME[name]
@@ -304,35 +351,45 @@ def optimizer_spec(name: str) -> OptimizerSpec:
         raise UserError(unknown("optimizer", name, _BY_NAME)) from None
 
 
-def search_space(name: str, space: str = "fad") -> dict[str, Hyperparameter]:
-    """Return the default and the distribution of each hyper-parameter of an optimizer.
+def search_space(
+    name: str, space: str = DEFAULT_SPACE, pretrained: bool = True
+) -> dict[str, Hyperparameter]:
+    """Return the default and the distribution of each hyperparameter of an optimizer.
 
     Args:
         name: the optimizer.
-        space: `fad` (the paper's table), `domainbed` (its own), or `fair` (ours: learning rates for
-            each optimizer).
+        space: `fair` (ours, tuned for each optimizer), `fad` (the paper's table) or `domainbed`
+            (its own).
+        pretrained: for fine-tuning a pretrained network, or for training from scratch.
 
     Examples:
-        >>> search_space("sgd", "fair")["lr"]
+        >>> search_space("sgd")["lr"]
         Hyperparameter(default=0.001, distribution=10^U(-4, -2))
     """
-    return optimizer_spec(name).space(space)
+    return optimizer_spec(name).space(space, pretrained)
 
 
 def build_optimizer(
-    name: str, params: ParamsT, model: nn.Module | None = None, **hparams: Any
+    name: str,
+    params: ParamsT,
+    model: Models = None,
+    *,
+    pretrained: bool = True,
+    **hparams: Any,
 ) -> Optimizer:
     """Build an optimizer by name.
 
-    Hyper-parameters that are not given have the paper's defaults: lr 5e-5, weight decay 1e-4,
-    momentum 0.9 where there is one. The flatness-aware optimizers wrap `torch.optim.SGD`, and take
-    its options beside their own.
+    Hyperparameters that are not given have tuned defaults, which depend on the optimizer and on
+    whether the network is pretrained. The flatness-aware optimizers wrap `torch.optim.SGD`, and
+    take its options beside their own.
 
     Args:
         name: one of `optimizer_names()`.
         params: parameters, named parameters or parameter groups.
-        model: handed to the flatness-aware optimizers, which keep its batch-norm statistics still
-            in all passes but the first; the others make no use of it.
+        model: passed to the flatness-aware optimizers, which keep its state still in all passes but
+            the first; the others make no use of it.
+        pretrained: fine-tune a pretrained network; False: train from scratch, with larger learning
+            rates.
         **hparams: options of the optimizer; an unknown one is an error.
 
     Returns:
@@ -343,9 +400,9 @@ def build_optimizer(
     Examples:
         >>> from torch import nn
         >>> model = nn.Linear(2, 1)
-        >>> optimizer = build_optimizer("sgd", model.parameters(), lr=0.1)
+        >>> optimizer = build_optimizer("sgd", model.parameters(), pretrained=False)
         >>> group = optimizer.param_groups[0]
         >>> group["lr"], group["momentum"], group["weight_decay"], optimizer.needs_graph
-        (0.1, 0.9, 0.0001, False)
+        (0.02, 0.9, 0.0001, False)
     """
-    return optimizer_spec(name).build(params, model, **hparams)
+    return optimizer_spec(name).build(params, model, pretrained=pretrained, **hparams)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,9 @@ def record_randomness(device: torch.device) -> Callable[[], None]:
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+Models = nn.Module | Iterable[nn.Module] | None
 
 
 class StillBuffers:

@@ -1,13 +1,16 @@
-"""Search distributions and the three spaces that hyper-parameters are drawn from.
+"""Search distributions, and the three spaces that defaults and draws come from.
 
-A space says what one trial of a random search draws: `fad` is the table of the FAD paper
-(appendix B), `domainbed` is DomainBed's own, and `fair` is ours. Only what belongs to no particular
-optimizer is here; `steppe.optim.registry` adds what each method brings.
+A space holds a default and a range for each hyperparameter: `fair` is ours, tuned per optimizer,
+and is what everything uses by default; `fad` is the table of the FAD paper (appendix B);
+`domainbed` is DomainBed's own. Each has one version for fine-tuning and one for training from
+scratch. Only what belongs to no particular optimizer is here; `steppe.optim.registry` adds what
+each method brings.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from steppe.errors import UserError, unknown
@@ -159,59 +162,84 @@ class Hyperparameter:
     default: Value
     distribution: Distribution
 
+    def scaled(self, factor: float) -> Hyperparameter:
+        """Return it with its default and its logarithmic range multiplied by a factor.
+
+        Examples:
+            >>> Hyperparameter(1e-3, LogUniform(-4, -2)).scaled(10)
+            Hyperparameter(default=0.01, distribution=10^U(-3, -1))
+        """
+        old = self.distribution
+        if not isinstance(old, LogUniform):
+            raise TypeError(f"only a LogUniform can be scaled, not {old}")
+        shift = math.log(factor, old.base)
+        moved = replace(old, low_exp=old.low_exp + shift, high_exp=old.high_exp + shift)
+        return Hyperparameter(self.default * factor, moved)
+
 
 @dataclass(frozen=True)
 class Space:
     """What a space says about a run, whichever optimizer it uses.
 
     Attributes:
-        lr: the learning rate, or None where each optimizer has its own range.
+        lr: the learning rate, or None where each optimizer has its own.
         momentum: for the optimizers that have one.
-        weight_decay: for all.
+        weight_decay: for all, or None where an optimizer may have its own.
         batch_size: per training domain; a matter of the run, not of the optimizer.
         dropout: before the classifier; a matter of the run, not of the optimizer.
     """
 
     lr: Hyperparameter | None
     momentum: Hyperparameter
-    weight_decay: Hyperparameter
+    weight_decay: Hyperparameter | None
     batch_size: Hyperparameter
     dropout: Hyperparameter
 
 
+DEFAULT_SPACE = "fair"
+FROM_SCRATCH = 20.0
+"""Learning rates for a network that starts from scratch, over those for fine-tuning. For Adam this
+gives 1e-3, DomainBed's default for small images."""
+
+PAPER_WEIGHT_DECAY = Hyperparameter(1e-4, LogUniform(-6, -3))
+
 _LR = Hyperparameter(5e-5, LogUniform(-5, -3.5))
-_BATCH_SIZE = Hyperparameter(32, LogUniform(3, 5.5, base=2.0, integer=True))
 _NO_DROPOUT = Hyperparameter(0.0, Fixed(0.0))
-_PAPER_MOMENTUM = Hyperparameter(0.9, LogUniform(-1, 0))
-_PAPER_WEIGHT_DECAY = Hyperparameter(1e-4, LogUniform(-6, -3))
+
+# The FAD paper's appendix B, the table of search spaces.
+_PAPER = Space(
+    lr=_LR,
+    momentum=Hyperparameter(0.9, LogUniform(-1, 0)),
+    weight_decay=PAPER_WEIGHT_DECAY,
+    batch_size=Hyperparameter(32, LogUniform(3, 5.5, base=2.0, integer=True)),
+    dropout=_NO_DROPOUT,
+)
+# DomainBed's for images of 224 x 224 pixels. It knows only Adam, so the momentum is ours.
+_DOMAINBED = replace(
+    _PAPER,
+    momentum=Hyperparameter(0.9, Fixed(0.9)),
+    weight_decay=Hyperparameter(0.0, LogUniform(-6, -2)),
+    dropout=Hyperparameter(0.0, Choice((0.0, 0.1, 0.5))),
+)
+# Ours. The paper gives every optimizer Adam's learning rates, at most 3.2e-4, which undertrains SGD
+# within 5,000 steps; here each optimizer has its own, and the rest is the paper's.
+_FAIR = replace(_PAPER, lr=None, weight_decay=None)
 
 _SPACES = {
-    # The FAD paper's appendix B, the table of search spaces.
-    "fad": Space(
-        lr=_LR,
-        momentum=_PAPER_MOMENTUM,
-        weight_decay=_PAPER_WEIGHT_DECAY,
-        batch_size=_BATCH_SIZE,
-        dropout=_NO_DROPOUT,
-    ),
-    # DomainBed's for images of 224 x 224 pixels. It knows only Adam, so the momentum is ours.
-    "domainbed": Space(
-        lr=_LR,
-        momentum=Hyperparameter(0.9, Fixed(0.9)),
-        weight_decay=Hyperparameter(0.0, LogUniform(-6, -2)),
-        batch_size=_BATCH_SIZE,
-        dropout=Hyperparameter(0.0, Choice((0.0, 0.1, 0.5))),
-    ),
-    # Ours. The paper gives every optimizer Adam's learning rates, at most 3.2e-4, which undertrains
-    # SGD within 5,000 steps; here each optimizer has its own range, and the rest is the paper's.
-    "fair": Space(
-        lr=None,
-        momentum=_PAPER_MOMENTUM,
-        weight_decay=_PAPER_WEIGHT_DECAY,
-        batch_size=_BATCH_SIZE,
-        dropout=_NO_DROPOUT,
+    "fair": (_FAIR, _FAIR),
+    "fad": (_PAPER, replace(_PAPER, lr=_LR.scaled(FROM_SCRATCH))),
+    "domainbed": (
+        _DOMAINBED,
+        # What it has for its small images, whose network has no dropout.
+        replace(
+            _DOMAINBED,
+            lr=Hyperparameter(1e-3, LogUniform(-4.5, -2.5)),
+            weight_decay=Hyperparameter(0.0, Fixed(0.0)),
+            dropout=_NO_DROPOUT,
+        ),
     ),
 }
+"""By name: for fine-tuning, and for training from scratch."""
 
 
 def space_names() -> tuple[str, ...]:
@@ -219,20 +247,21 @@ def space_names() -> tuple[str, ...]:
 
     Examples:
         >>> space_names()
-        ('fad', 'domainbed', 'fair')
+        ('fair', 'fad', 'domainbed')
     """
     return tuple(_SPACES)
 
 
-def get_space(name: str) -> Space:
-    """Return a search space by name."""
+def get_space(name: str, pretrained: bool = True) -> Space:
+    """Return a search space by name: for fine-tuning, or for training from scratch."""
     try:
-        return _SPACES[name]
+        finetuning, from_scratch = _SPACES[name]
     except KeyError:
         raise UserError(unknown("search space", name, _SPACES)) from None
+    return finetuning if pretrained else from_scratch
 
 
-def run_space(space: str = "fad") -> dict[str, Hyperparameter]:
+def run_space(space: str = DEFAULT_SPACE, pretrained: bool = True) -> dict[str, Hyperparameter]:
     """Return what a space draws for the run as a whole: batch size (per domain) and dropout.
 
     DomainBed narrows the batch size to 2^U(3, 5) on DomainNet; that is the dataset's to say.
@@ -241,5 +270,5 @@ def run_space(space: str = "fad") -> dict[str, Hyperparameter]:
         >>> run_space("domainbed")["dropout"]
         Hyperparameter(default=0.0, distribution={0.0, 0.1, 0.5})
     """
-    chosen = get_space(space)
+    chosen = get_space(space, pretrained)
     return {"batch_size": chosen.batch_size, "dropout": chosen.dropout}

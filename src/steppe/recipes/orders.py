@@ -180,7 +180,7 @@ def places(order: Order) -> list[Place]:
 
 
 def _default(method: Row) -> float:
-    return float(optimizer_spec(method.optimizer).fair_lr.default)
+    return float(optimizer_spec(method.optimizer).lr.default)
 
 
 def rates_tried(order: Order, place: Place) -> list[float]:

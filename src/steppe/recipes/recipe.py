@@ -90,7 +90,8 @@ class Scale:
         share: of the paper's updates.
         trials: seeds.
         draws: of hyper-parameters; 0: none, learning rates are tuned instead.
-        space: what is drawn from.
+        space: where defaults and draws come from; where learning rates are tuned, they start from
+            those of the space `fair`.
         factors: learning rates that are tried, as multiples of the optimizer's own default.
         tuning: the share of a run's updates that a try takes.
         evaluations: of a run, at most, besides the first.
@@ -134,7 +135,7 @@ SCALES = {
             share=0.2,
             trials=3,
             draws=0,
-            space="fair",
+            space="fad",
             evaluations=5,
             optimizers=("adam", "sgd", "sam", "gam", "fad"),
             datasets=("PACS",),
@@ -148,7 +149,7 @@ SCALES = {
             share=0.0008,
             trials=1,
             draws=0,
-            space="fair",
+            space="fad",
             factors=(),
             evaluations=2,
             datasets=("RotatedDigits", "Doodles"),

@@ -18,7 +18,7 @@ from steppe.domains import DatasetSpec, dataset_spec, import_plugins, seed_hash
 from steppe.durable import durable, sync_folder
 from steppe.errors import UserError, unknown
 from steppe.optim import optimizer_spec
-from steppe.optim.search import get_space
+from steppe.optim.search import DEFAULT_SPACE, get_space
 from steppe.training import RunConfig, configure, read_config
 
 VERSION = 1
@@ -39,12 +39,12 @@ class Grid:
         optimizers: names.
         averaging: names.
         trials: seeds of the split, counted from 0.
-        draws: hyper-parameters, counted from 0, which are the defaults of the space; with 0 draws
-            a run has what a single run would have.
+        draws: hyperparameter samples per method; sample 0 is the space's defaults. With 0 draws,
+            nothing is drawn and a run has the settings of a single run.
         targets: what is held out: each target of the dataset (`single`), or also each with one
             more domain (`pairs`), which leave-one-domain-out selection needs; or domains, with
             commas: each of these in turn, or several at once where ``+`` joins them.
-        space: what hyper-parameters are drawn from.
+        space: where defaults and draws come from.
         overrides: ``key=value`` texts for every run.
         options: other config keys for every run, such as `root`.
         tag: ends the names of the runs, so that a sweep can have several grids of the same axes.
@@ -57,7 +57,7 @@ class Grid:
     trials: int = 3
     draws: int = 20
     targets: str = "single"
-    space: str = "domainbed"
+    space: str = DEFAULT_SPACE
     overrides: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     tag: str = ""
@@ -147,8 +147,7 @@ def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
                     "trial_seed": trial,
                     "seed": seed_hash(spec.name, algorithm, numbers, draw or 0, trial),
                 }
-                space = None if draw is None else grid.space
-                config = configure(options, grid.overrides, draw=draw, space=space)
+                config = configure(options, grid.overrides, draw=draw, space=grid.space)
                 yield _name(config, grid.tag), config
 
 
@@ -181,6 +180,12 @@ def _name(config: RunConfig, tag: str) -> str:
     parts += [] if config.draw is None else [f"draw{config.draw}"]
     parts += [tag] if tag else []
     return re.sub(r"[^\w.+-]", "_", "-".join(parts))
+
+
+def _same(config: RunConfig, planned: RunConfig) -> bool:
+    """Whether both describe one run, whichever version and space their values came from."""
+    labels = {"version", "space", "resolved"}
+    return config.model_dump(exclude=labels) == planned.model_dump(exclude=labels)
 
 
 def write_plan(
@@ -221,7 +226,7 @@ def write_plan(
             planned[name], grid_of[name] = config, one
     new = {name: config for name, config in planned.items() if not old or name not in old.axes}
     for name, config in planned.items():
-        if name not in new and config != read_config(path / "runs" / name / "config.json"):
+        if name not in new and not _same(config, read_config(path / "runs" / name / "config.json")):
             raise UserError(
                 f"{path} has {name} already, with another config: plan what differs in another "
                 "folder"

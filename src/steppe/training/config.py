@@ -17,17 +17,18 @@ from steppe.averaging import averaging_spec
 from steppe.domains import DatasetSpec, dataset_spec, import_plugins
 from steppe.errors import UserError, unknown
 from steppe.optim import optimizer_spec
+from steppe.optim.search import DEFAULT_SPACE, get_space
 
-from .draws import FROM_NOTHING, draw_hparams
+from .draws import draw_hparams
 from .loggers import check_loggers
 
-VERSION = 3
+VERSION = 4
 """Of the format of `config.json`; raised when an older steppe would misread it."""
 
 _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
 """DomainBed's."""
 
-MAY_CHANGE = frozenset({"device", "data", "workers", "root", "packed", "loggers"})
+MAY_CHANGE = frozenset({"device", "data", "workers", "root", "packed", "loggers", "resolved"})
 """Keys that say how a run is carried out; a resumed run may give others than it started with."""
 
 
@@ -73,7 +74,9 @@ class RunConfig(BaseModel):
     )
 
     draw: int | None = Field(None, ge=0, description="DomainBed's hparams_seed, if one was drawn")
-    space: str | None = Field(None, description="what it was drawn from")
+    space: str | None = Field(
+        None, description="where defaults and draws come from: fair (the default), fad, domainbed"
+    )
 
     algorithm: Named = Named(name="ERM")
     optimizer: Named
@@ -110,6 +113,10 @@ class RunConfig(BaseModel):
     root: str | None = Field(None, description="the data folder; none: $STEPPE_DATA or ./data")
     loggers: tuple[str, ...] = Field((), description="tensorboard, wandb, mlflow")
     plugins: tuple[str, ...] = Field((), description="modules that register datasets or algorithms")
+
+    resolved: dict[str, str] | None = Field(
+        None, description="what auto stood for when the run last started; written by the run"
+    )
 
     @field_validator("targets", "sources", "loggers", "plugins", mode="before")
     @classmethod
@@ -196,14 +203,17 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     given.setdefault("weights", "imagenet" if spec.pretrained else "none")
     if isinstance(given["weights"], str | os.PathLike) and given["weights"] not in KEYWORDS:
         given["weights"] = str(Path(given["weights"]).resolve())
-    from_nothing = given["weights"] == "none"
+    pretrained = given["weights"] != "none"
+    given.setdefault("space", DEFAULT_SPACE)  # an older run has None, and options of its own
+    space = given["space"] or DEFAULT_SPACE
+    get_space(space)
     defaults = {
-        "freeze_bn": not from_nothing,
+        "freeze_bn": pretrained,
         **{k: getattr(spec, k) for k in ("steps", "checkpoint_every", "batch_size")},
         **{k: getattr(spec, k) for k in ("backbone", "image_size", "augment")},
     }
     given["algorithm"] = _complete_algorithm(given.get("algorithm", {}))
-    given["optimizer"] = _complete_optimizer(given.get("optimizer", {}), from_nothing)
+    given["optimizer"] = _complete_optimizer(given.get("optimizer", {}), space, pretrained)
     given["averaging"] = _complete_averaging(given.get("averaging", {}), spec)
     algorithm = algorithm_spec(given["algorithm"]["name"])
     if spec.pretrained:
@@ -280,17 +290,14 @@ def _complete_averaging(value: Any, dataset: DatasetSpec) -> dict[str, Any]:
     return {"name": spec.name, **defaults, **options}
 
 
-def _complete_optimizer(value: Any, from_nothing: bool) -> dict[str, Any]:
+def _complete_optimizer(value: Any, space: str, pretrained: bool) -> dict[str, Any]:
     name, options = _split_name(value, "optimizer")
     spec = optimizer_spec(name.lower())
     known = spec.options
     for key in options:
         if key not in known:
             raise UserError(unknown(f"option for optimizer {spec.name!r}:", key, known))
-    defaults: dict[str, Any] = dict(spec.defaults)
-    if from_nothing:
-        defaults["lr"] = spec.fair_lr.default * FROM_NOTHING
-    chosen = {**defaults, **options}
+    chosen: dict[str, Any] = {**spec.defaults(space, pretrained), **options}
     try:  # what is wrong with a value, only the optimizer knows
         spec.build([torch.nn.Parameter(torch.zeros(1))], **chosen)
     except (TypeError, ValueError) as error:
@@ -342,16 +349,17 @@ def configure(
         overrides: ``key=value`` texts.
         file: a config to start from.
         resumed: the config of the run that is taken up again.
-        draw: DomainBed's `hparams_seed`; none: no hyper-parameters are drawn.
-        space: what to draw from; DomainBed's unless given.
+        draw: DomainBed's `hparams_seed`; none: no hyperparameters are drawn.
+        space: where defaults and draws come from (default: `fair`, the tuned ones).
     """
-    if space is not None and draw is None:
-        raise UserError("--space says what --draw draws from: give --draw N too")
     values: dict[str, Any] = {}
     if resumed is not None:
         values = resumed.model_dump()
+        # A name alone asks for nothing new: the run keeps the options it was begun with.
+        same = {axis for axis in _DEFAULTS if _names(options.get(axis), values[axis]["name"])}
+        options = {key: value for key, value in options.items() if key not in same}
     elif file is not None:
-        values = read_config(file).model_dump(exclude={"version"})  # what is written now is new
+        values = read_config(file).model_dump(exclude={"version", "resolved"})  # written anew
         for key in ("dataset", "weights"):
             if options.get(key, values[key]) != values[key]:
                 raise UserError(
@@ -359,6 +367,8 @@ def configure(
                     f"that: change them there, or give options without --config"
                 )
     values |= options
+    if space is not None:
+        values["space"] = space
     texts = list(overrides)
     config = make_config(apply_overrides(values, texts))
     if draw is None:
@@ -366,18 +376,24 @@ def configure(
     drawn = draw_hparams(
         config.spec(),
         config.optimizer.name,
-        space or "domainbed",
+        config.space or DEFAULT_SPACE,
         draw,
         config.trial_seed,
-        algorithm=config.algorithm.name,
+        config.algorithm.name,
+        pretrained=config.weights != "none",
     )
     axes = ("optimizer", "algorithm")
     for axis in axes:
         drawn[axis] = {**getattr(config, axis).options, **drawn[axis]}
     # The texts once more, because they come last; but not one that is a whole axis: it was drawn.
     later = [text for text in texts if text.partition("=")[0].strip() not in axes]
-    drawn |= {"draw": draw, "space": space or "domainbed"}
+    drawn["draw"] = draw
     return make_config(apply_overrides({**values, **drawn}, later))
+
+
+def _names(given: Any, name: str) -> bool:
+    """Whether what was given for an axis is this name and nothing else."""
+    return isinstance(given, str) and given.lower() == name.lower()
 
 
 def read_config(path: Path) -> RunConfig:

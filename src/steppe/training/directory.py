@@ -62,6 +62,12 @@ class RunDirectory:
             raise UserError(f"{self.path} is not a run: it has no config.json")
         return read_config(self.config_file)
 
+    def note(self, resolved: Mapping[str, str]) -> None:
+        """Notes in the config what its settings stood for on this machine."""
+        config = self.config()
+        if config.resolved != resolved:
+            _replace(self.config_file, config.model_copy(update={"resolved": resolved}).to_json())
+
     def data(self) -> dict[str, Any]:
         """What the run learns from."""
         if not self.data_file.exists():

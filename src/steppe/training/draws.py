@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,21 +11,10 @@ import numpy as np
 from steppe.algorithms import algorithm_spec
 from steppe.domains import DatasetSpec, seed_hash
 from steppe.optim import run_space, search_space
-from steppe.optim.search import Distribution, Fixed, Hyperparameter, LogUniform
-
-FROM_NOTHING = 20.0
-"""Learning rates for a network that starts from nothing, over those of the spaces `fad` and `fair`,
-which are for fine-tuning. For Adam this gives 1e-3, DomainBed's default for small images."""
+from steppe.optim.search import Distribution, Hyperparameter, LogUniform
 
 _SEED_NAMES = {"dropout": "resnet_dropout"}
 """Names under which DomainBed seeds a draw, where they are not ours."""
-
-_DOMAINBED_SMALL = {
-    "lr": Hyperparameter(1e-3, LogUniform(-4.5, -2.5)),
-    "weight_decay": Hyperparameter(0.0, Fixed(0.0)),
-}
-"""What DomainBed has for its small images, in place of what it has for fine-tuning."""
-_NO_DROPOUT = Hyperparameter(0.0, Fixed(0.0))
 
 
 def draw_hparams(
@@ -37,11 +24,22 @@ def draw_hparams(
     hparams_seed: int,
     trial_seed: int,
     algorithm: str = "ERM",
+    *,
+    pretrained: bool | None = None,
 ) -> dict[str, Any]:
     """Draw what a search varies: batch size, dropout, the options of optimizer and algorithm.
 
     Each name has a generator of its own, seeded by (hparams_seed, trial_seed, name), so that a new
     name leaves the draws of the others alone; seed 0 gives the defaults.
+
+    Args:
+        dataset: its record.
+        optimizer: a name.
+        space: a name.
+        hparams_seed: DomainBed's.
+        trial_seed: of the split.
+        algorithm: a name.
+        pretrained: whether the network is fine-tuned (default: as the dataset has it).
 
     Examples:
         >>> from steppe.domains import dataset_spec
@@ -51,20 +49,17 @@ def draw_hparams(
         >>> draw_hparams(dataset_spec("VLCS"), "adam", "domainbed", 0, 0, "CORAL")["algorithm"]
         {'name': 'CORAL', 'penalty': 1.0}
     """
+    if pretrained is None:
+        pretrained = dataset.pretrained
     spec = algorithm_spec(algorithm)
-    run = run_space(space)
+    run = run_space(space, pretrained)
     low, high = dataset.batch_exponents
     run["batch_size"] = Hyperparameter(
         dataset.batch_size, LogUniform(low, high, base=2.0, integer=True)
     )
     if dataset.pretrained:
         run |= spec.run
-    own = search_space(optimizer, space)
-    if space == "domainbed" and not dataset.pretrained:
-        own |= _DOMAINBED_SMALL
-        run["dropout"] = _NO_DROPOUT  # its network for them has none
-    elif not dataset.pretrained:
-        own["lr"] = _scaled(own["lr"], FROM_NOTHING)
+    own = search_space(optimizer, space, pretrained)
 
     def draw(name: str, default: float | int | None, distribution: Distribution) -> Any:
         if hparams_seed == 0:
@@ -97,13 +92,3 @@ def draw_hparams(
 @lru_cache(maxsize=2**16)  # of a sweep, the same for every target
 def _sample(distribution: Distribution, seed: int) -> float | int:
     return distribution.sample(np.random.RandomState(seed))
-
-
-def _scaled(hyper: Hyperparameter, factor: float) -> Hyperparameter:
-    """A hyper-parameter with its default and its range so many times as large."""
-    old = hyper.distribution
-    if not isinstance(old, LogUniform):
-        raise TypeError(f"only a LogUniform can be scaled, not {old}")
-    shift = math.log(factor, old.base)
-    moved = replace(old, low_exp=old.low_exp + shift, high_exp=old.high_exp + shift)
-    return Hyperparameter(hyper.default * factor, moved)

@@ -32,10 +32,6 @@ MEASURED: dict[float, dict[str, tuple[float, float]]] = {
 }
 """The cosine of h0 and of h1 to float64 at each rho: ``benchmarks/fidelity-h200.json``."""
 
-_RADII = ("rho", "grad_rho", "grad_norm_rho")
-_FIRST = ("sam",)
-"""Optimizers whose direction depends on g0 and g1 alone."""
-
 
 def resolve(precision: str, device: torch.device, optimizer: Named, needs_graph: bool) -> str:
     """The precision that `auto` stands for; any other stands for itself.
@@ -43,8 +39,9 @@ def resolve(precision: str, device: torch.device, optimizer: Named, needs_graph:
     On a CPU it is fp32. On a GPU it is fp16, with a scale: as fast as bf16, and better at the
     differences of gradients that flatness lives in. Where the measured fidelity of those at the
     optimizer's rho is too low, it is TF32, and fp32 where TF32's is too low as well. Between the
-    radii that were measured both neighbours must be good enough; beyond them, for adaptive radii,
-    and for optimizers that differentiate twice, it is fp32.
+    radii that were measured both neighbors must be good enough. It is fp32 beyond them, for
+    adaptive radii, for optimizers that differentiate twice, and for those of several passes whose
+    entry in the registry names no radius.
 
     Examples:
         >>> from .config import Named
@@ -58,11 +55,12 @@ def resolve(precision: str, device: torch.device, optimizer: Named, needs_graph:
         return precision
     if device.type != "cuda" or needs_graph or optimizer.options.get("adaptive"):
         return "fp32"
-    options = {**optimizer_spec(optimizer.name).defaults, **optimizer.options}
-    radii = [options[name] for name in _RADII if name in options]
-    order = 0 if optimizer.name in _FIRST else 1
+    spec = optimizer_spec(optimizer.name)
+    if spec.passes > 1 and not spec.radii:
+        return "fp32"
+    options = {**spec.defaults(), **optimizer.options}
     for candidate in ("fp16", "tf32"):
-        if all(_fidelity(candidate, rho, order) >= FIDELITY for rho in radii):
+        if all(_fidelity(candidate, options[r], spec.order) >= FIDELITY for r in spec.radii):
             return candidate
     return "fp32"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def optimizer(
     spec = optimizer_spec(chosen.name)
     changed = {name: value for name, value in objective.options.items() if name in spec.options}
     for name in changed:
-        if name in chosen.options and name not in spec.defaults:  # given by the user, not drawn
+        if name in chosen.options and name not in spec.defaults():  # given by the user, not drawn
             raise UserError(
                 f"optimizer.{name} is the algorithm's to set here: leave it out (DANN and CDANN "
                 "have algorithm.beta1)"
@@ -102,6 +102,32 @@ def resolved_precision(config: RunConfig, device: torch.device) -> str:
     chosen = precision.resolve(config.precision, device, config.optimizer, needs_graph)
     precision.check(chosen, device, needs_graph)
     return chosen
+
+
+def describe(config: RunConfig, n_sources: int, resolved: Mapping[str, str]) -> str:
+    """The settings of a run in one line, with everything that was left to be chosen.
+
+    Examples:
+        >>> from steppe.training import make_config
+        >>> config = make_config({"dataset": "RotatedDigits", "targets": "75", "optimizer": "sgd"})
+        >>> resolved = dict(precision="fp32", device="cpu", engine="eager", data="in memory")
+        >>> print(describe(config, 5, resolved))
+        sgd (lr=0.02, weight_decay=0.0001, momentum=0.9), batch 5 x 32, 301 steps, fp32, cpu, eager,
+        data in memory
+    """
+    axes = (config.algorithm, config.optimizer, config.averaging)
+    named = [_spelled(axis) for axis in axes if axis.name not in ("ERM", "none")]
+    parts = [f"batch {n_sources} x {config.batch_size}", f"{config.steps:,} steps"]
+    parts += [resolved[key] for key in ("precision", "device", "engine")]
+    return ", ".join([*named, *parts, f"data {resolved['data']}"])
+
+
+def _spelled(axis: Named) -> str:
+    options = ", ".join(
+        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in axis.options.items()
+    )
+    return f"{axis.name} ({options})" if options else axis.name
 
 
 def check_processes(config: RunConfig, processes: Processes) -> None:

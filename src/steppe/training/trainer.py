@@ -161,13 +161,17 @@ class Trainer:
             self._check_data()
         self._restore()
         if self.processes.first:
-            log.info(
-                "steppe %s, %s, %s, %s; data: %s, %s, split %s, validation %s",
+            resolved = {
+                "precision": self.precision,
+                "device": str(self.device),
+                "engine": self.engine.gear,
+                "data": self.dataset.origin,
+            }
+            self.dir.note(resolved)
+            log.info(setup.describe(config, len(self.sampling.sources), resolved))
+            log.debug(
+                "steppe %s; images %s, split %s, validation %s",
                 __version__,
-                self.device,
-                self.precision,
-                self.engine.gear,
-                self.dataset.origin,
                 self.store.where,
                 config.split,
                 "augmented" if config.augment_validation else "not augmented",
