@@ -82,6 +82,7 @@ def run(names: Sequence[str], out: Path, given: dict[str, Any], workers: dict[st
     """Carry the sweeps out; returns validation accuracies in percent by study and optimizer."""
     from steppe.sweeps import jobs, write_plan
     from steppe.sweeps.local import run_local
+    from steppe.sweeps.store import Job
     from steppe.training import RunDirectory, select, validation_accuracy
 
     found: dict[str, Any] = {}
@@ -94,9 +95,9 @@ def run(names: Sequence[str], out: Path, given: dict[str, Any], workers: dict[st
             lr = grid.overrides[0].partition("=")[2]
             values: list[float | None] = []
             for run_name, _ in jobs(grid):
-                run = RunDirectory(sweep.folder(run_name))
-                value = validation_accuracy(select(run.records())) if run.state == "done" else None
-                values.append(None if value is None else round(100 * value, 2))
+                run = RunDirectory(Job(sweep.folder(run_name)).result)  # there once it is done
+                best = select(run.records()) if run.exists() else None
+                values.append(None if best is None else round(100 * validation_accuracy(best), 2))
             rows.setdefault(grid.optimizers[0], {})[lr] = values
         found[name] = rows
     return found
@@ -108,11 +109,9 @@ def verdict(row: dict[str, list[float | None]]) -> tuple[str, float, float]:
     The noise is two standard errors of the mean of the paired differences between the seeds.
     """
     learned = {lr: v for lr, v in row.items() if None not in v}
-    default = list(row)[FACTORS.index(1)]
-    if default not in learned:
-        return max(learned, key=lambda lr: fmean(learned[lr])), 100.0, 0.0
     best = max(learned, key=lambda lr: fmean(learned[lr]))
-    leads = [b - d for b, d in zip(learned[best], learned[default], strict=True)]
+    default = row[list(row)[FACTORS.index(1)]]  # a diverged run learned nothing
+    leads = [b - (d or 0.0) for b, d in zip(learned[best], default, strict=True)]
     noise = 2 * stdev(leads) / len(leads) ** 0.5
     return best, fmean(leads), noise
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import operator
 import pickle
 import random
 
@@ -16,7 +17,6 @@ from torch.optim.optimizer import (
 )
 
 from steppe.optim import FAD, GAM, SAM, InverseSqrt, excursion, vectors
-from steppe.optim.replay import StillBuffers
 from tests.optim.problems import METHODS, PROBLEMS, Problem, sgd, train
 
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -42,7 +42,8 @@ def test_param_groups_are_the_bases_for_ever(name):
     for other in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
         assert other.param_groups is other.base.param_groups
         assert other.base is not opt.base
-        assert other.model is None
+        assert other.model is not problem.model
+        assert all(map(operator.is_, other.model.parameters(), other.parameters()))
     opt.param_groups[0]["lr"] = 0.5
     assert opt.base.param_groups[0]["lr"] == 0.5
     assert opt.state is opt.base.state
@@ -528,25 +529,6 @@ def test_buffers_that_are_replaced_count_one_pass():
     assert model.grown.tolist() == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
-def test_a_batch_norm_that_stands_still_is_not_kept(kind):
-    """Fine-tuning keeps its statistics as they are: there is nothing to copy and to put back."""
-    fixed, moving, other = kind(3).eval(), kind(3), nn.Module().eval()
-    other.register_buffer("count", torch.zeros(()))  # who knows what it counts, and when
-    buffers = StillBuffers(nn.ModuleList([fixed, moving, other]))
-    buffers.take()
-    for norm in (fixed, moving):
-        norm.running_mean.fill_(5.0)
-        norm.num_batches_tracked.fill_(5)
-    other.count += 1
-    buffers.put_back()
-    assert fixed.running_mean.tolist() == [5.0] * 3
-    assert fixed.num_batches_tracked == 5
-    assert moving.running_mean.tolist() == [0.0] * 3
-    assert moving.num_batches_tracked == 0
-    assert other.count == 0
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -650,10 +632,46 @@ def test_step_without_a_closure_shows_the_right_code(name):
     assert ("create_graph=True" in str(error.value)) == opt.needs_graph
 
 
-def test_a_closure_without_backward_is_an_error():
+def test_a_pass_without_a_gradient_after_one_with_is_an_error():
     problem, opt = setup("fad")
-    with pytest.raises(RuntimeError, match="Pass 0 left no gradient.*backward"):
-        opt.step(problem.loss)
+    before = problem.weights()
+    calls = []
+
+    def closure():
+        calls.append(problem.loss())
+        if len(calls) == 1:
+            calls[0].backward()
+        return calls[-1]
+
+    with pytest.raises(RuntimeError, match="Pass 1 left no gradient, though pass 0 did"):
+        opt.step(closure)
+    assert torch.equal(problem.weights(), before)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@every_method
+def test_a_step_without_any_gradient_changes_nothing(name, scaled):
+    """As in torch: all experts idle, or everything frozen for a while."""
+    problem, opt = setup(name)
+    train(problem, opt, 1)
+    before, state = problem.weights(), copy.deepcopy(opt.state_dict())
+    calls, scaler = [], torch.amp.GradScaler("cpu") if scaled else None
+
+    def closure():
+        calls.append(1)
+        return problem.loss()
+
+    opt.step(closure, scaler=scaler)
+    assert len(calls) == 1
+    assert torch.equal(problem.weights(), before)
+    after = opt.state_dict()
+    assert str(after["state"]) == str(state["state"])
+    for phase in opt.phases():
+        with phase:
+            problem.loss()
+    opt.step()
+    assert torch.equal(problem.weights(), before)
+    assert opt.steps == 3
 
 
 def test_gam_exact_wants_the_graph():

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from steppe.errors import UserError
+from steppe.optim.graph import twice_differentiable
 
 from .convolution import FastConvolutions
 from .determinism import check_buffers, check_repeatable, same
 from .precision import full_float32
-from .twice import twice_differentiable
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """Maps a model and a batch to the mean loss of the batch."""

@@ -150,7 +150,7 @@ class ManualFlatness(LightningModule):
             with phase:
                 for i, batch in enumerate(batches):
                     last = i + 1 == len(batches)  # DDP reduces the sum, once
-                    with nullcontext() if last else distributed.no_sync(self.trainer.model):
+                    with nullcontext() if last else distributed.no_sync([self.trainer.model]):
                         with precision.forward_context():
                             part = loss(batch) / len(batches)
                         if opt.needs_graph:

@@ -7,7 +7,7 @@ from .fad import FAD
 from .gam import GAM
 from .gam_exact import GAMExact
 from .gam_release import GAMRelease
-from .precision import Bfloat16Warning
+from .notices import BatchNormWarning, Bfloat16Warning
 from .registry import (
     OptimizerSpec,
     build_optimizer,
@@ -25,6 +25,7 @@ __all__ = [
     "GAM",
     "SAM",
     "AdaHessian",
+    "BatchNormWarning",
     "Bfloat16Warning",
     "FlatnessOptimizer",
     "GAMExact",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol, cast
 
 import torch
@@ -31,21 +31,26 @@ def processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def synchronizing(model: nn.Module | None) -> Synchronizing | None:
-    """The model as one that all-reduces gradients by itself, or None."""
-    return cast(Synchronizing, model) if hasattr(model, "no_sync") else None
+def synchronizing(models: Iterable[nn.Module | None]) -> Synchronizing | None:
+    """The first of the modules that all-reduces gradients by itself, or None."""
+    return next((cast(Synchronizing, m) for m in models if hasattr(m, "no_sync")), None)
 
 
-def no_sync(model: nn.Module | None) -> AbstractContextManager[None]:
+@contextmanager
+def no_sync(models: Iterable[nn.Module | None]) -> Iterator[None]:
     """Forward and backward passes inside reduce nothing (the forward must be inside too)."""
-    parallel = synchronizing(model)
-    return parallel.no_sync() if parallel is not None else nullcontext()
+    with ExitStack() as stack:
+        for model in models:
+            if (parallel := synchronizing((model,))) is not None:
+                stack.enter_context(parallel.no_sync())
+        yield
 
 
-def broadcast_buffers_next(model: nn.Module | None) -> None:
+def broadcast_buffers_next(models: Iterable[nn.Module]) -> None:
     """Has DDP's next forward pass send rank 0's buffers round, as after a reduced backward."""
-    if isinstance(model, DistributedDataParallel):
-        model.require_forward_param_sync = True
+    for model in models:
+        if isinstance(model, DistributedDataParallel):
+            model.require_forward_param_sync = True
 
 
 def average(

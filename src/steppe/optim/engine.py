@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # as torch.optim uses it: imports no compiler
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from . import distributed
+from . import distributed, notices
 from .excursion import Excursion, Phase, check_one_device
-from .precision import MESSAGE, Bfloat16Warning
+from .replay import Models, StillState, rewinder
 from .walk import Held, Span, Visit
 from .wrapper import Wrapper
 
+Batch = TypeVar("Batch")
 Hyper = float | Callable[[int], float]
 """A hyper-parameter: a number, or a schedule from the step (counted from 1) to a number."""
 
@@ -61,34 +63,41 @@ class FlatnessOptimizer(Wrapper, ABC):
         hyper: the method's hyper-parameters by name. Each may be overridden per parameter group
             under the same name, or as ``<method>_<name>`` where the base uses the name itself
             (RMSprop's ``alpha``).
-        model: the module being trained. Later passes then leave its buffers (batch-norm statistics)
-            as the first pass did, and ``perturbation="local"`` can use DDP's `no_sync`.
+        model: the module being trained, or several. Later passes then leave everything it holds
+            that is not being optimized here as the first pass did (batch-norm statistics, a
+            momentum encoder, a discriminator), and ``perturbation="local"`` can use DDP's
+            `no_sync`.
         ratio: the share of steps, in (0, 1], that pay for flatness; the others are base steps.
         perturbation: under DDP, ``"global"`` perturbs along the all-reduced gradient, ``"local"``
             lets each process perturb along its own (m-sharpness) and reduces the direction once.
         max_norm: clips the norm of the direction before the base step.
         xi: the small constant added to every norm.
         compile: run each stage of arithmetic through `torch.compile`, which fuses it.
+        generators: random generators of your own that the loss draws from (`torch.Generator`,
+            `numpy.random.Generator`). Each pass then sees the same draws from them; the global ones
+            need not be named.
     """
 
     needs_graph: ClassVar[bool] = False
     """Whether the closure must call ``backward(create_graph=True)``."""
 
     _ready: bool
-    _warned: bool
+    _looked: bool
     _open: Excursion | None
+    _kept_still: StillState | None
 
     def __init__(
         self,
         base: Optimizer,
         hyper: Mapping[str, Hyper],
         *,
-        model: nn.Module | None = None,
+        model: Models = None,
         ratio: float = 1.0,
         perturbation: str = "global",
         max_norm: float | None = None,
         xi: float = 1e-12,
         compile: bool = False,
+        generators: Iterable[Any] = (),
     ) -> None:
         super().__init__(base)
         if not 0.0 < ratio <= 1.0:
@@ -105,6 +114,9 @@ class FlatnessOptimizer(Wrapper, ABC):
         self.max_norm = max_norm
         self.xi = xi
         self.compile = compile
+        self.generators = tuple(generators)
+        for generator in self.generators:
+            rewinder(generator)  # refuses what is not one
         self.steps = 0
         """Steps taken so far; one that a GradScaler skips counts under a fused base alone, whose
         kernels skip it without telling the host."""
@@ -116,6 +128,29 @@ class FlatnessOptimizer(Wrapper, ABC):
         self._share(hyper)  # last: a wrapper that is refused leaves the base as it was
         self._own()
 
+    @property
+    def model(self) -> nn.Module | tuple[nn.Module, ...] | None:
+        """The module being trained, or several; set it to change it."""
+        return self.models if len(self.models) > 1 else next(iter(self.models), None)
+
+    @model.setter
+    def model(self, model: Models) -> None:
+        found = () if model is None else (model,) if isinstance(model, nn.Module) else tuple(model)
+        for one in found:
+            if not isinstance(one, nn.Module):
+                raise TypeError(
+                    f"model must be an nn.Module or several of them, got {type(one).__name__}"
+                )
+        self.models = found
+
+    def _still(self) -> StillState:
+        """What keeps the models' state still; it knows what earlier steps have seen to change."""
+        params = self.parameters()
+        known = self._kept_still
+        if known is None or known.models != self.models or len(known.optimized) != len(params):
+            known = self._kept_still = StillState(self.models, params)
+        return known
+
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
         """The numbers its stages use, from one group's hyper-parameters."""
         return hyper
@@ -124,12 +159,17 @@ class FlatnessOptimizer(Wrapper, ABC):
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
         """The points this step visits, given every group's coefficients."""
 
+    @_disable_dynamo
     def step(
         self,
         closure: Callable[..., Any] | None = None,
         scaler: GradScaler | None = None,
     ) -> Any:
         """Takes one step and returns the loss at the unperturbed weights.
+
+        Inside a function that is compiled as a whole it runs eagerly, as the steps of torch's
+        optimizers with a closure do; a model that is compiled itself stays compiled. A step in
+        which no parameter gets a gradient changes nothing.
 
         Args:
             closure: computes the loss, calls backward on it (scaled, if `scaler` is given) and
@@ -150,9 +190,11 @@ class FlatnessOptimizer(Wrapper, ABC):
         for phase in self.phases(scaler):
             with phase, torch.enable_grad():
                 result = closure() if phase.loss == "main" else closure(phase.loss)
+                if phase.index == 0:
+                    self._look_at(result, phase.total)
             if phase.index == 0:  # a copy: a replayed CUDA graph writes each loss to one place
                 loss = result.detach().clone() if isinstance(result, Tensor) else result
-        if scaler is None:
+        if scaler is None or all(p.grad is None for p in self.parameters()):
             self._base_step()
         elif stepped is self:
             scaler.step(self)  # unscales, checks, and calls step() if the direction is finite
@@ -202,6 +244,8 @@ class FlatnessOptimizer(Wrapper, ABC):
         excursion = self._open = Excursion(self, scaler)
         try:
             for index, visit in enumerate(excursion.visits):
+                if index == len(excursion.visits):  # nothing got a gradient: fewer are needed
+                    break
                 phase = Phase(excursion, index, visit)
                 yield phase
                 if not phase.done:
@@ -215,6 +259,43 @@ class FlatnessOptimizer(Wrapper, ABC):
             excursion.close()
             if self._open is excursion:
                 self._open = None
+
+    def passes(
+        self,
+        batches: Iterable[Batch],
+        scaler: GradScaler | None = None,
+        *,
+        no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> Iterator[tuple[Phase, Batch]]:
+        """The passes of one step over several micro-batches, for loops that accumulate.
+
+        Run forward and backward once for every pair, and divide the loss by the number of
+        micro-batches as usual. Every pass needs all of them, so fetch them before. Then clip and
+        step as after `phases`. Under DDP, gradients are reduced with the last micro-batch only.
+
+        Args:
+            batches: the micro-batches of the step.
+            scaler: as for `phases`.
+            no_sync: what keeps gradients from being reduced; by default the model's own `no_sync`.
+
+        Examples:
+            >>> from steppe.optim import SAM
+            >>> model = nn.Linear(3, 1)
+            >>> opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+            >>> batches = torch.randn(4, 8, 3)
+            >>> for phase, x in opt.passes(batches):
+            ...     loss = model(x).square().mean() / len(batches)
+            ...     loss.backward()
+            >>> _ = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            >>> opt.step()
+        """
+        batches = list(batches)  # an iterator would be empty in the second pass
+        keep = no_sync or (lambda: distributed.no_sync(self.models))
+        for phase in self.phases(scaler):
+            with phase:
+                for number, batch in enumerate(batches, start=1):
+                    with nullcontext() if number == len(batches) else keep():
+                        yield phase, batch
 
     def abandon(self) -> None:
         """Forgets a step that was recorded and never ran, without touching the weights.
@@ -261,6 +342,12 @@ class FlatnessOptimizer(Wrapper, ABC):
             group.update(update)
         self.base._steppe_shared = shared  # type: ignore[attr-defined]
 
+    def _look_at(self, loss: Any, passes: int) -> None:
+        """Warns, in the first step of several passes, of what its loss shows."""
+        if not self._looked and passes > 1:
+            method, known = type(self).__name__, bool(self.models)
+            self._looked = notices.look(loss, method, passes, model_given=known)
+
     def _values(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         """One group's hyper-parameters at a step, schedules evaluated and checked."""
         if group.get("maximize"):
@@ -272,17 +359,16 @@ class FlatnessOptimizer(Wrapper, ABC):
         for name, key in self._keys.items():
             value = group.get(key, self._hyper[name])
             value = value(step) if callable(value) else value
+            if isinstance(value, Tensor):
+                raise TypeError(
+                    f"{key} must be a Python number or a function of the step, got a tensor: pass "
+                    f"{key}.item(), or a function to change it as you train"
+                )
             if not isinstance(value, Real) or not math.isfinite(value):
                 raise ValueError(f"{key} must be a finite number, got {value!r} at step {step}")
             values[name] = float(value)
         self.validate(values)
         return values
-
-    def _warn(self) -> None:
-        if not self._warned:
-            self._warned = True
-            message = MESSAGE.format(method=type(self).__name__)
-            warnings.warn(message, Bfloat16Warning, stacklevel=2)
 
     def validate(self, hyper: Mapping[str, float]) -> None:
         """Raises ValueError for hyper-parameters that make no sense; none may be negative."""
@@ -304,12 +390,12 @@ class FlatnessOptimizer(Wrapper, ABC):
                 "perturbation='local' is not available for sharded parameters (FSDP2): each "
                 "process holds only a part of every gradient. Use perturbation='global'."
             )
-        if getattr(self.model, "static_graph", False):
+        if any(getattr(model, "static_graph", False) for model in self.models):
             raise ValueError(
                 "perturbation='local' needs passes that reduce nothing, which DDP does not allow "
                 "with static_graph=True. Leave static_graph off."
             )
-        if distributed.processes() > 1 and distributed.synchronizing(self.model) is None:
+        if distributed.processes() > 1 and distributed.synchronizing(self.models) is None:
             raise ValueError(
                 "perturbation='local' needs the DistributedDataParallel module: pass model=ddp."
             )
@@ -360,8 +446,9 @@ class FlatnessOptimizer(Wrapper, ABC):
 
     def _start_clean(self) -> None:
         self._ready = False
-        self._warned = False
+        self._looked = False
         self._open = None
+        self._kept_still = None
         self._compiled: dict[Callable[..., Held], Callable[..., Held]] = {}
         self._layout: tuple[list[Any], list[Mapping[str, float]], float, list[Span]]
         self._layout = ([], [], 0.0, [])
@@ -370,27 +457,25 @@ class FlatnessOptimizer(Wrapper, ABC):
         self.base._steppe_owner = weakref.ref(self)  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the model: a copy has its own parameters, which no model owns yet."""
+        """Everything that lasts from step to step, the model included."""
         # `step` is set on the instance by schedulers, as a closure.
-        transient = ("model", "step", "_ready", "_warned", "_open", "_compiled", "_layout")
+        transient = ("step", "_ready", "_looked", "_open", "_kept_still", "_compiled", "_layout")
         return {k: v for k, v in self.__dict__.items() if k not in transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a copy; set `model` again to keep its batch-norm statistics still."""
+        """Restores a copy."""
         self.__dict__.update(state)
-        self.model = None
         self._start_clean()
         self._own()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatnessOptimizer:
-        """A copy with parameters of its own; its model is the model's copy if that was made first.
+        """A copy with parameters and a model of its own, which belong together.
 
-        So ``copy.deepcopy((model, opt))`` gives a pair that belongs together.
+        Copied with its model, in whatever order, it gets that copy.
         """
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        new.model = memo.get(id(self.model))
         return new
 
     def __repr__(self) -> str:

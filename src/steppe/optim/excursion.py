@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler
 
 from . import distributed
 from .graph import building_graph
 from .ownership import are_ours
-from .precision import on_bfloat16
-from .replay import StillBuffers, is_capturing, record_randomness
+from .replay import is_capturing, record_randomness
 from .vectors import Vector
 from .walk import Held, Span, Visit, Walk
 
@@ -53,10 +53,12 @@ class Phase(AbstractContextManager["Phase"]):
         self._excursion = excursion
         self._visit = visit
 
+    @_disable_dynamo
     def __enter__(self) -> Phase:
         self._excursion.enter(self.index)
         return self
 
+    @_disable_dynamo
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -81,7 +83,7 @@ class Excursion:
         if self.own_perturbation:
             opt._check_local()
         self.scaler = scaler
-        self.buffers = StillBuffers(opt.model if self.several else None)
+        self.still = opt._still() if self.several else None
         self.rewind: Callable[[], None] | None = None
         self.walk: Walk | None = None
         self.held: Held = ()
@@ -102,20 +104,21 @@ class Excursion:
         if index == 0:
             device = check_one_device(self.opt.parameters())
             # A graph must not keep writing to memory from outside it, which others will get.
-            self._clear(recycle=self.several and not is_capturing(device))
-            if self.several:
-                self.rewind = record_randomness(device)
-        elif self.rewind is not None:
+            capturing = is_capturing(device)
+            self._clear(recycle=self.several and not capturing)
+            if self.still is not None:
+                self.rewind = record_randomness(device, self.opt.generators)
+                self.still.begin(capturing)
+        elif self.rewind is not None and self.still is not None:
             self.rewind()
+            self.still.set_aside()
         with ExitStack() as stack:  # undone if one of them fails, kept for `leave` otherwise
             if self.opt.needs_graph:
                 stack.enter_context(building_graph())
             if self.own_perturbation:
-                stack.enter_context(distributed.no_sync(self.opt.model))
+                stack.enter_context(distributed.no_sync(self.opt.models))
                 if index == 0:  # no pass of ours reduces gradients, which is when DDP would do this
-                    distributed.broadcast_buffers_next(self.opt.model)
-            if self.several and not self.opt._warned:
-                stack.enter_context(on_bfloat16(self.opt._warn))
+                    distributed.broadcast_buffers_next(self.opt.models)
             self.contexts = stack.pop_all()
 
     @torch.no_grad()
@@ -132,15 +135,24 @@ class Excursion:
             if index != self.next:
                 raise RuntimeError(f"Phase {index} was overtaken: another step began inside it.")
             self.next = index + 1
-            gradient = self._gradient(index)
+            present = self._present()
+            if index == 0 and not present:  # nothing to climb: the step is over, as in torch
+                self.visits = self.visits[:1]
+                self._deliver_nothing()
+                return
+            gradient = self._gradient(index, present)
             assert self.walk is not None
             self.held = self._stage(visit.then)(self.walk, gradient, *self.held)
+            last = index + 1 == len(self.visits)
             # After the stage, which may differentiate through the pass, and that saved the buffers.
-            if index == 0:
-                self.buffers.take()
-            else:
-                self.buffers.put_back()
-            if index + 1 == len(self.visits):
+            if self.still is not None:
+                if index == 0:
+                    self.still.take()
+                else:
+                    self.still.put_back()
+                if last:
+                    self.still.end()
+            if last:
                 self._deliver(*self.held)
             else:
                 self._clear()
@@ -154,7 +166,10 @@ class Excursion:
         self.next = None
         if self.walk is not None:
             self.walk.restore()
-            self.buffers.put_back()
+            if self.still is not None:
+                self.still.put_back()
+        if self.still is not None:
+            self.still.forget()
         self.walk = None
         self.held = ()
         self.spare = {}
@@ -184,13 +199,13 @@ class Excursion:
     def _present(self) -> list[Any]:
         return [p for p in self.opt.parameters() if p.grad is not None]
 
-    def _gradient(self, index: int) -> Vector:
+    def _gradient(self, index: int, present: list[Any]) -> Vector:
         """This pass's gradient as a vector, with the walk over its parameters set up."""
-        present = self._present()
         if not present:
             raise RuntimeError(
-                f"Pass {index} left no gradient: the closure must call backward on a loss that "
-                f"depends on the parameters given to {type(self.opt).__name__}."
+                f"Pass {index} left no gradient, though pass 0 did: every call of the closure must "
+                f"call backward on a loss that depends on the parameters of "
+                f"{type(self.opt).__name__}."
             )
         if self.walk is None:
             self.walk = self._depart(present)
@@ -284,18 +299,29 @@ class Excursion:
         assert walk is not None
         walk.restore()
         params: list[Any] = walk.params
-        parallel = distributed.synchronizing(self.opt.model)
-        if self.own_perturbation and parallel is not None:
-            everything = [p for p in self.opt.parameters() if p.requires_grad]
-            params, direction = distributed.average(
-                everything, dict(zip(params, direction, strict=True)), parallel.process_group
-            )
+        if self.own_perturbation:
+            params, direction = self._averaged(params, direction)
         for p, d in zip(params, direction, strict=True):
             if self.sharded:
                 distributed.local(p.grad).copy_(d)
             else:
                 p.grad = d.detach() if d.requires_grad else d  # a graph must not outlive the step
         self.walk = None
+
+    def _deliver_nothing(self) -> None:
+        """Ends a step without gradients; other processes may still have some."""
+        if self.own_perturbation:
+            for p, d in zip(*self._averaged([], []), strict=True):
+                p.grad = d
+
+    def _averaged(self, params: list[Any], direction: Vector) -> tuple[list[Any], Vector]:
+        """The mean over processes of what each perturbed by itself."""
+        parallel = distributed.synchronizing(self.opt.models)
+        if parallel is None:
+            return params, direction
+        everything = [p for p in self.opt.parameters() if p.requires_grad]
+        mine = dict(zip(params, direction, strict=True))
+        return distributed.average(everything, mine, parallel.process_group)
 
 
 def check_one_device(params: Sequence[Tensor]) -> torch.device:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from . import sam
 from .engine import FlatnessOptimizer, Hyper
 from .excursion import PLAIN
+from .replay import Models
 from .vectors import Vector
 from .walk import Held, Visit, Walk
 
@@ -37,7 +38,7 @@ class FAD(FlatnessOptimizer):
         alpha: share of zeroth-order flatness in the regularizer, 1 - alpha that of first-order.
         beta: weight of the regularizer.
         model: the module being trained, for still batch-norm statistics and DDP.
-        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see
+        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`, `generators`; see
             [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
 
     Examples:
@@ -63,7 +64,7 @@ class FAD(FlatnessOptimizer):
         alpha: Hyper = 0.5,
         beta: Hyper = 0.5,
         *,
-        model: torch.nn.Module | None = None,
+        model: Models = None,
         **options: Any,
     ) -> None:
         super().__init__(base, {"rho": rho, "alpha": alpha, "beta": beta}, model=model, **options)

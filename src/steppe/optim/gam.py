@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from . import fad
 from .engine import FlatnessOptimizer, Hyper
+from .replay import Models
 from .walk import Visit
 
 
@@ -27,7 +27,7 @@ class GAM(FlatnessOptimizer):
         rho: radius of the perturbations; a number, or a callable from the step (counted from 1).
         alpha: weight of first-order flatness.
         model: the module being trained, for still batch-norm statistics and DDP.
-        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see
+        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`, `generators`; see
             [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
     """
 
@@ -37,7 +37,7 @@ class GAM(FlatnessOptimizer):
         rho: Hyper = 0.05,
         alpha: Hyper = 0.1,
         *,
-        model: torch.nn.Module | None = None,
+        model: Models = None,
         **options: Any,
     ) -> None:
         super().__init__(base, {"rho": rho, "alpha": alpha}, model=model, **options)

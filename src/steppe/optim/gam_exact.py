@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .engine import FlatnessOptimizer, Hyper
 from .excursion import PLAIN
+from .replay import Models
 from .vectors import Vector
 from .walk import Held, Visit, Walk
 
@@ -45,10 +46,11 @@ class GAMExact(FlatnessOptimizer):
         rho: Hyper = 0.05,
         alpha: Hyper = 0.1,
         *,
-        model: torch.nn.Module | None = None,
+        model: Models = None,
         **options: Any,
     ) -> None:
-        if isinstance(model, DistributedDataParallel):
+        given = (model,) if isinstance(model, torch.nn.Module) else tuple(model or ())
+        if any(isinstance(one, DistributedDataParallel) for one in given):
             raise TypeError(
                 "GAMExact differentiates gradients, and DistributedDataParallel's all-reduce "
                 "cannot be differentiated. Use GAM, which needs only gradients."

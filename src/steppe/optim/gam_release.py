@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from . import vectors
 from .engine import FlatnessOptimizer, Hyper
+from .replay import Models
 from .vectors import Vector
 from .walk import Held, Visit, Walk
 
@@ -33,7 +34,7 @@ class GAMRelease(FlatnessOptimizer):
         grad_beta_1: weight of g1 in G.
         grad_gamma: weight of the orthogonal part. The defaults are the authors' for CIFAR-100.
         model: the module being trained, for still batch-norm statistics and DDP.
-        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see
+        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`, `generators`; see
             [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
     """
 
@@ -46,7 +47,7 @@ class GAMRelease(FlatnessOptimizer):
         grad_beta_1: Hyper = 0.6,
         grad_gamma: Hyper = 0.03,
         *,
-        model: torch.nn.Module | None = None,
+        model: Models = None,
         **options: Any,
     ) -> None:
         hyper = {

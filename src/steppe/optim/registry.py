@@ -10,8 +10,6 @@ import copyreg
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.optim import Optimizer
@@ -30,6 +28,7 @@ from .search import (
     Value,
     get_space,
 )
+from .wrapper import options_of
 
 if TYPE_CHECKING:
     from .replay import Models
@@ -88,8 +87,8 @@ class OptimizerSpec:
     @property
     def options(self) -> tuple[str, ...]:
         """The names that `build` accepts, those of the method before those of its base."""
-        own = [name for name in _options(self._load(self.target)) if name not in self.fixed]
-        inner = _options(self._load(self.base)) if self.base else ()
+        own = [name for name in options_of(self._load(self.target)) if name not in self.fixed]
+        inner = options_of(self._load(self.base)) if self.base else ()
         return tuple(dict.fromkeys((*own, *inner)))
 
     def space(
@@ -124,9 +123,7 @@ class OptimizerSpec:
         if self.base is None:
             optimizer = cls(params, **chosen, **self.fixed)
         else:
-            # A name that both have is the wrapper's: it decides what its base gets to see.
-            own = {name: chosen.pop(name) for name in _options(cls) if name in chosen}
-            optimizer = cls(self._load(self.base)(params, **chosen), model=model, **own)
+            optimizer = cls.over(self._load(self.base))(params, model=model, **chosen)
         if not hasattr(optimizer, "needs_graph"):
             optimizer.needs_graph = self.needs_graph
         return cast(Optimizer, optimizer)
@@ -146,22 +143,6 @@ class OptimizerSpec:
         if self.source == "pytorch_optimizer":
             copyreg.pickle(cls, _reduce)
         return cls
-
-
-@cache
-def _options(cls: type) -> tuple[str, ...]:
-    """Return the names of the constructor's options, those it hands on to its parents included."""
-    names: dict[str, None] = {}
-    for ancestor in cls.__mro__:
-        if "__init__" not in vars(ancestor):
-            continue
-        parameters = signature(vars(ancestor)["__init__"]).parameters.values()
-        # What a parent takes by position is the child's to give; only keywords are handed on.
-        kinds = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)[: 1 if names else 2]
-        names |= dict.fromkeys(p.name for p in parameters if p.kind in kinds)
-        if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters):
-            break
-    return tuple(name for name in names if name not in {"self", "params", "base", "model"})
 
 
 def _reduce(optimizer: Optimizer) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from .engine import FlatnessOptimizer, Hyper
 from .excursion import PLAIN
+from .replay import Models
 from .vectors import Vector
 from .walk import Held, Visit, Walk
 
@@ -31,7 +32,7 @@ class SAM(FlatnessOptimizer):
         eta: added to the size of each weight when adaptive; the ASAM paper uses 0.01, most
             implementations 0.
         model: the module being trained, for still batch-norm statistics and DDP.
-        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`; see
+        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`, `generators`; see
             [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
 
     Examples:
@@ -56,7 +57,7 @@ class SAM(FlatnessOptimizer):
         adaptive: bool = False,
         eta: float = 0.0,
         *,
-        model: torch.nn.Module | None = None,
+        model: Models = None,
         **options: Any,
     ) -> None:
         if eta != 0 and not adaptive:

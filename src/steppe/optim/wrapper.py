@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any, Self
 
 from torch.optim import Optimizer
 
@@ -16,6 +19,34 @@ class Wrapper(Optimizer):
     base's: they fire once per step, with the global ones, and are given the base.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuses another library's arguments in words, which `__init__` could not."""
+        if args or kwargs:  # a copy has none
+            _check_call(cls, args, kwargs)
+        return super().__new__(cls)
+
+    @classmethod
+    def over(cls, base: Callable[..., Optimizer], **options: Any) -> Callable[..., Self]:
+        """A function with the signature of torch's optimizers: ``(params, lr=..., rho=...)``.
+
+        For whatever builds the optimizer itself: skorch, fastai, configuration files. It can be
+        pickled.
+
+        Args:
+            base: the class of the base optimizer, or a function that makes one.
+            **options: defaults for the options, this method's or the base's.
+
+        Examples:
+            >>> import torch
+            >>> from steppe.optim import FAD
+            >>> model = torch.nn.Linear(3, 1)
+            >>> make = FAD.over(torch.optim.SGD, momentum=0.9)
+            >>> opt = make(model.parameters(), lr=0.1, rho=0.1, model=model)
+            >>> [opt.param_groups[0][name] for name in ("lr", "momentum", "rho")]
+            [0.1, 0.9, 0.1]
+        """
+        return partial(_build_over, cls, base, **options)
+
     def __init__(self, base: Optimizer) -> None:
         # Optimizer.__init__ is left out on purpose: it would make a second set of param_groups
         # and hooks, and fire the global step hooks twice per step.
@@ -27,14 +58,22 @@ class Wrapper(Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The base's groups, the very list."""
         return self.base.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.base.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The base's state."""
+    def state(self) -> Any:
+        """The base's state; setting it sets the base's."""
         return self.base.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.base.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -42,9 +81,13 @@ class Wrapper(Optimizer):
         return self.base.defaults
 
     def __getattr__(self, name: str) -> Any:
-        # torch keeps hooks in private dicts that its own methods read; they are the base's.
-        if name.startswith("_optimizer_") and name.endswith("_hooks"):
-            return getattr(self.base, name)
+        # What a base offers beyond torch's own methods (`train`, `sync_lookahead`) is reached
+        # through the wrapper. So are torch's hooks, which it keeps in private dicts; no other
+        # private name is: GradScaler reads one that says how `step` is to be called.
+        hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
+        if "base" in self.__dict__ and (hooks or not name.startswith("_")):
+            with suppress(AttributeError):
+                return getattr(self.base, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -52,12 +95,54 @@ class Wrapper(Optimizer):
         self.base.zero_grad(set_to_none)
 
 
+@cache
+def options_of(cls: type) -> tuple[str, ...]:
+    """The names of a constructor's options, those it hands on to its parents included."""
+    names: dict[str, None] = {}
+    for ancestor in cls.__mro__:
+        if "__init__" not in vars(ancestor):
+            continue
+        parameters = inspect.signature(vars(ancestor)["__init__"]).parameters.values()
+        # What a parent takes by position is the child's to give; only keywords are handed on.
+        own = inspect.Parameter
+        kinds = (own.KEYWORD_ONLY, own.POSITIONAL_OR_KEYWORD)[: 1 if names else 2]
+        names |= dict.fromkeys(p.name for p in parameters if p.kind in kinds)
+        if all(p.kind is not own.VAR_KEYWORD for p in parameters):
+            break
+    return tuple(name for name in names if name not in {"self", "params", "base", "model"})
+
+
+def _build_over(cls: Any, base: Callable[..., Optimizer], params: Any, **options: Any) -> Any:
+    """A wrapper around a new base; a name that both take is the wrapper's."""
+    own = {name: options.pop(name) for name in (*options_of(cls), "model") if name in options}
+    return cls(base(params, **options), **own)
+
+
+def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Answers constructor calls in the style of other libraries with the line to write."""
+    first = args[0] if args else kwargs.get("base", kwargs.get("params"))
+    if isinstance(first, Optimizer) or (first is None and "base_optimizer" not in kwargs):
+        return
+    given = [*args[1:], *kwargs.values()]
+    inner = next((v for v in given if isinstance(v, type) and issubclass(v, Optimizer)), None)
+    method, known = cls.__name__, options_of(cls)
+    own = {name: value for name, value in kwargs.items() if name in known}
+    left = ("base", "params", "base_optimizer", "model")
+    rest = {k: v for k, v in kwargs.items() if k not in own and k not in left} or {"lr": 1e-3}
+    name = f"torch.optim.{inner.__name__ if inner is not None else 'SGD'}"
+    if inner is not None and not inner.__module__.startswith("torch.optim"):
+        name = inner.__name__
+    inside = ", ".join(["model.parameters()", *(f"{k}={v!r}" for k, v in rest.items())])
+    outside = "".join(f", {k}={v!r}" for k, v in own.items())
+    got = f"the class {first.__name__}" if isinstance(first, type) else type(first).__name__
+    raise TypeError(
+        f"{method} wraps an optimizer instance, got {got}. Write\n\n"
+        f"    {method}({name}({inside}){outside}, model=model)\n\n"
+        f"Where parameters are all you can pass, use {method}.over({name}), which takes them."
+    )
+
+
 def _check_base(base: Optimizer, method: str) -> None:
-    if not isinstance(base, Optimizer):
-        raise TypeError(
-            f"{method} wraps an optimizer instance, got {type(base).__name__}. Write "
-            f"{method}(torch.optim.SGD(model.parameters(), lr=1e-3), ...)."
-        )
     if isinstance(base, Wrapper):
         raise TypeError(f"{method} cannot wrap {type(base).__name__}: wrap its base instead.")
     closure = inspect.signature(base.step).parameters.get("closure")

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from steppe.algorithms import Losses
 from steppe.curvature.convolution import FastConvolutions
-from steppe.curvature.twice import twice_differentiable
 from steppe.domains.batches import Batch
 from steppe.optim import FlatnessOptimizer
 from steppe.optim.engine import give_momentum, skips_by_itself
+from steppe.optim.graph import twice_differentiable
 
 from .processes import Processes
 

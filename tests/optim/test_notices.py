@@ -1,18 +1,16 @@
-"""The warning about bfloat16: said when it applies, once, and only then."""
+"""Warnings of the first step: said when they apply, once, at the user's line, and only then."""
 
-import threading
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from steppe.optim import FAD, SAM, Bfloat16Warning, precision
-from steppe.optim.precision import on_bfloat16
+from steppe.optim import FAD, SAM, BatchNormWarning, Bfloat16Warning
 from tests.optim.problems import sgd
 
 
-def trainer(dtype, api="closure", **options):
+def trainer(dtype, **options):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     x, y = torch.randn(16, 4), torch.randint(2, (16,))
     opt = FAD(sgd(model.parameters()), **options)
@@ -23,24 +21,19 @@ def trainer(dtype, api="closure", **options):
         loss.backward()
         return loss
 
-    def step():
-        if api == "closure":
-            return opt.step(closure)
-        for phase in opt.phases():
-            with phase:
-                closure()
-        return opt.step()
-
-    return step
+    return lambda: opt.step(closure)
 
 
-@pytest.mark.parametrize("api", ["closure", "phases"])
-def test_bfloat16_warns_once(api):
-    step = trainer(torch.bfloat16, api)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bfloat16_warns_once_at_the_users_line(compiled):
+    step = trainer(torch.bfloat16)
+    if compiled:
+        step = torch.compile(step, backend="eager")
     with pytest.warns(Bfloat16Warning, match="FAD.*bfloat16.*steppe bench fidelity") as seen:
         step()
         step()
     assert len(seen) == 1
+    assert seen[0].filename == __file__
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16])
@@ -56,22 +49,6 @@ def test_a_step_without_flatness_does_not_warn():
         trainer(torch.bfloat16, beta=0.0)()
 
 
-def test_bfloat16_that_begins_later_warns_too():
-    model = nn.Linear(3, 2)
-    opt = SAM(sgd(model.parameters()))
-    x = torch.randn(4, 3)
-
-    def closure(enabled):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            loss = model(x).square().mean()
-        loss.backward()
-        return loss
-
-    opt.step(lambda: closure(False))
-    with pytest.warns(Bfloat16Warning):
-        opt.step(lambda: closure(True))
-
-
 def test_autocast_around_the_step_warns():
     model = nn.Linear(3, 2)
     opt = SAM(sgd(model.parameters()))
@@ -85,44 +62,17 @@ def test_autocast_around_the_step_warns():
         opt.step(closure)
 
 
-def test_a_warning_that_is_an_error_leaves_nothing_behind():
-    """Entering the pass fails half-way: what it had set up is undone."""
+def test_nothing_of_torch_is_replaced():
     plain = torch.autocast.__enter__
-    model = nn.Linear(3, 2)
-    opt = SAM(sgd(model.parameters()))
-    with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
-        warnings.simplefilter("error", Bfloat16Warning)
-        with pytest.raises(Bfloat16Warning):
-            opt.step(lambda: model(torch.ones(4, 3)).sum().backward())
-    assert torch.autocast.__enter__ is plain
-    assert not precision._local.listeners
+    step = trainer(torch.bfloat16)
 
+    def closure():
+        assert torch.autocast.__enter__ is plain
+        return torch.zeros(())
 
-def test_autocast_is_as_it_was_afterwards():
-    plain = torch.autocast.__enter__
     with pytest.warns(Bfloat16Warning):
-        trainer(torch.bfloat16)()
-    assert torch.autocast.__enter__ is plain
-
-
-def test_watches_that_end_out_of_order_leave_autocast_alone():
-    """Two optimizers' phases may overlap, in one thread or in several."""
-    plain = torch.autocast.__enter__
-    first, second = (on_bfloat16(lambda: None) for _ in range(2))
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    second.__exit__(None, None, None)
-    assert torch.autocast.__enter__ is plain
-
-    threads = [threading.Thread(target=lambda: [trainer(None)() for _ in range(20)]) for _ in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torch.autocast.__enter__ is plain
-    with torch.autocast("cpu", torch.float16):
-        pass
+        step()
+    SAM(sgd(nn.Linear(2, 1).parameters())).step(closure)
 
 
 def test_closures_may_use_torch_func():
@@ -140,13 +90,14 @@ def test_closures_may_use_torch_func():
     assert opt.step(closure).isfinite()
 
 
-def test_a_warning_that_is_an_error_leaves_no_autocast_behind() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    opt = FAD(torch.optim.SGD([weight], lr=0.1))
+def test_a_warning_that_is_an_error_leaves_the_weights_where_they_were():
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    opt = SAM(sgd(model.parameters()))
 
-    def closure() -> torch.Tensor:
+    def closure():
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = weight.square().sum()
+            loss = model(torch.ones(4, 3)).sum()
         loss.backward()
         return loss
 
@@ -154,7 +105,39 @@ def test_a_warning_that_is_an_error_leaves_no_autocast_behind() -> None:
         warnings.simplefilter("error")
         with pytest.raises(Bfloat16Warning):
             opt.step(closure)
-    assert not torch.is_autocast_enabled("cpu")
+    assert torch.equal(model.weight, before)
+
+
+NORMS = {
+    "batch norm": (nn.BatchNorm1d(4), True),
+    "batch norm that evaluates": (nn.BatchNorm1d(4).eval(), False),
+    "batch norm without statistics": (nn.BatchNorm1d(4, track_running_stats=False), False),
+    "instance norm": (nn.InstanceNorm1d(4), False),
+    "layer norm": (nn.LayerNorm(5), False),
+}
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("kind", NORMS)
+def test_batch_norm_without_the_model_warns_once(kind, given):
+    norm, counts = NORMS[kind]
+    model = nn.Sequential(norm, nn.Flatten(), nn.Linear(20, 2))
+    opt = SAM(sgd(model[2].parameters()), model=model if given else None)
+    x = torch.randn(8, 4, 5)
+
+    def closure():
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        opt.step(closure)
+        opt.step(closure)
+    expected = [BatchNormWarning] if counts and not given else []
+    assert [one.category for one in seen] == expected
+    assert all("Pass model=model to SAM" in str(one.message) for one in seen)
+    assert all(one.filename == __file__ for one in seen)
 
 
 @pytest.mark.parametrize("method", [SAM, FAD])

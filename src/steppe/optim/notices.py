@@ -1,0 +1,85 @@
+"""Warnings about passes that will not do what the user expects, given at the user's own line.
+
+The first step's loss carries its graph, and the graph shows what went into it: batch norm that
+updates its statistics, and the number format of every intermediate. Nothing is patched or watched.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Bfloat16Warning(UserWarning):
+    """A flatness-aware step ran under bfloat16 autocast."""
+
+
+class BatchNormWarning(UserWarning):
+    """Every pass of a flatness-aware step updates batch-norm statistics."""
+
+
+_BFLOAT16 = (
+    "{method} ran its passes under bfloat16 autocast. It acts on differences of gradients "
+    "(g1 - g0), of which bfloat16's 8 bits of mantissa lose more than float16's 11: "
+    "'steppe bench fidelity' measures how much. Prefer torch.autocast(..., dtype=torch.float16) "
+    "with a GradScaler, TF32 or float32. This is said once per optimizer."
+)
+_BATCH_NORM = (
+    "The loss goes through batch norm in training mode, and {method} was not given the model: all "
+    "{passes} passes of a step update the running statistics, at perturbed weights too. Pass "
+    "model=model to {method} so that only the first pass counts. This is said once per optimizer."
+)
+_OURS = tuple(str(Path(path).parent) for path in (__file__, torch.__file__))
+
+
+def look(loss: Any, method: str, passes: int, *, model_given: bool) -> bool:
+    """Warns of what the graph of a first loss shows; returns whether there was a graph."""
+    if not isinstance(loss, Tensor) or loss.grad_fn is None:
+        return False
+    nodes = list(_nodes(loss.grad_fn))
+    if any(part.dtype is torch.bfloat16 for node in nodes for part in node._input_metadata):
+        tell_bfloat16(method)
+    if not model_given and any(map(_updates_statistics, nodes)):
+        tell(_BATCH_NORM.format(method=method, passes=passes), BatchNormWarning)
+    return True
+
+
+def tell_bfloat16(method: str) -> None:
+    """Warns that passes run under bfloat16 autocast."""
+    tell(_BFLOAT16.format(method=method), Bfloat16Warning)
+
+
+def tell(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns, pointing at the innermost line that is neither ours nor torch's."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level if frame is not None else 2)
+
+
+def _nodes(root: Any) -> Iterator[Any]:
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        waiting += new
+
+
+def _updates_statistics(node: Any) -> bool:
+    """Whether it is a batch norm in training mode that has running statistics."""
+    if "BatchNorm" not in node.name() or not getattr(node, "_saved_training", False):
+        return False
+    try:
+        return node._saved_running_mean is not None
+    except RuntimeError:  # freed by backward: there were some
+        return True

@@ -1,0 +1,289 @@
+"""What a model holds besides the weights being optimized: only the first pass leaves a trace."""
+
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from steppe.optim import FAD, SAM, AdaHessian, GAMExact
+from steppe.optim.replay import CHECK_EVERY, fingerprint
+from tests.optim.problems import sgd
+
+WRITES = {
+    "in place": lambda t, s: t.lerp_(s, 0.5),
+    "through .data": lambda t, s: t.data.lerp_(s.data, 0.5),
+    "by a new .data": lambda t, s: setattr(t, "data", t.data.lerp(s.data, 0.5)),
+}
+
+
+class Teacher(nn.Module):
+    """A momentum encoder that every forward moves half of the way to the student."""
+
+    def __init__(self, write, kind="parameter"):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.teacher.requires_grad_(False)
+        if kind == "buffer":
+            for name, p in list(self.teacher.named_parameters()):
+                delattr(self.teacher, name)
+                self.teacher.register_buffer(name, p.detach())
+        self.write = write
+        self.moves = True
+        self.register_buffer("table", torch.zeros(100))
+
+    def forward(self, x):
+        if self.moves:
+            with torch.no_grad():
+                for name, p in self.student.named_parameters():
+                    self.write(getattr(self.teacher, name), p)
+        return nn.functional.mse_loss(self.student(x), self.teacher(x + 1))
+
+
+def closure_of(model, x):
+    def closure():
+        loss = model(x)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_teacher_moves_once_a_step_from_the_unperturbed_weights(write, kind):
+    model, x = Teacher(WRITES[write], kind), torch.randn(8, 6)
+    opt = FAD(sgd(model.student.parameters()), rho=0.5, model=model)
+    for _ in range(3):
+        student, teacher = model.student.weight.detach(), model.teacher.weight.detach()
+        expected = teacher.lerp(student, 0.5)
+        opt.step(closure_of(model, x))
+        assert torch.equal(model.teacher.weight, expected)
+
+
+@pytest.mark.parametrize("write", ["in place", "by a new .data"])
+def test_a_teacher_that_starts_to_move_later_is_seen_at_once(write):
+    model, x = Teacher(WRITES[write]), torch.randn(8, 6)
+    opt = FAD(sgd(model.student.parameters()), rho=0.5, model=model)
+    model.moves = False
+    opt.step(closure_of(model, x))
+    model.moves = True
+    expected = model.teacher.weight.lerp(model.student.weight.detach(), 0.5)
+    opt.step(closure_of(model, x))
+    assert torch.equal(model.teacher.weight, expected)
+
+
+def test_a_late_write_through_data_is_found_now_and_then():
+    model, x = Teacher(WRITES["through .data"]), torch.randn(8, 6)
+    opt = SAM(sgd(model.student.parameters(), lr=1e-6), model=model)
+    model.moves = False
+    for _ in range(CHECK_EVERY):
+        opt.step(closure_of(model, x))
+    model.moves = True
+    expected = model.teacher.weight.lerp(model.student.weight.detach(), 0.5)
+    opt.step(closure_of(model, x))
+    assert torch.equal(model.teacher.weight, expected)
+
+
+def test_batch_norm_that_starts_to_train_later_counts_once():
+    model, x = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), torch.randn(8, 3)
+    alone = copy.deepcopy(model)
+    opt = FAD(sgd(model.parameters()), model=model)
+
+    def closure():
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    model.eval()
+    opt.step(closure)
+    assert model[0].num_batches_tracked == 0
+    model.train()
+    opt.step(closure)
+    alone(x)
+    for name, value in alone[0].named_buffers():
+        assert torch.equal(value, model[0].get_buffer(name))
+
+
+def test_what_only_a_later_pass_changes_is_told():
+    class Late(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls % 2 == 0:
+                self.count += 1
+            return super().forward(x)
+
+    model = Late(3, 1)
+    model.register_buffer("count", torch.zeros(()))
+    opt = SAM(sgd(model.parameters()), model=model)
+
+    def closure():
+        loss = model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.warns(UserWarning, match="count changed in a later pass") as seen:
+        opt.step(closure)
+    assert seen[0].filename == __file__
+    opt.step(closure)
+    assert model.count == 1
+
+
+def test_a_discriminator_does_not_count_the_generators_passes():
+    generator, critic = nn.Linear(3, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    other = sgd(critic.parameters())
+    opt = FAD(sgd(generator.parameters()), rho=0.5, model=[generator, critic])
+    x = torch.randn(8, 3)
+    reference = copy.deepcopy((generator, critic))
+    loss = reference[1](reference[0](x)).mean()
+    loss.backward()
+
+    def closure():
+        loss = critic(generator(x)).mean()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert critic[0].num_batches_tracked == 1
+    for p, q in zip(critic.parameters(), reference[1].parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # what the other optimizer steps along
+    other.step()
+    with pytest.raises(TypeError, match="model must be an nn.Module or several of them, got str"):
+        opt.model = [generator, "critic"]
+
+
+class Copied(TorchDispatchMode):
+    """Counts the entries that clones and copies touch."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.__name__.split(".")[0] in ("clone", "copy_", "_foreach_copy_"):
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            self.entries += sum(t.numel() for t in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def test_constant_state_is_not_copied():
+    model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1000))
+    model[1].requires_grad_(False)
+    model.register_buffer("table", torch.zeros(100_000))
+    opt = SAM(sgd(model[0].parameters()), model=model)
+
+    def closure():
+        loss = model(torch.ones(2, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        with Copied() as counted:
+            opt.step(closure)
+        assert counted.entries < 1000
+
+
+def test_a_fingerprint_sees_any_one_change():
+    base = torch.arange(600_000, dtype=torch.float32)
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    ):
+        x = base.to(dtype)
+        known = fingerprint(x)
+        assert fingerprint(x.clone()) == known
+        for i in (0, 3, 262_144, 599_999):
+            changed = x.clone()
+            changed[i] = changed[i] == 0
+            assert fingerprint(changed) != known, (dtype, i)
+        swapped = x.clone()
+        swapped[[1, 4]] = x[[4, 1]]
+        assert (fingerprint(swapped) == known) == torch.equal(swapped, x)
+    assert fingerprint(torch.zeros(0)) == fingerprint(torch.zeros(0))
+    assert fingerprint(torch.ones(2, dtype=torch.complex64)) != fingerprint(torch.ones(2) * 1j)
+
+
+@pytest.mark.parametrize("order", [("model", "opt"), ("opt", "model")])
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copied_pair_belongs_together(copier, order):
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    pair = {"model": model, "opt": FAD(sgd(model.parameters()), model=model)}
+    new = copier({key: pair[key] for key in order})
+    assert new["opt"].model is new["model"] is not model
+    assert new["opt"].parameters()[0] is new["model"][0].weight
+
+    def closure():
+        loss = new["model"](torch.randn(8, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    new["opt"].step(closure)
+    assert new["model"][0].num_batches_tracked == 1
+    assert model[0].num_batches_tracked == 0
+
+
+GENERATORS = {
+    "torch": (lambda: torch.Generator().manual_seed(0), lambda g: torch.rand((), generator=g)),
+    "numpy": (lambda: np.random.default_rng(0), lambda g: g.random()),
+    "legacy numpy": (lambda: np.random.RandomState(0), lambda g: g.rand()),
+    "random": (lambda: __import__("random").Random(0), lambda g: g.random()),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_of_the_users_own_are_replayed_if_named(kind):
+    make, draw = GENERATORS[kind]
+    model = nn.Linear(2, 1)
+
+    def draws(**options):
+        generator, seen = make(), []
+        opt = FAD(
+            sgd(model.parameters()), **{k: v(generator) for k, v in options.items()}, model=model
+        )
+
+        def closure():
+            seen.append(float(draw(generator)))
+            loss = model(torch.ones(1, 2)).square().sum()
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+        opt.step(closure)
+        return seen
+
+    named = draws(generators=lambda g: [g])
+    assert len(set(named[:4])) == len(set(named[4:])) == 1
+    assert named[0] != named[4]
+    assert len(set(draws())) == 8
+    with pytest.raises(TypeError, match="generators takes torch.Generator.*got int"):
+        FAD(sgd(model.parameters()), generators=[3])
+
+
+@pytest.mark.parametrize(
+    "make", [AdaHessian, lambda p, lr: GAMExact(torch.optim.SGD(p, lr=lr))], ids=["ada", "gam"]
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_second_derivatives_of_attention(make, compiled):
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    opt = make(model.parameters(), lr=0.01)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    x = torch.randn(4, 5, 8)
+    before = model.linear1.weight.detach().clone()
+
+    def closure():
+        loss = run(x).pow(3).mean()
+        loss.backward(create_graph=True)
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step(closure)
+    assert not torch.equal(model.linear1.weight, before)
