@@ -2,8 +2,8 @@
 
     python examples/lightning_automatic.py
 
-Lightning runs `training_step` once for each of the four passes. The callback refuses settings under
-which that would not be a FAD step, and lets `self.log` count in the first pass only.
+Lightning runs `training_step` once for each of the four passes. `self.log` counts in the first pass
+only, and settings under which it would not be a FAD step raise an error.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from steppe.domains import Domain, load
-from steppe.integrations.lightning import FlatnessCallback
 from steppe.optim import FAD
 
 
@@ -74,7 +73,6 @@ def main(
         max_epochs=epochs,
         accelerator=accelerator,
         devices=1,
-        callbacks=[FlatnessCallback()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -116,20 +116,12 @@ def test_the_metadata_asks_for_torch_alone(release):
     assert [Requirement(need).name for need in always] == ["torch"]
 
 
-LIGHTNING = "steppe.integrations.lightning"
-
-
 def test_the_entry_points(release):
     entries = metadata.EntryPoints(
         metadata.EntryPoints._from_text(release.text("entry_points.txt"))
     )
     assert {(entry.group, entry.name, entry.value) for entry in entries} == {
         ("console_scripts", "steppe", "steppe.cli:main"),
-        (
-            "lightning.pytorch.callbacks_factory",
-            "steppe",
-            "steppe.integrations.lightning:callbacks",
-        ),
     }
 
 
@@ -352,7 +344,12 @@ def test_the_tests_that_security_md_names_exist():
 
 
 ONLY_IN = {
-    "import_module": {"__init__.py", "domains/catalog.py", "optim/registry.py"},
+    "import_module": {
+        "__init__.py",
+        "domains/catalog.py",
+        "optim/frameworks.py",
+        "optim/registry.py",
+    },
     "subprocess": {"bench/job.py", "bench/sweeps.py", "sweeps/local.py", "sweeps/slurm.py"},
     "torch.load": {"training/backbones.py"},
     "urlopen": {"domains/fetch.py"},

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib
 import itertools
 import logging
 import os
@@ -10,28 +11,33 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning.fabric
+import lightning.pytorch
+import lightning_fabric
 import pytest
+import pytorch_lightning
 import torch
-from lightning import pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
+import steppe.integrations.lightning
+import steppe.integrations.pytorch_lightning
 from steppe.errors import UserError
-from steppe.integrations import lightning
-from steppe.integrations.lightning import FlatnessCallback, ManualFlatness, first_pass
-from steppe.optim import FAD, GAM, SAM, Bfloat16Warning, GAMExact
+from steppe.integrations import _lightning_guard
+from steppe.integrations.lightning import ManualFlatness, first_pass
+from steppe.optim import FAD, GAM, SAM, Bfloat16Warning, GAMExact, frameworks
 
 pytestmark = [
     # What it says of few loader workers and of clusters is about the machine.
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore::lightning_fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
 ]
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
 BATCHES = 7
 EPOCHS = 2
@@ -66,40 +72,50 @@ def fad(module):
     return FAD(sgd(module), rho=0.1, model=module)
 
 
-class Automatic(pl.LightningModule):
-    def __init__(self, configure=fad):
-        super().__init__()
-        self.net = network()
-        self.configure = configure
-        self.hooked = []
+def modules(pl, integration):
+    """The same two modules, of one of the two packages."""
 
-    def configure_optimizers(self):
-        return self.configure(self)
+    class Automatic(pl.LightningModule):
+        def __init__(self, configure=fad):
+            super().__init__()
+            self.net = network()
+            self.configure = configure
+            self.hooked = []
 
-    def loss(self, batch):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
+        def configure_optimizers(self):
+            return self.configure(self)
 
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
+        def loss(self, batch):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
 
-    def on_before_optimizer_step(self, optimizer):
-        self.hooked.append(torch.is_autocast_enabled("cpu"))
-
-
-class Manual(ManualFlatness, Automatic):
-    accumulate = 1
-
-    def training_step(self, batch, batch_idx):
-        loss = self.flatness_step(batch, self.loss, accumulate=self.accumulate)
-        if loss is not None:
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
             self.log("loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def on_before_optimizer_step(self, optimizer):
+            self.hooked.append(torch.is_autocast_enabled("cpu"))
+
+    class Manual(integration.ManualFlatness, Automatic):
+        accumulate = 1
+
+        def training_step(self, batch, batch_idx):
+            loss = self.flatness_step(batch, self.loss, accumulate=self.accumulate)
+            if loss is not None:
+                self.log("loss", loss, on_step=True, on_epoch=True)
+
+    return SimpleNamespace(pl=pl, integration=integration, Automatic=Automatic, Manual=Manual)
+
+
+NEWER = modules(lightning.pytorch, steppe.integrations.lightning)
+OLDER = modules(pytorch_lightning, steppe.integrations.pytorch_lightning)
+both = pytest.mark.parametrize("of", [NEWER, OLDER], ids=["lightning", "pytorch_lightning"])
+pl, Automatic, Manual = NEWER.pl, NEWER.Automatic, NEWER.Manual
 
 
 def fit(module, epochs=EPOCHS, ckpt_path=None, **options):
-    options = {"callbacks": [FlatnessCallback()], **options}
-    trainer = pl.Trainer(
+    of = OLDER if isinstance(module, pytorch_lightning.LightningModule) else NEWER
+    trainer = of.pl.Trainer(
         accelerator="cpu",
         max_epochs=epochs,
         logger=False,
@@ -144,18 +160,19 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("kind", [Automatic, Manual])
+@pytest.mark.parametrize("kind", ["Automatic", "Manual"])
 @pytest.mark.parametrize(
-    "make",
+    ("of", "make"),
     [
-        fad,
-        lambda m: SAM(sgd(m), rho=0.1, model=m, ratio=0.5),
-        lambda m: GAM(torch.optim.Adam(m.parameters()), rho=0.1, model=m, max_norm=0.1),
+        (NEWER, fad),
+        (OLDER, fad),
+        (NEWER, lambda m: SAM(sgd(m), rho=0.1, model=m, ratio=0.5)),
+        (NEWER, lambda m: GAM(torch.optim.Adam(m.parameters()), rho=0.1, model=m, max_norm=0.1)),
     ],
-    ids=["fad", "sam every other step", "gam with clipping"],
+    ids=["fad", "fad in pytorch_lightning", "sam every other step", "gam with clipping"],
 )
-def test_both_modes_equal_the_plain_loop(kind, make):
-    module = kind(make)
+def test_both_modes_equal_the_plain_loop(of, kind, make):
+    module = getattr(of, kind)(make)
     trainer = fit(module)
     model, losses = plain(make)
     assert same(module.net, model)
@@ -165,10 +182,12 @@ def test_both_modes_equal_the_plain_loop(kind, make):
     mean = torch.stack(losses[-BATCHES:]).double().mean()
     assert abs(trainer.callback_metrics["loss_epoch"] - mean) < 1e-6  # a sum in float32
     assert "log" not in vars(module)
+    assert trainer.callbacks == []
 
 
-def test_accumulation_sees_every_batch_in_every_pass_and_steps_at_the_end_of_an_epoch():
-    module = Manual()
+@both
+def test_accumulation_sees_every_batch_in_every_pass_and_steps_at_the_end_of_an_epoch(of):
+    module = of.Manual()
     module.accumulate = 3
     trainer = fit(module)
     model, losses = plain(accumulate=3)
@@ -200,22 +219,23 @@ def test_what_an_interrupted_fit_gathered_is_forgotten():
     assert not module._waiting
 
 
-def test_fp16_is_unscaled_once_and_an_overflow_skips_the_step():
+@both
+def test_fp16_is_unscaled_once_and_an_overflow_skips_the_step(of):
     def scaler():
-        return torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3)
+        return torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=3)
 
     def make(module):  # a xi that matters, and has to be scaled like the gradients
         return FAD(sgd(module), rho=0.1, model=module, xi=0.1)
 
-    module = Manual(make)
-    precision = MixedPrecision("16-mixed", device="cpu", scaler=scaler())
-    fit(module, plugins=[precision], epochs=8)
+    module = of.Manual(make)
+    precision = of.pl.plugins.MixedPrecision("16-mixed", device="cpu", scaler=scaler())
+    fit(module, plugins=[precision], epochs=3)
     other = scaler()
     half = torch.autocast("cpu", dtype=torch.float16)
-    model, _ = plain(make, autocast=half, scaler=other, epochs=8)
+    model, _ = plain(make, autocast=half, scaler=other, epochs=3)
     assert precision.scaler.state_dict() == other.state_dict()
-    assert 2.0 < other.get_scale() < 2.0**30  # it backed off, and some steps were taken
-    assert module.trainer.optimizers[0].steps < 8 * BATCHES == module.trainer.global_step
+    assert 2.0 < other.get_scale() < 2.0**20  # it backed off, and some steps were taken
+    assert module.trainer.optimizers[0].steps < 3 * BATCHES == module.trainer.global_step
     assert same(module.net, model)
 
 
@@ -224,8 +244,7 @@ def test_bfloat16_equals_the_plain_loop_and_warns(kind):
     module = kind()
     with pytest.warns(Bfloat16Warning):
         fit(module, precision="bf16-mixed")
-    with pytest.warns(Bfloat16Warning):
-        model, _ = plain(autocast=torch.autocast("cpu", dtype=torch.bfloat16))
+    model, _ = plain(autocast=torch.autocast("cpu", dtype=torch.bfloat16))
     assert same(module.net, model)
     assert not any(module.hooked)  # autocast is for the passes, not for the base's arithmetic
 
@@ -336,81 +355,140 @@ def test_a_checkpoint_resumes_exactly(kind, tmp_path):
     assert trainer.global_step == trainer.optimizers[0].steps == 2 * BATCHES
 
 
-@pytest.mark.parametrize("kind", [Automatic, Manual])
-def test_batch_norm_counts_a_step_once_even_without_a_model(kind):
-    module = kind(lambda m: FAD(sgd(m), rho=0.1))
+@both
+@pytest.mark.parametrize("kind", ["Automatic", "Manual"])
+def test_batch_norm_counts_a_step_once_even_without_a_model(of, kind):
+    module = getattr(of, kind)(lambda m: FAD(sgd(m), rho=0.1))
     fit(module)
     assert module.net[1].num_batches_tracked == EPOCHS * BATCHES
     assert same(module.net, plain()[0])
 
 
-class OwnClipping(Automatic):
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-        self.clip_gradients(optimizer, 0.1, "norm")
+def own_clipping(of):
+    class OwnClipping(of.Automatic):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val, algorithm=None):
+            self.clip_gradients(optimizer, 0.1, "norm")
+
+    return OwnClipping()
 
 
-class FromIterator(Automatic):
-    def training_step(self, dataloader_iter):
-        return super().training_step(next(dataloader_iter)[0], 0)
+def from_iterator(of):
+    class FromIterator(of.Automatic):
+        def training_step(self, dataloader_iter):
+            return super().training_step(next(dataloader_iter)[0], 0)
+
+    return FromIterator()
 
 
+def own_step(of):
+    class OwnStep(of.Automatic):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            optimizer_closure()
+            optimizer.step()
+
+    return OwnStep()
+
+
+def by_hand(of, use_pl_optimizer=True, passes=True):
+    """Manual optimization without `ManualFlatness`."""
+
+    class ByHand(of.Automatic):
+        def __init__(self):
+            super().__init__(lambda m: FAD(sgd(m), rho=0.1))
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            opt = self.optimizers(use_pl_optimizer)
+            if not passes:
+                opt.zero_grad()
+                self.manual_backward(self.loss(batch))
+            else:
+                for phase in opt.phases():
+                    with phase:
+                        loss = self.loss(batch)
+                        self.log("loss", loss)
+                        self.manual_backward(loss)
+            opt.step()
+
+    return ByHand()
+
+
+def half(of):
+    return {"plugins": [of.pl.plugins.MixedPrecision("16-mixed", device="cpu")]}
+
+
+STEP = "self.flatness_step(batch, self.loss)"
+
+
+@both
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
 @pytest.mark.parametrize(
     ("module", "options", "setting", "code"),
     [
-        (Automatic, {"gradient_clip_val": 0.5}, "gradient_clip_val=0.5", "max_norm=0.5"),
+        (None, {"gradient_clip_val": 0.5}, "gradient_clip_val=0.5", "max_norm=0.5"),
         (
-            Automatic,
+            None,
             {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
             "Gradient clipping",
             "clip_grad_value_(self.parameters(), 0.5)",
         ),
-        (OwnClipping, {}, "Gradient clipping", "on_before_optimizer_step"),
+        (own_clipping, {}, "Gradient clipping", "on_before_optimizer_step"),
         (
-            Automatic,
+            None,
             {"accumulate_grad_batches": 3},
             "accumulate_grad_batches=3",
             "self.flatness_step(batch, self.loss, accumulate=3)",
         ),
         (
-            Automatic,
-            {"callbacks": [FlatnessCallback(), GradientAccumulationScheduler({1: 2})]},
+            None,
+            lambda of: {"callbacks": [of.pl.callbacks.GradientAccumulationScheduler({1: 2})]},
             "accumulate_grad_batches=2",
             "accumulate=2",
         ),
+        (None, half, "16-mixed", STEP),
+        (from_iterator, {}, "dataloader_iter", "def training_step(self, batch, batch_idx)"),
         (
-            Automatic,
-            {"plugins": [MixedPrecision("16-mixed", device="cpu")]},
-            "16-mixed",
-            "self.flatness_step(batch, self.loss)",
-        ),
-        (FromIterator, {}, "dataloader_iter", "def training_step(self, batch, batch_idx)"),
-        (
-            lambda: Automatic(lambda m: GAMExact(sgd(m), rho=0.1)),
+            lambda of: of.Automatic(lambda m: GAMExact(sgd(m), rho=0.1)),
             {},
             "graph of the gradient",
-            "self.flatness_step(batch, self.loss)",
+            STEP,
         ),
+        (own_step, {}, "without a closure", "optimizer.step(closure=optimizer_closure)"),
+        (lambda of: by_hand(of, passes=False), {}, "without a closure", STEP),
+        (lambda of: by_hand(of, passes=False), half, "without a closure", STEP),
+        (lambda of: by_hand(of, use_pl_optimizer=False), {}, "did not count", STEP),
     ],
 )
-def test_what_automatic_optimization_would_get_wrong_is_refused_with_the_code(
-    module, options, setting, code
-):
-    module = module()
-    with pytest.raises(UserError) as caught:
-        fit(module, **options)
-    assert setting in str(caught.value)
-    assert code in str(caught.value)
+def test_what_would_go_wrong_is_refused_with_the_code(of, module, options, setting, code):
+    module = of.Automatic() if module is None else module(of)
+    with pytest.raises((UserError, RuntimeError)) as caught:
+        fit(module, **(options(of) if callable(options) else options))
+    message = str(caught.value)
+    assert setting in message
+    assert code in message
+    if "flatness_step" in message:
+        assert f"from {of.integration.__name__} import ManualFlatness" in message
     assert "log" not in vars(module)
+
+
+@both
+def test_phases_of_lightnings_handle_are_the_optimizers(of):
+    module = by_hand(of)
+    trainer = fit(module)
+    model, losses = plain()
+    assert same(module.net, model)
+    assert trainer.global_step == len(module.hooked) == EPOCHS * BATCHES
+    assert torch.equal(trainer.callback_metrics["loss"], losses[-1])
 
 
 @pytest.mark.parametrize(
     "options", [{"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 3}], ids=str
 )
 def test_what_is_refused_is_wrong_indeed(options, monkeypatch):
-    """Without the callback Lightning computes something, and it is not the step."""
-    monkeypatch.setattr(lightning, "callbacks", list)
+    """Without the guard Lightning computes something, and it is not the step."""
+    monkeypatch.setattr(frameworks, "GUARDS", {})
     module = Automatic()
-    fit(module, callbacks=[], **options)
+    fit(module, **options)
     if "gradient_clip_val" in options:
         right, _ = plain(lambda m: FAD(sgd(m), rho=0.1, model=m, max_norm=0.1))
     else:
@@ -452,7 +530,7 @@ def test_a_copy_of_the_module_can_be_kept_and_used():
             self.kept = copy.deepcopy(pl_module)
 
     keep = Keep()
-    fit(Validating(), callbacks=[FlatnessCallback(), keep])
+    fit(Validating(), callbacks=[keep])
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(accelerator="cpu", **options)
     (found,) = trainer.validate(keep.kept, loader(), verbose=False)
@@ -474,7 +552,7 @@ def test_weight_averaging_with_batch_norm():
     """Its last epoch renews statistics: no step is taken there, and automatic mode is refused."""
 
     def averaging():
-        return [FlatnessCallback(), StochasticWeightAveraging(0.01, swa_epoch_start=1)]
+        return [pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)]
 
     with pytest.raises(UserError, match="StochasticWeightAveraging with batch norm"):
         fit(Automatic(), epochs=3, callbacks=averaging())
@@ -482,13 +560,21 @@ def test_weight_averaging_with_batch_norm():
     assert trainer.optimizers[0].steps == 3 * BATCHES
 
 
-@pytest.mark.parametrize("strategy", lightning.STRATEGIES)
-def test_strategies_that_hide_the_parameters_are_refused(strategy):
-    module = Manual()
+@both
+@pytest.mark.parametrize("name", _lightning_guard.STRATEGIES)
+def test_strategies_that_hide_the_parameters_are_refused(of, name):
+    strategies = [
+        of.pl.strategies,
+        importlib.import_module(f"{of.pl.__name__}.strategies.single_xla"),
+    ]
+    strategy = next(getattr(place, name) for place in strategies if hasattr(place, name))
+    module = of.Manual()
     opt = fad(module)
-    trainer = SimpleNamespace(strategy=strategy.__new__(strategy), optimizers=[opt])
-    with pytest.raises(UserError, match=strategy.__name__) as caught:
-        FlatnessCallback().on_fit_start(trainer, module)
+    trainer = SimpleNamespace(
+        strategy=strategy.__new__(strategy), optimizers=[opt], callbacks=[], lightning_module=module
+    )
+    with pytest.raises(UserError, match=name) as caught:
+        of.integration.Guard.of(opt, trainer)
     assert 'strategy="ddp"' in str(caught.value)
 
 
@@ -516,30 +602,89 @@ def test_metrics_of_later_passes_are_refused(guarded):
         assert torch.equal(module.net[0].weight, before)  # back from where the pass was
 
 
-def test_steps_past_lightning_are_refused():
-    class ByHand(Automatic):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
+class Seen(pl.Callback):
+    """Which callbacks there are in a step."""
 
-        def training_step(self, batch, batch_idx):
-            opt = self.optimizers(use_pl_optimizer=False)
-            for phase in opt.phases():
-                with phase:
-                    self.manual_backward(self.loss(batch))
-            opt.step()
-
-    with pytest.raises(UserError, match="did not count") as caught:
-        fit(ByHand())
-    assert "self.flatness_step(batch, self.loss)" in str(caught.value)
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        self.callbacks = list(trainer.callbacks)
 
 
-def test_other_optimizers_are_let_alone():
+def test_other_optimizers_are_let_alone(capsys, caplog):
+    seen = Seen()
     module = Automatic(sgd)
-    trainer = fit(module, gradient_clip_val=0.1, accumulate_grad_batches=2)
+    with caplog.at_level(logging.INFO):
+        trainer = fit(module, callbacks=[seen], gradient_clip_val=0.1, accumulate_grad_batches=2)
     assert trainer.global_step == EPOCHS * 4
+    assert seen.callbacks == [seen]
+    assert "steppe" not in caplog.text + "".join(capsys.readouterr())
     with pytest.raises(UserError, match="got SGD"):
         fit(Manual(sgd))
+
+
+def test_an_optimizer_that_is_not_the_trainers_is_let_alone():
+    class Aside(Automatic):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            other = network()
+            opt = fad(other)
+            opt.step(lambda: F.cross_entropy(other(batch[0]), batch[1]).backward())
+
+    seen = Seen()
+    fit(Aside(sgd), callbacks=[seen], gradient_clip_val=0.1)
+    assert seen.callbacks == [seen]
+
+
+def test_a_trainer_that_is_used_again_is_guarded_again():
+    seen = Seen()
+    trainer = fit(Automatic(), callbacks=[seen])
+    first = seen.callbacks
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(Automatic(), loader())
+    assert len(first) == len(seen.callbacks) == 2
+    assert first[1] is not seen.callbacks[1]
+    trainer.gradient_clip_val = 0.5
+    trainer.fit_loop.max_epochs += 1
+    with pytest.raises(UserError, match="gradient_clip_val"):
+        trainer.fit(Automatic(), loader())
+
+
+@pytest.mark.parametrize(
+    ("here", "missing"), [("lightning", "pytorch_lightning"), ("pytorch_lightning", "lightning")]
+)
+def test_one_of_the_two_packages_is_enough(here, missing, monkeypatch):
+    monkeypatch.setattr(steppe, "integrations", steppe.integrations)
+    for name in list(sys.modules):
+        if name.startswith((f"{missing}.", "steppe.integrations")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    integration = importlib.import_module(f"steppe.integrations.{here}")
+    assert integration.ManualFlatness().automatic_optimization is False
+
+
+@pytest.mark.parametrize("fabric", [lightning.fabric, lightning_fabric], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("way", ["phases", "closure", "neither"])
+def test_fabrics_handle_steps_the_optimizer(fabric, way):
+    torch.manual_seed(5)
+    fabric = fabric.Fabric(accelerator="cpu", devices=1)
+    net = network()
+    opt = fad(net)
+    model, handle = fabric.setup(net, opt)
+    torch.manual_seed(5)
+    for _ in range(EPOCHS):
+        for x, y in batches():
+            if way == "closure":
+                handle.step(lambda x=x, y=y: fabric.backward(F.cross_entropy(model(x), y)))
+                continue
+            if way == "neither":
+                fabric.backward(F.cross_entropy(model(x), y))
+                with pytest.raises(RuntimeError, match="opt.phases()"):
+                    handle.step()
+                return
+            for phase in handle.phases():
+                with phase:
+                    fabric.backward(F.cross_entropy(model(x), y))
+            handle.step()
+    assert same(net, plain()[0])
+    assert opt.steps == EPOCHS * BATCHES
 
 
 def test_accumulate_is_a_count():
@@ -547,11 +692,6 @@ def test_accumulate_is_a_count():
     module.accumulate = 0
     with pytest.raises(UserError, match="accumulate must be at least 1, got 0"):
         fit(module)
-
-
-def test_the_entry_point_puts_the_callback_into_every_trainer():
-    with pytest.raises(UserError, match="gradient_clip_val"):
-        fit(Automatic(), callbacks=[], gradient_clip_val=0.5)
 
 
 def small(kind, perturbation):
@@ -586,7 +726,6 @@ def train_in_processes(folder):
             enable_progress_bar=False,
             enable_model_summary=False,
             use_distributed_sampler=False,
-            callbacks=[FlatnessCallback()],
         )
         x, y = data().tensors
         part = slice(trainer.global_rank, None, 2)

@@ -7,8 +7,8 @@ flatness-aware step needs all of them again at every point it visits, so they ar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, TypeVar
+from contextlib import nullcontext
+from typing import Generic, TypeVar
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from steppe.errors import UserError
-from steppe.optim import FlatnessOptimizer, Phase
+from steppe.optim import FlatnessOptimizer, Phase, notices
 
 Batch = TypeVar("Batch")
 
@@ -106,6 +106,7 @@ class FlatnessPasses(Generic[Batch]):
         self.model = model
         self.optimizer = opt
         self._kept: list[Batch] = []
+        self._silent = accelerator.mixed_precision == "bf16"
 
     def over(self, batch: Batch) -> Iterator[tuple[Phase, Batch]]:
         """Every pass to run now, as its phase and the micro-batch: none while accumulating.
@@ -118,19 +119,18 @@ class FlatnessPasses(Generic[Batch]):
         if not self.accelerator.sync_gradients:
             return
         batches, self._kept = self._kept, []
-        for phase in self.optimizer.phases(self.accelerator.scaler):
-            with phase:
-                for number, micro in enumerate(batches, start=1):
-                    with self._reduction(last=number == len(batches)):
-                        yield phase, micro
-
-    def _reduction(self, last: bool) -> AbstractContextManager[Any]:
-        """As `Accelerator.accumulate`: gradients are reduced with the last micro-batch only."""
-        eager = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        if last or eager:
-            return nullcontext()
-        context: AbstractContextManager[Any] = self.accelerator.no_sync(self.model)
-        return context
+        accelerator = self.accelerator
+        eager = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        passes = self.optimizer.passes(
+            batches,
+            accelerator.scaler,
+            no_sync=nullcontext if eager else lambda: accelerator.no_sync(self.model),
+        )
+        for phase, micro in passes:
+            if self._silent and phase.total > 1:
+                self._silent = False
+                notices.tell_bfloat16(type(self.optimizer).__name__)
+            yield phase, micro
 
 
 def unwrapped(optimizer: Optimizer | None) -> Optimizer | None:

@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo  # as torch.optim uses it: imports no
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from . import distributed, notices
+from . import distributed, frameworks, notices
 from .excursion import Excursion, Phase, check_one_device
 from .replay import Models, StillState, rewinder
 from .walk import Held, Span, Visit
@@ -180,6 +180,9 @@ class FlatnessOptimizer(Wrapper, ABC):
                 backs off at its next `update`. Call ``scaler.update()`` after the step as usual;
                 if you do not, the next step does.
         """
+        guard = frameworks.guard(self)
+        if guard is not None:
+            closure = guard.closure(self, closure)
         if closure is None:
             return self._base_step()
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -231,10 +234,14 @@ class FlatnessOptimizer(Wrapper, ABC):
         Args:
             scaler: if given, `xi` is scaled like the gradients; the rest is yours.
         """
+        owner = getattr(self.base, "_steppe_owner", None)
+        if owner is not None and frameworks.is_handle(self, owner()):
+            yield from owner().phases(scaler)
+            return
+        frameworks.guard(self)
         self._ready = False
         if self._open is not None:  # left early, and its generator is still held somewhere
             self._open.close()
-        owner = getattr(self.base, "_steppe_owner", None)
         if owner is not None and owner() is not self:
             raise RuntimeError(
                 f"The base of this {type(self).__name__} was wrapped again, by "

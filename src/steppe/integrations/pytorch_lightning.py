@@ -1,0 +1,25 @@
+"""Lightning under its older name, `pytorch_lightning`: the same as `steppe.integrations.lightning`.
+
+The two packages have the same classes twice, and modules of one do not train with the other.
+"""
+
+from __future__ import annotations
+
+from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning.core.optimizer import do_nothing_closure
+
+from ._lightning_guard import Checks, first_pass
+from ._lightning_steps import FlatnessSteps
+
+__all__ = ["ManualFlatness", "first_pass"]
+
+
+class ManualFlatness(FlatnessSteps, LightningModule):
+    """`steppe.integrations.lightning.ManualFlatness`, a LightningModule of `pytorch_lightning`."""
+
+
+class Guard(Checks, Callback):
+    """Found by `steppe.optim.frameworks` when a Trainer steps one of our optimizers."""
+
+    module = LightningModule
+    nothing = staticmethod(do_nothing_closure)

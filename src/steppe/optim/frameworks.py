@@ -1,0 +1,65 @@
+"""Training frameworks that drive a step, and their guards in `steppe.integrations`.
+
+Some settings of a framework would silently change what a step computes. A guard refuses them before
+the first pass. It is imported when its framework first trains with one of our optimizers: nothing
+here depends on a framework, and a loop without one pays for a look into `sys.modules`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    from .engine import FlatnessOptimizer
+
+Closure = Callable[..., Any]
+
+GUARDS = {
+    "lightning.pytorch.trainer.trainer": "steppe.integrations.lightning:Guard",
+    "pytorch_lightning.trainer.trainer": "steppe.integrations.pytorch_lightning:Guard",
+}
+"""A framework's module whose methods run the training, and the guard's class."""
+
+
+class Guard(Protocol):
+    """What `steppe.integrations` has for a framework; found by name, see `GUARDS`."""
+
+    @classmethod
+    def of(cls, opt: FlatnessOptimizer, trainer: Any) -> Guard | None:
+        """The trainer's guard, after its checks; None if the optimizer is not the trainer's."""
+        ...
+
+    def closure(self, opt: FlatnessOptimizer, closure: Closure | None) -> Closure | None:
+        """What a step is to evaluate; None if the direction is in ``.grad`` already."""
+        ...
+
+
+def guard(opt: FlatnessOptimizer) -> Guard | None:
+    """The guard of the training that this call is a part of, after its checks.
+
+    The call stack leads there in every case. What a framework hands to `step` does not: under fp16
+    Lightning steps without a closure, and a loop over the phases steps past it.
+    """
+    if not any(module in sys.modules for module in GUARDS):
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        target = GUARDS.get(frame.f_globals.get("__name__", ""))
+        if target is not None:
+            module, _, name = target.partition(":")
+            cls = cast(type[Guard], getattr(importlib.import_module(module), name))
+            return cls.of(opt, frame.f_locals["self"])
+        frame = frame.f_back
+    return None
+
+
+def is_handle(opt: FlatnessOptimizer, owner: FlatnessOptimizer | None) -> bool:
+    """Whether `opt` is what Lightning or Fabric hands out for `owner`.
+
+    Their handles are of a subclass of the optimizer's class: they have its methods, not its state.
+    """
+    return owner is not None and getattr(opt, "optimizer", None) is owner
