@@ -49,6 +49,7 @@ def images(n: int = 4, size: int = 32, channels: int = 3) -> Tensor:
     [
         ("resnet18", 512, 3),
         ("resnet50", 2048, 3),
+        ("resnet50-v1", 2048, 3),
         ("mobilenetv3_small_050", 1024, 3),
         ("mobilenetv3_small_050", 1024, 2),
         ("resnet10t", 512, 1),
@@ -87,6 +88,7 @@ def test_normalization_is_what_the_backbone_was_trained_with():
     [
         ({"name": "resnt18"}, ["'resnt18'", "did you mean 'resnet18'?", "every name in timm"]),
         ({"name": "resnet_50"}, ["did you mean 'resnet50'?"]),
+        ({"name": "resnet50-v1", "weights": "imagenet"}, ["no ImageNet weights", "--weights FILE"]),
         ({"name": "mobilenetv3_smal_100"}, ["did you mean 'mobilenetv3_small_100'?"]),
         ({"name": "resnet18.nobody"}, ["'resnet18.nobody'", "nobody"]),
         ({"name": "resnet18", "channels": 1}, ["'resnet18'", "3 channels, not 1"]),
@@ -109,6 +111,20 @@ def test_what_cannot_be_built_says_why(options, words):
     for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_resnet50_v1_has_its_stride_in_the_1x1_convolutions():
+    """Which pixels a stage looks at tells the two apart; the parameters are the same."""
+    network = build("resnet50-v1", image_size=64)
+    bottleneck = network.featurizer.layer2[0].eval()
+    x = torch.zeros(1, 256, 8, 8)
+    x[..., 1::2, 1::2] = 1.0  # all that a 1x1 convolution with stride 2 passes over
+    with torch.no_grad():
+        assert torch.equal(bottleneck(x), bottleneck(torch.zeros_like(x)))
+        plain = build("resnet50").featurizer.layer2[0].eval()
+        assert not torch.equal(plain(x), plain(torch.zeros_like(x)))
+    state = library_state("resnet50-v1", network, 64)
+    assert state.keys() == models.resnet50().state_dict().keys()
 
 
 @functools.cache

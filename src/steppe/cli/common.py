@@ -18,7 +18,7 @@ ROOT = typer.Option("--root", metavar="DIR", help="The data folder: $STEPPE_DATA
 PLUGINS = typer.Option(
     "--plugin", help="A module that registers datasets or algorithms of your own."
 )
-BACKBONE = typer.Option(help="resnet18, resnet50, or any name in timm.")
+BACKBONE = typer.Option(help="resnet18, resnet50, resnet50-v1, or any name in timm.")
 WEIGHTS = typer.Option(help="imagenet, none, or a safetensors or checkpoint file.")
 OVERRIDES = typer.Option("--set", metavar="KEY=VALUE", help="Any key of every run's config.")
 WHICH = typer.Option("--which", help="The weights after the last step, or those validated best.")

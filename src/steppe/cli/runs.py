@@ -44,7 +44,7 @@ def train(
         str | None, typer.Option(help="How weights are averaged: none, swad or sma.")
     ] = None,
     backbone: Annotated[
-        str | None, typer.Option(help="resnet18, resnet50, or any name in timm.")
+        str | None, typer.Option(help="resnet18, resnet50, resnet50-v1, or any name in timm.")
     ] = None,
     weights: Annotated[
         str | None, typer.Option(help="imagenet, none, or a safetensors or checkpoint file.")

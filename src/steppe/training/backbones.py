@@ -19,7 +19,10 @@ from steppe.errors import UserError, unknown
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-TORCHVISION = ("resnet18", "resnet50")
+RESNET50_V1 = "resnet50-v1"
+"""He et al.'s own: a stage's stride is in its first 1x1 convolution, not in the 3x3 as in
+torchvision. For weights that were trained so, such as those of Keras Applications."""
+TORCHVISION = ("resnet18", "resnet50", RESNET50_V1)
 """Taken from torchvision, with the ImageNet weights of the published DomainBed tables (V1)."""
 SMALL = ("small-cnn", "mnist-cnn")
 
@@ -53,8 +56,8 @@ def build_network(
     """Build the network of a run.
 
     Args:
-        name: ``resnet18`` or ``resnet50`` (torchvision's), ``small-cnn``, ``mnist-cnn``, or any
-            name in timm.
+        name: ``resnet18`` or ``resnet50`` (torchvision's), ``resnet50-v1`` (the same with the
+            stride in the 1x1 convolution), ``small-cnn``, ``mnist-cnn``, or any name in timm.
         n_classes: the number of classes.
         image_size: height and width of the images.
         channels: of the images.
@@ -100,10 +103,15 @@ def _build(name: str, image_size: int, channels: int, pretrained: bool) -> Backb
 
 
 def _torchvision(name: str, pretrained: bool) -> Backbone:
-    from torchvision.models import get_model, get_model_weights
+    from torchvision.models import get_model_weights
 
-    model = get_model(name, weights=None)
+    model = _torchvision_model(name)
     if pretrained:
+        if name == RESNET50_V1:
+            raise UserError(
+                f"torchvision has no ImageNet weights for {name!r}: give a local file with "
+                "--weights FILE, or start from scratch with --weights none"
+            )
         weights = get_model_weights(name)["IMAGENET1K_V1"]
         try:
             state = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
@@ -113,6 +121,16 @@ def _torchvision(name: str, pretrained: bool) -> Backbone:
     model.fc = nn.Identity()
     stages = ("maxpool", "layer1", "layer2", "layer3", "layer4")
     return Backbone(model, IMAGENET_MEAN, IMAGENET_STD, ("fc",), dict.fromkeys(stages))
+
+
+def _torchvision_model(name: str, **options: Any) -> Any:
+    from torchvision.models import get_model
+
+    model = get_model("resnet50" if name == RESNET50_V1 else name, weights=None, **options)
+    if name == RESNET50_V1:
+        for stage in (model.layer2, model.layer3, model.layer4):
+            stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
+    return model
 
 
 def _timm(name: str, channels: int, pretrained: bool) -> Backbone:
@@ -188,9 +206,7 @@ def library_state(name: str, network: Network, image_size: int) -> dict[str, Ten
     model: nn.Module | None = None
     heads: tuple[str, ...] = ("classifier",)
     if name in TORCHVISION:
-        from torchvision.models import get_model
-
-        model, heads = get_model(name, weights=None, num_classes=n_classes), ("fc",)
+        model, heads = _torchvision_model(name, num_classes=n_classes), ("fc",)
     elif name not in SMALL:
         import timm
 
