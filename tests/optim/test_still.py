@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steppe.optim import FAD, SAM, AdaHessian, GAMExact
-from steppe.optim.replay import CHECK_EVERY, fingerprint
+from steppe.optim.still import CHECK_EVERY, fingerprint
 from tests.optim.problems import sgd
 
 WRITES = {
@@ -133,6 +133,38 @@ def test_what_only_a_later_pass_changes_is_told():
     assert seen[0].filename == __file__
     opt.step(closure)
     assert model.count == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(3).to_sparse(),
+        lambda: torch.ones(()).expand(3),
+        lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    ],
+    ids=["sparse", "expanded", "nested"],
+)
+@pytest.mark.parametrize("at_first", [True, False])
+def test_what_is_no_plain_memory_is_let_alone(make, at_first):
+    class Net(nn.Linear):
+        def forward(self, x):
+            self.odd = make()
+            self.count += 1
+            return super().forward(x)
+
+    model = Net(3, 1)
+    model.register_buffer("odd", make() if at_first else torch.ones(3))
+    model.register_buffer("count", torch.zeros(()))
+    opt = SAM(sgd(model.parameters()), model=model)
+
+    def closure():
+        loss = model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        opt.step(closure)
+    assert model.count == 3
 
 
 def test_a_discriminator_does_not_count_the_generators_passes():

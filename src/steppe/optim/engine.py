@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 
 from . import distributed, frameworks, notices
 from .excursion import Excursion, Phase, check_one_device
-from .replay import Models, StillState, rewinder
+from .replay import rewinder
+from .still import Models, StillState
 from .walk import Held, Span, Visit
 from .wrapper import Wrapper
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from . import sam
 from .engine import FlatnessOptimizer, Hyper
 from .excursion import PLAIN
-from .replay import Models
+from .still import Models
 from .vectors import Vector
 from .walk import Held, Visit, Walk
 

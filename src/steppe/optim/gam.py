@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from . import fad
 from .engine import FlatnessOptimizer, Hyper
-from .replay import Models
+from .still import Models
 from .walk import Visit
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .engine import FlatnessOptimizer, Hyper
 from .excursion import PLAIN
-from .replay import Models
+from .still import Models
 from .vectors import Vector
 from .walk import Held, Visit, Walk
 

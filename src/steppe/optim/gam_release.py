@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from . import vectors
 from .engine import FlatnessOptimizer, Hyper
-from .replay import Models
+from .still import Models
 from .vectors import Vector
 from .walk import Held, Visit, Walk
 

@@ -31,7 +31,7 @@ from .search import (
 from .wrapper import options_of
 
 if TYPE_CHECKING:
-    from .replay import Models
+    from .still import Models
 
 _SGD = "torch.optim:SGD"
 
