@@ -9,7 +9,7 @@ JOBS   ?= 2
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format types imports docs figures results bench build clean
+.PHONY: help install demo test test-all test-gpu lint format types imports docs figures results bench build clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test: $(STAMP) ## run the tests, except those marked slow or gpu
 
 test-all: $(STAMP) ## run every test; those marked gpu skip without CUDA
 	$(PYTEST) -m ""
+
+test-gpu: $(STAMP) ## run the tests marked gpu; fails without CUDA
+	$(BIN)/pytest -m gpu tests
 
 lint: $(STAMP) ## check style and formatting
 	$(BIN)/ruff check .

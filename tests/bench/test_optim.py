@@ -3,6 +3,9 @@
 import json
 
 import pytest
+
+pytest.importorskip("pytorch_optimizer")
+
 import torch
 from torch import nn
 

@@ -225,7 +225,7 @@ def test_agrees_with_curvlinops_and_scipy_on_a_conv_net():
     batches = list(zip(x.split(8), y.split(8), strict=True))
     with warnings.catch_warnings():  # of torch, about what curvlinops uses
         warnings.simplefilter("ignore")
-        peer = curvlinops.HessianLinearOperator(
+        peer = curvlinops().HessianLinearOperator(
             model, nn.CrossEntropyLoss(), list(model.parameters()), batches
         )
         expected = eigsh(peer.to_scipy(), k=20, which="LA", tol=1e-7, return_eigenvectors=False)

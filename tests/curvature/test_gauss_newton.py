@@ -69,7 +69,7 @@ def test_products_are_those_of_curvlinops(make: Callable[[], Case]) -> None:
     case = make()
     model = copy.deepcopy(case.model).eval()
     loss = nn.MSELoss() if make is squared_error else nn.CrossEntropyLoss()
-    theirs = curvlinops.GGNLinearOperator(model, loss, list(model.parameters()), case.batches)
+    theirs = curvlinops().GGNLinearOperator(model, loss, list(model.parameters()), case.batches)
     v = block(case.size(), 3)
     assert_same(GaussNewtonOperator(*case.args()) @ v, theirs @ v)
 

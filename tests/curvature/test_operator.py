@@ -70,7 +70,7 @@ def test_products_are_those_of_curvlinops(make: Callable[[], Case]) -> None:
     case = make()
     model = copy.deepcopy(case.model).eval()
     params = [p for p in model.parameters() if p.requires_grad]
-    theirs = curvlinops.HessianLinearOperator(model, nn.CrossEntropyLoss(), params, case.batches)
+    theirs = curvlinops().HessianLinearOperator(model, nn.CrossEntropyLoss(), params, case.batches)
     v = block(case.size(), 3)
     assert_same(HessianOperator(*case.args()) @ v, theirs @ v)
 
@@ -519,22 +519,23 @@ def test_an_empty_parameter_is_no_trouble() -> None:
     assert torch.equal(HessianOperator(case.model, loss_fn, case.batches) @ v, expected)
 
 
-@pytest.mark.gpu
-def test_tf32_is_off_on_the_device_and_the_switches_stay() -> None:
+def test_tf32_is_off_on_the_device_and_the_switches_stay(device: torch.device) -> None:
     """Its products are wrong in the third digit, those of full fp32 in the sixth."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.Tanh(), nn.Flatten(), nn.Linear(16 * 36, 64)
-    ).cuda()
-    batches = [(torch.randn(32, 8, 8, 8).cuda(), torch.randint(64, (32,)).cuda())]
-    v = torch.randn(sum(p.numel() for p in model.parameters())).cuda()
+    ).to(device)
+    batches = [(torch.randn(32, 8, 8, 8).to(device), torch.randint(64, (32,)).to(device))]
+    v = torch.randn(sum(p.numel() for p in model.parameters())).to(device)
     exact_batches = [(x.double(), y) for x, y in batches]
     expected = (
         HessianOperator(copy.deepcopy(model).double(), cross_entropy, exact_batches) @ v.double()
     )
     switches = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
     before = [switch.fp32_precision for switch in switches]
-    rng = torch.cuda.get_rng_state()
+    matmul, convolutions = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    generators = torch.cuda if device.type == "cuda" else torch
+    rng = generators.get_rng_state()
     try:
         for older in (True, False):
             if older:
@@ -547,9 +548,12 @@ def test_tf32_is_off_on_the_device_and_the_switches_stay() -> None:
                     assert_same(found.double(), expected, rtol=1e-5)
             assert [switch.fp32_precision for switch in switches] == ["tf32", "tf32"]
     finally:
+        # The older switches too, and first: where the two ways disagree, none can be read.
+        torch.backends.cuda.matmul.allow_tf32 = matmul
+        torch.backends.cudnn.allow_tf32 = convolutions
         for switch, precision in zip(switches, before, strict=True):
             switch.fp32_precision = precision
-    assert torch.equal(torch.cuda.get_rng_state(), rng)
+    assert torch.equal(generators.get_rng_state(), rng)
 
 
 def test_weights_that_are_written_with_equal_values_are_no_trouble():

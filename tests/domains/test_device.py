@@ -21,6 +21,7 @@ from steppe.domains import Arrays, augment, device
 from steppe.domains.batches import View, read
 from steppe.domains.dataset import Domain
 from steppe.errors import UserError
+from tests.devices import DEVICES, GPU
 from tests.domains.test_augment import UNIT, UNLIKELY, picture, rows
 
 SIZE = 64
@@ -80,12 +81,13 @@ def every_order(n: int, seed: int = 0) -> np.ndarray:
     return draws
 
 
-def test_augment_is_pillows_bit_for_bit_in_every_order_and_shape():
+@pytest.mark.parametrize("where", DEVICES)
+def test_augment_is_pillows_bit_for_bit_in_every_order_and_shape(where: str):
     images = pictures(SHAPES)
     draws = every_order(len(SHAPES))
     chosen = np.repeat(np.arange(len(SHAPES)), 24)
     draws[::7, augment._GREY] = 0.01
-    found = augmented(images, chosen, draws, SIZE)
+    found = augmented(images, chosen, draws, SIZE, where=where)
     assert found.dtype == torch.uint8
     assert found.is_contiguous(memory_format=torch.channels_last)
     np.testing.assert_array_equal(found.numpy(), expected(images, chosen, draws, SIZE))
@@ -151,18 +153,19 @@ def test_augment_is_pillows_whatever_the_pixels_and_draws(data, shapes):
 RESIZED = (*SHAPES, (78, 70), (76, 70), (77, 70), (65, 50), (66, 64), (800, 90))
 
 
+@pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("channels", [1, 2, 3])
-def test_resize_is_pillows_bit_for_bit(channels):
+def test_resize_is_pillows_bit_for_bit(channels: int, where: str):
     images = pictures(RESIZED, channels)
     stack = device.stacked(images, np.arange(len(images)))
     reach = device.whole_reach(stack.heights.numpy(), stack.widths.numpy(), SIZE)
     down = device._goes_down_first(stack.heights, stack.widths, SIZE)
     assert 0 < down.sum() < len(images)
     for chosen in (np.array([2]), np.arange(len(images))[::-1].copy()):
-        found = device.resize(stack, torch.from_numpy(chosen), SIZE, reach)
+        found = device.resize(stack.to(where), torch.from_numpy(chosen).to(where), SIZE, reach)
         domain = Domain("all", images, np.zeros(len(images), dtype=np.int64))
         batch = read(domain, chosen, View(SIZE, augment=False)).images
-        assert torch.equal(found, batch)
+        assert torch.equal(found.cpu(), batch)
         assert found.stride() == batch.stride()
 
 
@@ -186,17 +189,18 @@ def colours() -> np.ndarray:
     return np.stack(np.meshgrid(axis, axis, axis, indexing="ij"), axis=3).reshape(-1, 3)
 
 
-def test_all_colours_are_pillows():
+@pytest.mark.parametrize("where", DEVICES)
+def test_all_colours_are_pillows(where: str):
     """Both ways between RGB and HSV, for triples that are taken as either."""
     for triples in np.array_split(colours(), 64):
-        planes = [torch.from_numpy(c.copy()) for c in triples.T]
+        planes = [torch.from_numpy(c.copy()).to(where) for c in triples.T]
         size = (len(triples), 1)
         theirs = np.asarray(Image.frombytes("RGB", size, triples.tobytes()).convert("HSV"))[0]
-        np.testing.assert_array_equal(torch.stack(device._hsv(planes), 1), theirs)
+        np.testing.assert_array_equal(torch.stack(device._hsv(planes), 1).cpu(), theirs)
         hue, saturation, value = (plane.int() for plane in planes)
         ours = [device._primary(2 * hue - 170 * i, saturation, value) for i in range(3)]
         theirs = np.asarray(Image.frombytes("HSV", size, triples.tobytes()).convert("RGB"))[0]
-        np.testing.assert_array_equal(torch.stack(ours, 1), theirs)
+        np.testing.assert_array_equal(torch.stack(ours, 1).cpu(), theirs)
 
 
 @pytest.mark.parametrize("name", ["_DOWN_FIRST", "_LOST"])
@@ -317,33 +321,16 @@ def test_compiling_takes_one_graph():
     same_compiled("eager")
 
 
-@pytest.mark.slow
-def test_compiled_is_eager_bit_for_bit():
-    same_compiled("inductor")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_cuda_is_the_cpu_bit_for_bit():
-    same_compiled("inductor", "cuda")
-    images, draws = pictures(SHAPES), every_order(len(SHAPES))
-    chosen = np.repeat(np.arange(len(SHAPES)), 24)
-    found = augmented(images, chosen, draws, SIZE, where="cuda")
-    np.testing.assert_array_equal(found.numpy(), expected(images, chosen, draws, SIZE))
-    for part in np.array_split(colours(), 8):  # every colour, on the device
-        planes = [torch.from_numpy(c.copy()) for c in part.T]
-        turn = torch.tensor(77)
-        there = device._turned([plane.cuda() for plane in planes], turn.cuda())
-        here = device._turned(planes, turn)
-        assert all(torch.equal(a.cpu(), b) for a, b in zip(there, here, strict=True))
-    stack = device.stacked(images, np.arange(len(images)))
-    reach = device.whole_reach(stack.heights.numpy(), stack.widths.numpy(), SIZE)
-    every = torch.arange(len(images))
-    here = device.resize(stack, every, SIZE, reach)
-    for resize in (device.resize, torch.compile(device.resize)):
-        there = resize(stack.to("cuda"), every.cuda(), SIZE, reach)
-        assert torch.equal(there.cpu(), here)
-        assert there.stride() == here.stride()
+@pytest.mark.parametrize("where", [pytest.param("cpu", marks=pytest.mark.slow), GPU])
+def test_compiled_is_eager_bit_for_bit(where: str):
+    same_compiled("inductor", where)
+    stack = device.stacked(pictures(SHAPES), np.arange(len(SHAPES))).to(where)
+    reach = device.whole_reach(stack.heights.cpu().numpy(), stack.widths.cpu().numpy(), SIZE)
+    every = torch.arange(len(SHAPES), device=where)
+    eager = device.resize(stack, every, SIZE, reach)
+    compiled = torch.compile(device.resize)(stack, every, SIZE, reach)
+    assert torch.equal(compiled, eager)
+    assert compiled.stride() == eager.stride()
 
 
 def close(ours: np.ndarray, theirs: np.ndarray) -> bool:

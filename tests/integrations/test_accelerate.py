@@ -6,6 +6,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("accelerate")
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

@@ -11,10 +11,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
+pytest.importorskip("lightning")
+pytest.importorskip("pytorch_lightning")
+
 import lightning.fabric
 import lightning.pytorch
 import lightning_fabric
-import pytest
 import pytorch_lightning
 import torch
 from torch import nn

@@ -3,6 +3,9 @@
 import copy
 
 import pytest
+
+pytest.importorskip("pytorch_optimizer")
+
 import pytorch_optimizer
 import torch
 from pytorch_optimizer.lr_scheduler.proportion import ProportionScheduler

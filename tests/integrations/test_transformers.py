@@ -8,6 +8,10 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

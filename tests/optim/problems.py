@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ class Problem:
     x: Tensor
     y: Tensor
     split: int | None = None  # first parameters that form a group of their own
+
+    def to(self, device: torch.device) -> Problem:
+        return replace(self, model=self.model.to(device), x=self.x.to(device), y=self.y.to(device))
 
     def loss(self, model: Callable[..., Tensor] | None = None) -> Tensor:
         return nn.functional.cross_entropy((model or self.model)(self.x), self.y)
@@ -49,7 +52,7 @@ class Problem:
         sizes = [p.numel() for p in self.model.parameters()]
         n = sum(sizes[: self.split])
         values = [first] * n + [rest] * (sum(sizes) - n)
-        return torch.tensor(values, dtype=torch.float64)
+        return torch.tensor(values, dtype=torch.float64, device=self.x.device)
 
     def gradient(self, theta: Tensor, seed: int) -> Tensor:
         """The gradient at any flat weights, under a seed, without a trace in the model."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from steppe.optim import FAD
+from tests.devices import GPU
 from tests.optim.problems import METHODS, PROBLEMS, sgd, train
 
 FIRST_ORDER = ["fad", "sam", "asam", "gam", "gam-release"]
@@ -33,10 +34,10 @@ def test_stages_are_whole_graphs(name):
     torch.testing.assert_close(traced, eager, rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
-def test_generated_code_equals_eager():
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), GPU])
+def test_generated_code_equals_eager(device):
     torch._dynamo.reset()
-    plain, compiled = PROBLEMS["mlp"](), PROBLEMS["mlp"]()
+    plain, compiled = (PROBLEMS["mlp"]().to(device) for _ in range(2))
     train(plain, METHODS["fad"](sgd(plain.groups())), 4)
     train(compiled, METHODS["fad"](sgd(compiled.groups()), compile=True), 4)
     torch.testing.assert_close(compiled.weights(), plain.weights(), rtol=0, atol=1e-12)

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("playwright")
+
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from steppe.reports.page import render_page

@@ -3,16 +3,28 @@
 import json
 import random
 import tempfile
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 
 from steppe.errors import UserError
-from steppe.reports import SELECTIONS, build_report, dataset_tables, load_runs, tables_json
-from tests.reports.trees import config, lines_of, record, some_sweep, write_run
+from steppe.reports import (
+    SELECTIONS,
+    build_report,
+    dataset_tables,
+    leave_one_out,
+    load_runs,
+    tables_json,
+)
+from steppe.reports.best import rerunnable
+from steppe.training import RunConfig, export_run, make_config, train
+from steppe.training.config import MACHINE
+from tests.reports.trees import DOMAINS, config, lines_of, record, some_sweep, write_run
 
 TARGETS = ("sketch",)
 
@@ -68,6 +80,39 @@ def test_choices_are_told_apart_by_options_and_not_by_seeds(tmp_path):
     assert len(set(found[:3])) == 1
     assert len(set(found[2:])) == 5
     assert all(len(choice) == 8 for choice in found)
+
+
+def test_runs_that_differ_in_the_machine_alone_are_matched_by_leave_one_out(tmp_path):
+    """One of the runs that hold out a second domain had its images on the device."""
+    for other in (d for d in DOMAINS if d not in TARGETS):
+        targets = (*TARGETS, other)
+        data = "device" if other == "photo" else "host"
+        found = [record(0, targets, lambda d, p: 0.5)]
+        write_run(tmp_path / other, config(targets, data=data), found)
+    write_run(tmp_path / "alone", config(TARGETS, data="auto"), records())
+    chosen = leave_one_out(load_runs(tmp_path).runs, frozenset(TARGETS))
+    assert chosen is not None
+    assert (chosen.run.path.name, chosen.step, chosen.validation) == ("alone", 0, 0.5)
+
+
+@pytest.mark.parametrize("mark", [MACHINE, None])
+def test_a_new_key_of_the_machine_needs_no_more_than_its_mark(tmp_path, monkeypatch, mark):
+    class Extended(RunConfig):
+        rack: str = Field("left", json_schema_extra=mark)
+
+    monkeypatch.setattr("steppe.training.config.RunConfig", Extended)
+    digits = {"dataset": "RotatedDigits", "targets": ["75"], "device": "cpu", "steps": 1}
+    one, other = (make_config({**digits, "rack": rack}) for rack in ("left", "right"))
+    train(one, tmp_path / "one")
+    train(other, tmp_path / "other")
+    marked = mark is not None
+    same, rest = load_runs(tmp_path).runs
+    assert (same.choice == rest.choice) is marked
+    assert ("rack" not in rerunnable(same)) is marked
+    exported = export_run(tmp_path / "one", tmp_path / "weights.safetensors")
+    assert ("rack" not in json.loads(exported["config"])) is marked
+    with nullcontext() if marked else pytest.raises(UserError, match="rack='left', not 'right'"):
+        train(other, tmp_path / "one", resume=True)
 
 
 def test_runs_are_found_wherever_finished_ones_lie(tmp_path):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from steppe.reports import SELECTIONS, Record, Run, leave_one_out, oracle, train_validation
-from steppe.reports.selection import mean
 from tests.reports.trees import DOMAINS
 
 
@@ -190,11 +189,3 @@ def test_without_validation_a_single_run_gives_its_last_step():
     assert train_validation(runs, targets) is None
     assert oracle(runs, targets) is None
     assert train_validation([*runs, make_run(targets, 2, best_at(1))], targets).choice == "draw 2"
-
-
-@pytest.mark.parametrize("n", [1, 3, 5, 7, 8, 9, 20])
-def test_means_have_numpys_bits(n):
-    rng = random.Random(n)
-    for _ in range(200):
-        values = [rng.random() for _ in range(n)]
-        assert mean(values) == np.mean(values)

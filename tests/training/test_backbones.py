@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("timm")
+
 import timm
 import torch
 from PIL import Image

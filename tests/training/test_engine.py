@@ -319,6 +319,7 @@ def test_a_base_that_needs_the_host(tmp_path: Path, options: dict[str, Any]) -> 
 
 @pytest.mark.gpu
 def test_one_that_counts_its_steps_in_its_groups(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_optimizer")
     run, _ = trained(tmp_path, WARM_UP + 4, optimizer="adabelief", device="cuda", precision="fp32")
     assert len(run.engine._graphs) == 1
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("timm")
+
 import timm
 import torch
 from PIL import Image

@@ -9,8 +9,6 @@ from typing import Any
 from .runs import Run, plain
 from .tables import Runs, select_runs
 
-_OF_A_MACHINE = ("device", "workers", "root", "packed", "loggers")
-
 
 def best_configs(runs: Runs, selection: str = "train-val") -> list[dict[str, Any]]:
     """What was chosen for every dataset, method, target and trial.
@@ -46,7 +44,9 @@ def best_configs(runs: Runs, selection: str = "train-val") -> list[dict[str, Any
 
 def rerunnable(run: Run) -> dict[str, Any]:
     """A run's config without what belongs to a machine, or to how the run came here."""
-    left_out = (*_OF_A_MACHINE, "imported")
+    from steppe.training.config import MACHINE, keys  # slow to import
+
+    left_out = keys(MACHINE) | {"imported"}
     return {k: v for k, v in run.config.items() if k not in left_out and v is not None}
 
 

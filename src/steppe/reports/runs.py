@@ -26,12 +26,6 @@ from steppe.errors import UserError
 Key = tuple[str, str]
 """A domain and a part of it: ``("sketch", "test")``."""
 
-NOT_HPARAMS = frozenset(
-    {"version", "dataset", "targets", "sources", "trial_seed", "seed", "draw", "space", "imported"}
-    | {"device", "workers", "root", "packed", "loggers", "plugins"}
-)
-"""Keys of a config that are no choice of hyper-parameters: what is learned, seeds, the machine."""
-
 AXES = ("algorithm", "optimizer", "averaging")
 _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
 MEASUREMENTS = "curvature"
@@ -391,7 +385,10 @@ def _choice(
     pool = domain_pool(config, targets)
     if (draw := config.get("draw")) is not None:
         return f"draw {draw}" + (f" of {'+'.join(pool)}" if pool else "")
-    own = {k: v for k, v in config.items() if k not in NOT_HPARAMS and k not in AXES}
+    from steppe.training.config import MACHINE, RUN, keys  # slow to import
+
+    others = keys(RUN, MACHINE) | {"imported", *AXES}
+    own = {k: v for k, v in config.items() if k not in others}
     text = json.dumps([own, named, *([pool] if pool else [])], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from steppe.validation import first_best, mean
 
 from .runs import Key, Record, Run
 
@@ -76,12 +76,12 @@ def best_step(run: Run) -> Chosen | None:
     if not keys:
         record, test = records[-1]
         return Chosen(run, record.step, None, test)
-    best, highest = None, -math.inf
-    for record, test in records:
-        value = mean_of(record, keys)
-        if value is not None and value > highest:
-            best, highest = Chosen(run, record.step, value, test), value
-    return best
+    values = [mean_of(record, keys) for record, _ in records]
+    best = first_best(values)
+    if best is None:
+        return None
+    record, test = records[best]
+    return Chosen(run, record.step, values[best], test)
 
 
 def validation_keys(run: Run) -> list[Key]:
@@ -130,7 +130,7 @@ def _best_left_out(run: Run, others: Sequence[str], helpers: Sequence[Run]) -> C
         return None
     by_step = [{record.step: record for record in candidates(helper)} for helper in helpers]
     tests = _tests(run)
-    best, highest = None, -math.inf
+    found = []
     for record in candidates(run):
         test = mean_of(record, tests)
         held_out = [
@@ -140,10 +140,9 @@ def _best_left_out(run: Run, others: Sequence[str], helpers: Sequence[Run]) -> C
         values = [value for value in held_out if value is not None]
         if test is None or len(values) < len(others):
             continue
-        value = mean(values)
-        if value > highest:
-            best, highest = Chosen(run, record.step, value, test), value
-    return best
+        found.append(Chosen(run, record.step, mean(values), test))
+    best = first_best([chosen.validation for chosen in found])
+    return None if best is None else found[best]
 
 
 def oracle(runs: Iterable[Run], targets: frozenset[str]) -> Chosen | None:
@@ -185,19 +184,6 @@ def candidates(run: Run) -> Sequence[Record]:
     """The records that may be chosen: where weights are averaged, those of the average only."""
     averaged = [record for record in run.records if record.averaged]
     return averaged if averaged or run.averaging != "none" else run.records
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean, added up as numpy does it for DomainBed: bits decide ties.
-
-    Python's own `sum` rounds differently from 3.12 on.
-    """
-    if len(values) >= 8:  # numpy adds in another order from there
-        return float(np.mean(values))
-    total = 0.0
-    for value in values:
-        total += value
-    return total / len(values)
 
 
 def mean_of(record: Record, keys: Sequence[Key]) -> float | None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.config import JsonDict
 
 from steppe.algorithms import algorithm_spec
 from steppe.averaging import averaging_spec
@@ -28,9 +29,11 @@ VERSION = 4
 _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
 """DomainBed's."""
 
-MAY_CHANGE = frozenset({"device", "data", "workers", "root", "packed", "loggers", "resolved"})
-"""Keys that say how a run is carried out; a resumed run may give others than it started with."""
-
+RUN: JsonDict = {"role": "run"}
+"""Marks the keys that say which run it is: what it learns from, its seeds, its draw."""
+MACHINE: JsonDict = {"role": "machine"}
+"""Marks the keys that say how a run is carried out: it is the same run with another value, and a
+resumed one may have it. A key without a mark is a hyperparameter."""
 
 _GIVE = {
     "dataset": "--dataset NAME ('steppe data list' has them)",
@@ -63,19 +66,35 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    version: int = VERSION
-    dataset: str = Field(description="a name, or the path of a folder DOMAIN/CLASS/IMAGE")
-    targets: tuple[str, ...] = Field(min_length=1, description="domains held out for testing")
-    sources: tuple[str, ...] = Field((), description="domains to train on; empty: all others")
+    version: int = Field(VERSION, json_schema_extra=RUN)
+    dataset: str = Field(
+        description="a name, or the path of a folder DOMAIN/CLASS/IMAGE", json_schema_extra=RUN
+    )
+    targets: tuple[str, ...] = Field(
+        min_length=1, description="domains held out for testing", json_schema_extra=RUN
+    )
+    sources: tuple[str, ...] = Field(
+        (), description="domains to train on; empty: all others", json_schema_extra=RUN
+    )
     split: Literal["domainbed", "appendix"] = "domainbed"
-    trial_seed: int = Field(0, ge=0, description="seeds the split, as in DomainBed")
+    trial_seed: int = Field(
+        0, ge=0, description="seeds the split, as in DomainBed", json_schema_extra=RUN
+    )
     seed: int = Field(
-        0, ge=0, lt=2**64, description="seeds initial weights, batches, augmentation, dropout"
+        0,
+        ge=0,
+        lt=2**64,
+        description="seeds initial weights, batches, augmentation, dropout",
+        json_schema_extra=RUN,
     )
 
-    draw: int | None = Field(None, ge=0, description="DomainBed's hparams_seed, if one was drawn")
+    draw: int | None = Field(
+        None, ge=0, description="DomainBed's hparams_seed, if one was drawn", json_schema_extra=RUN
+    )
     space: str | None = Field(
-        None, description="where defaults and draws come from: fair (the default), fad, domainbed"
+        None,
+        description="where defaults and draws come from: fair (the default), fad, domainbed",
+        json_schema_extra=RUN,
     )
 
     algorithm: Named = Named(name="ERM")
@@ -105,17 +124,35 @@ class RunConfig(BaseModel):
     deterministic: bool = Field(False, description="same bits on a GPU, at some cost")
 
     data: Literal["auto", "device", "stream", "host"] = Field(
-        "auto", description="where images live and are transformed; the pixels are the same"
+        "auto",
+        description="where images live and are transformed; the pixels are the same",
+        json_schema_extra=MACHINE,
     )
-    packed: bool = Field(True, description="use the dataset's pack where there is a valid one")
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
-    workers: int | None = Field(None, ge=0, description="processes that read images; none: auto")
-    root: str | None = Field(None, description="the data folder; none: $STEPPE_DATA or ./data")
-    loggers: tuple[str, ...] = Field((), description="tensorboard, wandb, mlflow")
-    plugins: tuple[str, ...] = Field((), description="modules that register datasets or algorithms")
+    packed: bool = Field(
+        True,
+        description="use the dataset's pack where there is a valid one",
+        json_schema_extra=MACHINE,
+    )
+    device: str = Field(
+        "auto", description="auto, cpu, cuda, cuda:1, ...", json_schema_extra=MACHINE
+    )
+    workers: int | None = Field(
+        None, ge=0, description="processes that read images; none: auto", json_schema_extra=MACHINE
+    )
+    root: str | None = Field(
+        None, description="the data folder; none: $STEPPE_DATA or ./data", json_schema_extra=MACHINE
+    )
+    loggers: tuple[str, ...] = Field(
+        (), description="tensorboard, wandb, mlflow", json_schema_extra=MACHINE
+    )
+    plugins: tuple[str, ...] = Field(
+        (), description="modules that register datasets or algorithms", json_schema_extra=RUN
+    )
 
     resolved: dict[str, str] | None = Field(
-        None, description="what auto stood for when the run last started; written by the run"
+        None,
+        description="what auto stood for when the run last started; written by the run",
+        json_schema_extra=MACHINE,
     )
 
     @field_validator("targets", "sources", "loggers", "plugins", mode="before")
@@ -169,6 +206,17 @@ class RunConfig(BaseModel):
     def to_json(self) -> str:
         """The text of `config.json`."""
         return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+
+
+def keys(*marks: JsonDict) -> frozenset[str]:
+    """The keys of a config that have one of these marks.
+
+    Examples:
+        >>> sorted(keys(MACHINE))
+        ['data', 'device', 'loggers', 'packed', 'root', 'workers']
+    """
+    fields = RunConfig.model_fields.items()
+    return frozenset(name for name, field in fields if field.json_schema_extra in marks)
 
 
 def make_config(values: Mapping[str, Any]) -> RunConfig:

@@ -13,6 +13,7 @@ from typing import Any
 
 from steppe.durable import durable, sync_folder
 from steppe.errors import RunError, UserError
+from steppe.validation import first_best, mean
 
 from .checkpoint import full_disk_explained
 from .config import RunConfig, read_config
@@ -191,15 +192,14 @@ def select(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise RunError("the run has no records: was its records.jsonl lost?")
     records = [record for record in records if record.get("averaged")] or records
     values = [validation_accuracy(record) for record in records]
-    if None in values:
-        return records[-1]
-    return records[values.index(max(value for value in values if value is not None))]
+    best = None if None in values else first_best(values)
+    return records[-1 if best is None else best]
 
 
 def validation_accuracy(record: Mapping[str, Any]) -> float | None:
     """The mean accuracy on the source domains' validation images, if there are any."""
     scores = [d["val"]["accuracy"] for d in record["domains"].values() if "val" in d]
-    return sum(scores) / len(scores) if scores else None
+    return mean(scores) if scores else None
 
 
 def _replace(path: Path, text: str) -> None:

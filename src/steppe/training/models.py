@@ -27,6 +27,7 @@ from steppe.errors import UserError
 
 from . import checkpoint, setup
 from .backbones import library_state
+from .config import MACHINE, keys
 from .directory import RunDirectory
 from .evaluation import BATCH, EnsembleScores, Scores, Tally, evaluate
 from .processes import find_device
@@ -358,6 +359,6 @@ def export_run(
 
 def _public(config: dict[str, Any]) -> dict[str, Any]:
     """A config without where things lie on this machine."""
-    hidden = ("root", "device", "workers", "loggers", "plugins")
+    hidden = keys(MACHINE) | {"plugins"}  # which may lie here alone
     kept = {key: value for key, value in config.items() if key not in hidden}
     return {**kept, **{key: Path(kept[key]).name for key in ("dataset", "weights")}}

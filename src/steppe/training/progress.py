@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from .directory import validation_accuracy
 from .evaluation import EnsembleScores, Scores
 
 QUIET_SECONDS = 30.0
@@ -205,13 +206,12 @@ def summary(record: Mapping[str, Any]) -> str:
     parts = [f"step {record['step']:>5}"]
     if "total" in record["loss"]:  # an adversary's turns have losses of other names
         parts.append(f"loss {record['loss']['total']:.4f}")
-    for split, title in (("val", "validation"), ("test", "test")):
-        scores = {n: d[split]["accuracy"] for n, d in record["domains"].items() if split in d}
-        if split == "val" and scores:
-            parts.append(f"{title} {100 * sum(scores.values()) / len(scores):.1f}")
-        elif scores:
-            shown = ", ".join(f"{name}: {100 * value:.1f}" for name, value in scores.items())
-            parts.append(f"{title} {shown}")
+    if (validated := validation_accuracy(record)) is not None:
+        parts.append(f"validation {100 * validated:.1f}")
+    tests = {n: d["test"]["accuracy"] for n, d in record["domains"].items() if "test" in d}
+    if tests:
+        shown = ", ".join(f"{name}: {100 * value:.1f}" for name, value in tests.items())
+        parts.append(f"test {shown}")
     if record.get("averaged"):
         parts.append("(averaged weights)")
     return "  ".join(parts)

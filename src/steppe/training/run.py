@@ -13,7 +13,7 @@ from typing import Any
 from steppe.errors import Interrupted, RunError, UserError
 
 from . import precision
-from .config import MAY_CHANGE, RunConfig
+from .config import MACHINE, RunConfig, keys
 from .directory import RunDirectory
 from .interrupts import Interrupts
 from .processes import Processes, join
@@ -79,8 +79,9 @@ def _open(run: RunDirectory, config: RunConfig, resume: bool) -> None:
     if not resume:
         raise UserError(f"{run.path} holds a run already: add --resume, or choose another --out")
     old, new = run.config().model_dump(), config.model_dump()
+    may_change = keys(MACHINE)
     for key in old:
-        if key not in MAY_CHANGE and old[key] != new[key]:
+        if key not in may_change and old[key] != new[key]:
             raise UserError(
                 f"{run.path} was started with {key}={old[key]!r}, not {new[key]!r}: a resumed run "
                 "cannot change it; choose another --out"

@@ -26,6 +26,7 @@ from steppe.domains import seed_hash
 from steppe.domains.batches import Batch, Sampling, View
 from steppe.domains.store import open_store
 from steppe.errors import Diverged, Interrupted, RunError, UserError
+from steppe.validation import first_best
 
 from . import checkpoint, precision, randomness, setup
 from .config import RunConfig
@@ -358,7 +359,8 @@ class Trainer:
         # An average that is only made at the end is what the run is for, whatever came before it.
         candidate = averaged or not self.averaging.follows_loss
         value = validation_accuracy(record) if candidate else None
-        better = value is not None and (self.best is None or value > self.best[0])
+        so_far = None if self.best is None else self.best[0]
+        better = value is not None and first_best([so_far, value]) == 1
         if value is not None and better:
             self.best = (value, step)
         if self.processes.first:

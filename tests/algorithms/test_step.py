@@ -1,4 +1,7 @@
-"""On a GPU: a step of any algorithm leaves the host free to run ahead, in any precision."""
+"""A step of any algorithm trains in any precision; on a GPU the host is free to run ahead."""
+
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,19 +13,15 @@ from steppe.training.config import Named
 from steppe.training.processes import Processes
 from steppe.training.update import mean_state, optimize
 from tests.algorithms.test_contract import batches, build
+from tests.devices import never_waiting
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-    pytest.mark.filterwarnings("ignore::steppe.optim.precision.Bfloat16Warning"),
-]
 CHOSEN = Named(name="fad", lr=0.01, rho=0.05, alpha=0.5, beta=0.5, weight_decay=0.0, momentum=0.9)
 
 
+@pytest.mark.filterwarnings("ignore::steppe.optim.Bfloat16Warning")
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", algorithm_names())
-def test_a_step_never_waits(name: str, mode: str) -> None:
-    device = torch.device("cuda")
+def test_a_step_trains_and_never_waits(name: str, mode: str, device: torch.device) -> None:
     algorithm = build(name).to(device)
     optimizers = {
         o.name: setup.optimizer(CHOSEN, o, algorithm)
@@ -31,12 +30,11 @@ def test_a_step_never_waits(name: str, mode: str) -> None:
     }
     data = [Batch(b.images.to(device), b.labels.to(device)) for b in batches()]
     before = {key: value.clone() for key, value in algorithm.state_dict().items()}
+    autocast = partial(precision.autocast, mode, device)
     for step in range(3):
-        torch.cuda.synchronize()
         # The first steps may load kernels and fill caches.
-        torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
-        try:
-            with precision.autocast(mode, device):
+        with never_waiting(device) if step == 2 else nullcontext():
+            with autocast():
                 prepared = algorithm.prepare(data)
             firsts = {}
             for objective in algorithm.objectives():
@@ -45,11 +43,9 @@ def test_a_step_never_waits(name: str, mode: str) -> None:
                     algorithm,
                     objective.name,
                     [prepared],
-                    precision.autocast(mode, device),
+                    autocast,
                 )
             algorithm.commit(prepared, mean_state([firsts], Processes(device)))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     after = algorithm.state_dict()
     assert all(value.isfinite().all() for value in after.values())
     learned = {n for n, p in algorithm.named_parameters() if p.requires_grad}

@@ -1,15 +1,11 @@
-"""What only a GPU can show. Run with `pytest -m gpu`; skipped where there is no CUDA."""
+"""An average is where its module is, and following it leaves the host of a GPU free."""
 
 import pytest
 import torch
 from torch import nn
 
 from steppe.averaging import SMA, SWAD
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-]
+from tests.devices import never_waiting
 
 
 def network():
@@ -26,12 +22,11 @@ LOSSES = [3.0, 2.0, 1.0, 1.1, 1.1, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_no_synchronization(name):
+def test_no_synchronization(name, device):
     """Nor in `observe`, whose loss is already a number, nor in `applied`."""
-    model = network().cuda()
+    model = network().to(device)
     averaging = BUILT[name](model)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting(device):
         for step in range(13):
             averaging.update()
             if averaging.due(step, step == 12):
@@ -39,8 +34,6 @@ def test_no_synchronization(name):
         averaging.finish()
         with averaging.applied():
             pass
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert averaging.serving
 
 
@@ -56,8 +49,8 @@ def follow(averaging, model, steps):
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_goes_on_from_a_state_of_the_cpu(name):
-    model, other = network(), network().cuda()
+def test_goes_on_from_a_state_of_the_cpu(name, device):
+    model, other = network(), network().to(device)
     averaging, resumed = BUILT[name](model), BUILT[name](other)
     follow(averaging, model, range(7))
     resumed.load_state_dict(averaging.state_dict())
@@ -67,18 +60,18 @@ def test_goes_on_from_a_state_of_the_cpu(name):
     resumed.finish()
     expected = averaging.state_dict()["served"]
     for key, x in resumed.state_dict()["served"].items():
-        assert x.is_cuda
+        assert x.device.type == device.type
         torch.testing.assert_close(x.cpu(), expected[key], rtol=1e-5, atol=1e-6)
 
 
-def test_mixed_devices():
-    model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2).cuda()])
+def test_mixed_devices(device):
+    model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2).to(device)])
     averaging = SMA(model, 0)
     for value in (1.0, 2.0, 6.0):
         for p in model.parameters():
             nn.init.constant_(p, value)
         averaging.update()
     with averaging.applied():
-        assert [p.device.type for p in model.parameters()] == ["cpu", "cpu", "cuda", "cuda"]
+        assert [p.device.type for p in model.parameters()] == 2 * ["cpu"] + 2 * [device.type]
         for p in model.parameters():
             torch.testing.assert_close(p.detach().cpu(), torch.full(p.shape, 3.0))
