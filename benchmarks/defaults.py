@@ -43,7 +43,7 @@ class Study:
 
 _ON_PACS = {
     "optimizers": ("adam", "adamw", "sgd", "sam", "fad"),
-    "options": {"steps": 301, "checkpoint_every": 300},
+    "options": {"steps": 201, "checkpoint_every": 200},
 }
 STUDIES = {
     "digits": Study("RotatedDigits, from scratch", "RotatedDigits", "75"),
