@@ -114,6 +114,18 @@ def run_fsdp(rank: int, name: str):
     return torch.cat([p.detach().full_tensor().reshape(-1) for p in model.parameters()])
 
 
+def run_passes(rank: int, name: str):
+    """Two micro-batches in each process."""
+    model, reductions = ddp(True)
+    opt = METHODS[name](base(model), model=model)
+    for t in range(STEPS):
+        x, y = part(t, rank)
+        for _, (px, py) in opt.passes(zip(x.chunk(2), y.chunk(2), strict=True)):
+            (nn.functional.cross_entropy(model(px), py) / 2).backward()
+        opt.step()
+    return weights(model), reductions[0]
+
+
 class Branches(nn.Module):
     """Each process uses one branch of the same shape, and neither uses the third."""
 
@@ -189,6 +201,7 @@ CASES = {
     },
     "local ratio": (run_local_ratio,),
     **{f"fsdp {n}": (run_fsdp, n) for n in FIRST_ORDER},
+    **{f"passes {n}": (run_passes, n) for n in FIRST_ORDER},
     "branches": (run_branches,),
     "refusals": (run_refusals,),
 }
@@ -258,6 +271,15 @@ def test_local_is_m_sharpness_with_one_reduction(results, name, bucket_view):
         got, reductions = results[rank][f"local {name} bucket_view={bucket_view}"]
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
         assert reductions == STEPS
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_passes_reduce_with_the_last_micro_batch_only(results, name):
+    expected = single(name)
+    for rank in range(WORLD):
+        got, reductions = results[rank][f"passes {name}"]
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+        assert reductions == STEPS * METHODS[name].passes
 
 
 def test_processes_may_use_different_parameters(results):

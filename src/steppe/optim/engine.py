@@ -298,6 +298,8 @@ class FlatnessOptimizer(Wrapper, ABC):
             >>> opt.step()
         """
         batches = list(batches)  # an iterator would be empty in the second pass
+        if not batches:
+            raise ValueError("passes needs at least one micro-batch, got none")
         keep = no_sync or (lambda: distributed.no_sync(self.models))
         for phase in self.phases(scaler):
             with phase:
