@@ -26,7 +26,7 @@ MARGIN = 2.0
 """Points below the best of its grid that a default may be."""
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "guide" / "defaults.md"
-BEGIN, END = "<!-- {name}: made by benchmarks/defaults.py -->", "<!-- end of {name} -->"
+BEGIN, END = "<!-- {name}: made by a script in benchmarks/ -->", "<!-- end of {name} -->"
 
 
 @dataclass(frozen=True)
@@ -78,28 +78,37 @@ def grids(name: str, given: dict[str, Any]) -> Iterator[Any]:
             )
 
 
-def run(names: Sequence[str], out: Path, given: dict[str, Any], workers: dict[str, int]) -> Any:
-    """Carry the sweeps out; returns validation accuracies in percent by study and optimizer."""
+def carry_out(name: str, planned: Sequence[Any], out: Path, **workers: Any) -> list[Any]:
+    """Run a sweep of these grids; returns the validation accuracies of each in percent, by seed.
+
+    A run that diverged has None.
+    """
     from steppe.sweeps import jobs, write_plan
     from steppe.sweeps.local import run_local
     from steppe.sweeps.store import Job
     from steppe.training import RunDirectory, select, validation_accuracy
 
+    sweep = write_plan(planned, out / name, command=f"benchmarks {name}", extend=True)
+    run_local(sweep, **workers)
+
+    def value(run_name: str) -> float | None:
+        run = RunDirectory(Job(sweep.folder(run_name)).result)  # there once it is done
+        if not run.exists():
+            return None
+        return round(100 * validation_accuracy(select(run.records())), 2)
+
+    return [[value(run_name) for run_name, _ in jobs(grid)] for grid in planned]
+
+
+def run(names: Sequence[str], out: Path, given: dict[str, Any], workers: dict[str, int]) -> Any:
+    """Carry studies out; returns accuracies by study, optimizer and learning rate."""
     found: dict[str, Any] = {}
     for name in names:
         planned = list(grids(name, given))
-        sweep = write_plan(planned, out / name, command=f"defaults {name}", extend=True)
-        run_local(sweep, **workers)
-        rows: dict[str, Any] = {}
-        for grid in planned:
+        rows = found[name] = {}
+        for grid, values in zip(planned, carry_out(name, planned, out, **workers), strict=True):
             lr = grid.overrides[0].partition("=")[2]
-            values: list[float | None] = []
-            for run_name, _ in jobs(grid):
-                run = RunDirectory(Job(sweep.folder(run_name)).result)  # there once it is done
-                best = select(run.records()) if run.exists() else None
-                values.append(None if best is None else round(100 * validation_accuracy(best), 2))
             rows.setdefault(grid.optimizers[0], {})[lr] = values
-        found[name] = rows
     return found
 
 
@@ -148,12 +157,12 @@ def stored() -> dict[str, Any]:
     return {name: found[name] for name in STUDIES if name in found}
 
 
-def write_tables(page: str) -> str:
-    """The page, with the stored studies in the places it has for them."""
-    for name, rows in stored().items():
+def write_tables(page: str, tables: dict[str, str]) -> str:
+    """The page, with tables in the places it has for them."""
+    for name, text in tables.items():
         begin, end = BEGIN.format(name=name), END.format(name=name)
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        page = pattern.sub(lambda _, b=begin, e=end, r=rows: f"{b}\n{table(r)}\n{e}", page)
+        page = pattern.sub(lambda _, new=f"{begin}\n{text}\n{end}": new, page)
     return page
 
 
@@ -171,7 +180,8 @@ def main() -> None:
     commands.add_parser("table", help="write the tables into the docs")
     arguments = parser.parse_args()
     if arguments.command == "table":
-        PAGE.write_text(write_tables(PAGE.read_text()))
+        made = {name: table(rows) for name, rows in stored().items()}
+        PAGE.write_text(write_tables(PAGE.read_text(), made))
         return
     import torch
 
@@ -182,7 +192,8 @@ def main() -> None:
     workers = {"workers": arguments.workers, "per_gpu": arguments.per_gpu}
     found = run(arguments.studies, arguments.out, given, workers)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    write({"environment": environment(device), "studies": found}, arguments.save)
+    facts = environment(device, "python benchmarks/defaults.py")
+    write({"environment": facts, "studies": found}, arguments.save)
     for name, rows in found.items():
         print(f"{STUDIES[name].title}\n{table(rows)}")
         for optimizer, row in rows.items():

@@ -112,7 +112,8 @@ def test_an_optimizer_is_built_with_its_tuned_defaults(name: str, pretrained: bo
             assert group[key] == hyper.default
         for key in ("lr", "weight_decay"):
             assert space[key].distribution.contains(group[key])
-        assert group["lr"] == pytest.approx(spec.lr.default * (1 if pretrained else spec.scratch))
+        from_scratch = spec.scratch_lr or pytest.approx(20 * spec.lr.default)
+        assert group["lr"] == (spec.lr.default if pretrained else from_scratch)
         assert ("momentum" in group) is (name == "sgd" or name in FLATNESS_AWARE)
     assert spec.citation
 

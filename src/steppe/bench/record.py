@@ -19,11 +19,11 @@ from steppe import __version__
 PACKAGES = ("torch", "torchvision", "timm", "pillow", "pytorch_optimizer")
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """The machine and the versions, as plain values."""
+def environment(device: torch.device, program: str = "steppe") -> dict[str, Any]:
+    """The machine, the versions and the command line of this program, as plain values."""
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": _command(sys.argv[1:]),
+        "command": _command(program, sys.argv[1:]),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -42,13 +42,13 @@ def write(result: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def _command(arguments: list[str]) -> str:
+def _command(program: str, arguments: list[str]) -> str:
     """The command line, without where things lie on this machine or where the result goes."""
     words = [w for a in arguments for w in (a.split("=", 1) if a.startswith("--") else [a])]
     if "--save" in words:
         at = words.index("--save")
         del words[at : at + 2]
-    return shlex.join(["steppe", *(Path(w).name if "/" in w else w for w in words)])
+    return shlex.join([*program.split(), *(Path(w).name if "/" in w else w for w in words)])
 
 
 def _version(package: str) -> str | None:

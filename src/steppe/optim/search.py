@@ -198,8 +198,7 @@ class Space:
 
 DEFAULT_SPACE = "fair"
 FROM_SCRATCH = 20.0
-"""Learning rates for a network that starts from scratch, over those for fine-tuning. For Adam this
-gives 1e-3, DomainBed's default for small images."""
+"""Learning rates for a network that starts from scratch, over those for fine-tuning."""
 
 PAPER_WEIGHT_DECAY = Hyperparameter(1e-4, LogUniform(-6, -3))
 
