@@ -151,7 +151,7 @@ def test_what_is_wrong_is_said_before_a_folder_is_made(tmp_path: Path) -> None:
     arguments = ["--dataset", "RotatedDigits", "--target", "75", "--out", tmp_path / "run"]
     for wrong, message in (
         (["--logger", "tensorbored"], "did you mean 'tensorboard'"),
-        (["--space", "fad"], "--draw"),
+        (["--space", "fed"], "did you mean 'fad'"),
         (["--averaging", "swat"], "unknown averaging 'swat'"),
         (["--algorithm", "CORALL"], "unknown algorithm 'CORALL', did you mean 'CORAL'"),
         (["--algorithm", "CORAL", "--set", "algorithm.gama=1"], "'gama'"),

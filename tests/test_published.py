@@ -863,7 +863,7 @@ def test_what_the_page_says_of_flatness(
 def test_two_draws_and_twenty_of_the_tutorial() -> None:
     """By the paired t-test over targets, from the numbers that were kept."""
     kept = json.loads((DOCS / "results/digits.json").read_text())
-    assert "--draws 20 --space fair --steps 101" in kept["environment"]["command"]
+    assert "--draws 20 --steps 101" in kept["environment"]["command"]
     evidence = _rows("explanation/evidence.md")
     tutorial = _rows("tutorial.md")
     for column, (draws, found) in enumerate(kept["draws"].items()):

@@ -88,7 +88,7 @@ def test_a_run_is_timed(
     assert result["ms per update but the first"] == pytest.approx(
         1e3 * seconds["updates"] / 4, abs=0.5
     )
-    assert "eager; data: pack in images.pack" in result["said"][0]
+    assert "eager, data pack in images.pack" in result["said"][0]
     assert str(tmp_path) not in result["said"][0]
     assert job.tables(result)[0].row_count == len(seconds) + 2
 

@@ -191,7 +191,7 @@ def test_one_that_differentiates_twice_is_not_compiled(tmp_path: Path) -> None:
 def test_the_log_tells_the_gear(tmp_path: Path) -> None:
     train(make_config({**DIGITS, "steps": 2, "device": "cpu", "engine": "graph"}), tmp_path)
     text = (tmp_path / "log.txt").read_text()
-    assert "fp32, compiled" in text
+    assert "fp32, cpu, compiled" in text
     assert "not captured: a CPU has no CUDA graphs" in text
     assert "on the host, transformed by Pillow" in text
 

@@ -213,7 +213,7 @@ def keys(*marks: JsonDict) -> frozenset[str]:
 
     Examples:
         >>> sorted(keys(MACHINE))
-        ['data', 'device', 'loggers', 'packed', 'root', 'workers']
+        ['data', 'device', 'loggers', 'packed', 'resolved', 'root', 'workers']
     """
     fields = RunConfig.model_fields.items()
     return frozenset(name for name, field in fields if field.json_schema_extra in marks)

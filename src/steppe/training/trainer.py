@@ -166,14 +166,13 @@ class Trainer:
                 "precision": self.precision,
                 "device": str(self.device),
                 "engine": self.engine.gear,
-                "data": self.dataset.origin,
+                "data": f"{self.dataset.origin}, {self.store.where}",
             }
             self.dir.note(resolved)
             log.info(setup.describe(config, len(self.sampling.sources), resolved))
             log.debug(
-                "steppe %s; images %s, split %s, validation %s",
+                "steppe %s; split %s, validation %s",
                 __version__,
-                self.store.where,
                 config.split,
                 "augmented" if config.augment_validation else "not augmented",
             )
