@@ -1,15 +1,17 @@
 """`auto`: the fastest precision that the stored measurement allows, and the docs say the same."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from steppe.errors import UserError
-from steppe.optim import optimizer_names, optimizer_spec
-from steppe.optim.search import Choice
+from steppe.optim import optimizer_names, optimizer_spec, registry
+from steppe.optim.search import Choice, Fixed, Hyperparameter
 from steppe.training import make_config
 from steppe.training.config import Named
 from steppe.training.precision import MEASURED, resolve
@@ -135,6 +137,23 @@ def test_between_and_beyond_what_was_measured(
     name: str, radii: dict[str, float], expected: str
 ) -> None:
     assert chosen(name, **radii) == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"radii": ("radius",)}, "fp32"),  # at 0.5, where h1 needs it
+        ({"radii": ("radius",), "order": 0}, "fp16"),
+        ({"radii": ()}, "fp32"),  # nothing says how exact its gradients must be
+        ({"radii": (), "passes": 1}, "fp16"),
+    ],
+)
+def test_the_entry_says_what_is_a_radius(monkeypatch, facts: dict[str, Any], expected: str) -> None:
+    """A method may call its radius as it likes."""
+    radius = {"radius": Hyperparameter(0.5, Fixed(0.5))}
+    spec = replace(optimizer_spec("fad"), name="mine", method=radius, **facts)
+    monkeypatch.setitem(registry._BY_NAME, "mine", spec)
+    assert chosen("mine") == expected
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])

@@ -263,3 +263,20 @@ def test_a_batch_that_processes_cannot_share_is_refused() -> None:
 
     with pytest.raises(UserError, match="not a multiple of 3 processes"):
         Sampling((), 8, View(8, False), 0, rank=0, world=3)
+
+
+def test_a_run_says_what_it_resolved_first(tmp_path: Path) -> None:
+    config = make_config({**DIGITS, "steps": 2, "optimizer": {"name": "fad", "rho": 0.1}})
+    train(config, tmp_path)
+    line = (tmp_path / "log.txt").read_text().splitlines()[0]
+    settings = "lr=0.02, weight_decay=0.0001, momentum=0.9, rho=0.1, alpha=0.5, beta=0.5"
+    resolved = "fp32, cpu, eager, data in memory, on the host"
+    assert f"fad ({settings}), batch 5 x 8, 2 steps, {resolved}" in line
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["precision"] == "auto"
+    assert written["resolved"]["precision"] == "fp32"
+    assert written["resolved"]["device"] == "cpu"
+    assert written["resolved"]["data"].startswith("in memory")
+    again = RunDirectory(tmp_path).config()
+    assert again.model_copy(update={"resolved": None}) == config
+    assert train(config, tmp_path, resume=True)  # what it resolved is no other run
