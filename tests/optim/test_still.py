@@ -319,3 +319,24 @@ def test_second_derivatives_of_attention(make, compiled):
         warnings.simplefilter("error")
         opt.step(closure)
     assert not torch.equal(model.linear1.weight, before)
+
+
+def test_a_parameter_that_takes_anothers_place_is_optimized_and_not_kept_still():
+    """As when layers are unfrozen in turn."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), torch.randn(8, 3)
+    opt = FAD(sgd(model[1].parameters()), rho=0.5, model=model)
+
+    def closure_for(net):
+        def closure():
+            loss = net(x).square().mean()
+            loss.backward()
+            return loss
+
+        return closure
+
+    opt.step(closure_for(model))
+    opt.param_groups[0]["params"][:] = list(model[0].parameters())
+    alone = copy.deepcopy(model)
+    opt.step(closure_for(model))
+    FAD(sgd(alone[0].parameters()), rho=0.5, model=alone).step(closure_for(alone))
+    assert torch.equal(model[0].weight, alone[0].weight)

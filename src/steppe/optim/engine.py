@@ -23,7 +23,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from . import distributed, frameworks, notices
-from .excursion import Excursion, Phase, check_one_device
+from .excursion import Excursion, Phase, check_one_device, differ
 from .replay import rewinder
 from .still import Models, StillState
 from .walk import Held, Span, Visit
@@ -146,9 +146,8 @@ class FlatnessOptimizer(Wrapper, ABC):
 
     def _still(self) -> StillState:
         """What keeps the models' state still; it knows what earlier steps have seen to change."""
-        params = self.parameters()
-        known = self._kept_still
-        if known is None or known.models != self.models or len(known.optimized) != len(params):
+        params, known = self.parameters(), self._kept_still
+        if known is None or known.models != self.models or differ(known.optimized, params):
             known = self._kept_still = StillState(self.models, params)
         return known
 

@@ -209,7 +209,7 @@ class Excursion:
             )
         if self.walk is None:
             self.walk = self._depart(present)
-        elif _differ(present, self.walk.params):
+        elif differ(present, self.walk.params):
             self._meet(present)
         grads: list[Any] = [p.grad for p in self.walk.params]
         if any(g.layout != torch.strided for g in grads):
@@ -246,7 +246,7 @@ class Excursion:
         """
         limit = CPU_BLOCK if params[0].device.type == "cpu" else math.inf
         known, coefficients, old_limit, spans = self.opt._layout
-        if coefficients != self.coefficients or old_limit != limit or _differ(known, params):
+        if coefficients != self.coefficients or old_limit != limit or differ(known, params):
             spans = self._divide(params, limit)
             self.opt._layout = params, self.coefficients, limit, spans
         return spans
@@ -336,7 +336,7 @@ def check_one_device(params: Sequence[Tensor]) -> torch.device:
     return next(iter(devices), torch.device("cpu"))
 
 
-def _differ(some: Sequence[object], others: Sequence[object]) -> bool:
+def differ(some: Sequence[object], others: Sequence[object]) -> bool:
     """Whether two lists hold other objects, or the same in another order."""
     return len(some) != len(others) or any(map(operator.is_not, some, others))
 
