@@ -137,8 +137,9 @@ def table(rows: dict[str, dict[str, list[float | None]]]) -> str:
         for lr, values in row.items():
             shown = "diverged" if None in values else f"{fmean(values):.1f}"
             cells.append(f"**{shown}**" if lr == best else shown)
-        default = float(list(row)[FACTORS.index(1)])
-        columns = [f"`{optimizer}`", f"{default:g}", *cells, f"{lead:.1f} ± {noise:.1f}"]
+        default = list(row)[FACTORS.index(1)]
+        behind = "default is best" if best == default else f"{lead:.1f} ± {noise:.1f}"
+        columns = [f"`{optimizer}`", f"{float(default):g}", *cells, behind]
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines) + "\n"
 
