@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from torch._compile import _disable_dynamo
+
 if TYPE_CHECKING:
     from .engine import FlatnessOptimizer
 
@@ -38,6 +40,7 @@ class Guard(Protocol):
         ...
 
 
+@_disable_dynamo  # which cannot trace a look at the call stack
 def guard(opt: FlatnessOptimizer) -> Guard | None:
     """The guard of the training that this call is a part of, after its checks.
 
