@@ -85,8 +85,69 @@ def test_a_late_write_through_data_is_found_now_and_then():
         opt.step(closure_of(model, x))
     model.moves = True
     expected = model.teacher.weight.lerp(model.student.weight.detach(), 0.5)
+    with pytest.warns(UserWarning, match="teacher.*is written to through .data"):
+        opt.step(closure_of(model, x))
+    assert torch.equal(model.teacher.weight, expected)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_teacher_that_begins_as_its_student_moves_once(write):
+    """The first pass then writes what is there already, and contents show nothing."""
+    model, x = Teacher(WRITES[write]), torch.randn(8, 6)
+    model.teacher.load_state_dict(model.student.state_dict())
+    opt = FAD(sgd(model.student.parameters()), rho=0.5, model=model)
+    for _ in range(3):
+        expected = model.teacher.weight.detach().lerp(model.student.weight.detach(), 0.5)
+        opt.step(closure_of(model, x))
+        assert torch.equal(model.teacher.weight, expected)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_teacher_among_the_optimizers_parameters_is_state_while_it_is_frozen(write):
+    """MoCo's own script gives the optimizer all parameters of the model."""
+    model, x = Teacher(WRITES[write]), torch.randn(8, 6)
+    opt = FAD(sgd(model.parameters()), rho=0.5, model=model)
+    for _ in range(3):
+        expected = model.teacher.weight.detach().lerp(model.student.weight.detach(), 0.5)
+        opt.step(closure_of(model, x))
+        assert torch.equal(model.teacher.weight, expected)
+
+
+@pytest.mark.parametrize("first", ["fails", "has no gradient"])
+def test_a_first_step_that_came_to_nothing_is_not_the_comparison(first):
+    model, x = Teacher(WRITES["through .data"]), torch.randn(8, 6)
+    opt = FAD(sgd(model.student.parameters()), rho=0.5, model=model)
+    if first == "fails":
+        with pytest.raises(RuntimeError, match="shape"):
+            opt.step(closure_of(model, torch.randn(8, 7)))
+    else:
+        opt.step(lambda: None)
+    expected = model.teacher.weight.detach().lerp(model.student.weight.detach(), 0.5)
     opt.step(closure_of(model, x))
     assert torch.equal(model.teacher.weight, expected)
+
+
+def test_layers_and_buffers_that_come_later_are_kept_still():
+    class Lazy(nn.Linear):
+        def forward(self, x):
+            if not hasattr(self, "count"):
+                self.register_buffer("count", torch.zeros(()))
+            self.count += 1
+            return super().forward(x)
+
+    model = nn.Sequential(Lazy(3, 3), nn.Identity())
+    opt = FAD(sgd(model.parameters()), model=model)
+
+    def closure():
+        loss = model(torch.randn(8, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert model[0].count == 1
+    model[1] = nn.BatchNorm1d(3, affine=False)
+    opt.step(closure)
+    assert (model[0].count, model[1].num_batches_tracked) == (2, 1)
 
 
 def test_batch_norm_that_starts_to_train_later_counts_once():
@@ -121,6 +182,7 @@ def test_what_only_a_later_pass_changes_is_told():
 
     model = Late(3, 1)
     model.register_buffer("count", torch.zeros(()))
+    model.register_buffer("table", torch.zeros(300_000))  # too much to be kept for safety's sake
     opt = SAM(sgd(model.parameters()), model=model)
 
     def closure():
@@ -141,8 +203,9 @@ def test_what_only_a_later_pass_changes_is_told():
         lambda: torch.ones(3).to_sparse(),
         lambda: torch.ones(()).expand(3),
         lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+        lambda: torch.ones(3, dtype=torch.complex64).conj(),
     ],
-    ids=["sparse", "expanded", "nested"],
+    ids=["sparse", "expanded", "nested", "conjugate"],
 )
 @pytest.mark.parametrize("at_first", [True, False])
 def test_what_is_no_plain_memory_is_let_alone(make, at_first):
@@ -165,6 +228,25 @@ def test_what_is_no_plain_memory_is_let_alone(make, at_first):
     for _ in range(3):
         opt.step(closure)
     assert model.count == 3
+
+
+def test_parameters_that_another_optimizer_takes_up_later_keep_their_gradients():
+    generator, critic = nn.Linear(3, 4), nn.Linear(4, 1)
+    critic.requires_grad_(False)
+    opt = FAD(sgd(generator.parameters()), rho=0.5, model=[generator, critic])
+    x = torch.randn(8, 3)
+
+    def closure():
+        loss = critic(generator(x)).square().mean()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    critic.requires_grad_(True)
+    reference = copy.deepcopy((generator, critic))
+    reference[1](reference[0](x)).square().mean().backward()
+    opt.step(closure)
+    assert torch.equal(critic.weight.grad, reference[1].weight.grad)
 
 
 def test_a_discriminator_does_not_count_the_generators_passes():
@@ -203,9 +285,9 @@ class Copied(TorchDispatchMode):
 
 
 def test_constant_state_is_not_copied():
-    model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1000))
+    model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 100_000))
     model[1].requires_grad_(False)
-    model.register_buffer("table", torch.zeros(100_000))
+    model.register_buffer("table", torch.zeros(300_000))
     opt = SAM(sgd(model[0].parameters()), model=model)
 
     def closure():
@@ -240,6 +322,9 @@ def test_a_fingerprint_sees_any_one_change():
         swapped[[1, 4]] = x[[4, 1]]
         assert (fingerprint(swapped) == known) == torch.equal(swapped, x)
     assert fingerprint(torch.zeros(0)) == fingerprint(torch.zeros(0))
+    odd = torch.zeros(12)[1:]  # not where 64 bits begin
+    assert fingerprint(odd) != fingerprint(odd + torch.eye(11)[3])
+    assert fingerprint(torch.zeros(10_000)) != fingerprint(torch.ones(10_000))
     assert fingerprint(torch.ones(2, dtype=torch.complex64)) != fingerprint(torch.ones(2) * 1j)
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -69,6 +70,22 @@ WRITTEN = {
         lambda: FAD(torch.optim.SGD, rho=0.1),
         "FAD(torch.optim.SGD(model.parameters(), lr=0.001), rho=0.1, model=model)",
     ),
+    "davda54 by position": (
+        lambda: SAM(params(), torch.optim.SGD, 0.05, True, lr=0.1),
+        "SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.05, adaptive=True, model=model)",
+    ),
+    "partial": (
+        lambda: SAM(params(), partial(torch.optim.SGD, momentum=0.9), lr=0.1),
+        "SAM(torch.optim.SGD(model.parameters(), momentum=0.9, lr=0.1), model=model)",
+    ),
+    "instance beside parameters": (
+        lambda: SAM(params(), sgd(params()), rho=0.1),
+        "SAM(optimizer, rho=0.1, model=model)  # the SGD",
+    ),
+    "None": (
+        lambda: FAD(None, lr=0.1),
+        "FAD(torch.optim.SGD(model.parameters(), lr=0.1), model=model)",
+    ),
     "foreign class": (
         lambda: SAM([nn.Parameter(torch.zeros(1))], Switching, lr=0.1),
         "SAM(Switching(model.parameters(), lr=0.1), model=model)",
@@ -111,3 +128,21 @@ def test_a_factory_has_torchs_signature():
     assert [g["rho"] for g in make(groups, lr=0.1).param_groups] == [0.2, 0.4]
     with pytest.raises(TypeError, match="rhoo"):
         make(model.parameters(), lr=0.1, rhoo=1.0)
+    assert make(model.parameters(), 0.3).param_groups[0]["lr"] == 0.3
+    for wrong in (sgd(model.parameters()), "sgd"):
+        with pytest.raises(TypeError, match=r"FAD\.over takes an optimizer class"):
+            FAD.over(wrong)
+
+
+def test_a_subclass_may_have_torchs_signature():
+    class Mine(FAD):
+        def __init__(self, params, lr=0.1, rho=0.05):
+            super().__init__(torch.optim.SGD(params, lr=lr), rho=rho)
+
+    assert Mine(params(), lr=0.2).param_groups[0]["lr"] == 0.2
+
+
+def test_a_module_in_a_numbers_place_is_told_where_it_goes():
+    model = nn.Linear(3, 2)
+    with pytest.raises(TypeError, match="rho must be a number, got a module: pass it as model="):
+        FAD(sgd(model.parameters()), model)

@@ -115,7 +115,8 @@ class FlatnessOptimizer(Wrapper, ABC):
         self.max_norm = max_norm
         self.xi = xi
         self.compile = compile
-        self.generators = tuple(generators)
+        several = isinstance(generators, Iterable)
+        self.generators = tuple(generators) if several else (generators,)
         for generator in self.generators:
             rewinder(generator)  # refuses what is not one
         self.steps = 0
@@ -146,7 +147,10 @@ class FlatnessOptimizer(Wrapper, ABC):
 
     def _still(self) -> StillState:
         """What keeps the models' state still; it knows what earlier steps have seen to change."""
-        params, known = self.parameters(), self._kept_still
+        known = self._kept_still
+        if known is not None and not self.models and not known.models:
+            return known  # of nothing
+        params = [p for p in self.parameters() if p.requires_grad]  # the others are state
         if known is None or known.models != self.models or differ(known.optimized, params):
             known = self._kept_still = StillState(self.models, params)
         return known
@@ -367,6 +371,8 @@ class FlatnessOptimizer(Wrapper, ABC):
         values = {}
         for name, key in self._keys.items():
             value = group.get(key, self._hyper[name])
+            if isinstance(value, nn.Module):
+                raise TypeError(f"{key} must be a number, got a module: pass it as model=model")
             value = value(step) if callable(value) else value
             if isinstance(value, Tensor):
                 raise TypeError(

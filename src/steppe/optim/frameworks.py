@@ -40,15 +40,19 @@ class Guard(Protocol):
         ...
 
 
-@_disable_dynamo  # which cannot trace a look at the call stack
 def guard(opt: FlatnessOptimizer) -> Guard | None:
     """The guard of the training that this call is a part of, after its checks.
 
     The call stack leads there in every case. What a framework hands to `step` does not: under fp16
     Lightning steps without a closure, and a loop over the phases steps past it.
     """
-    if not any(module in sys.modules for module in GUARDS):
+    if sys.modules.keys().isdisjoint(GUARDS):
         return None
+    return _on_the_stack(opt)
+
+
+@_disable_dynamo  # which cannot trace a look at the call stack
+def _on_the_stack(opt: FlatnessOptimizer) -> Guard | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         target = GUARDS.get(frame.f_globals.get("__name__", ""))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 
 class Bfloat16Warning(UserWarning):
-    """A flatness-aware step ran under bfloat16 autocast."""
+    """A flatness-aware step computed in bfloat16."""
 
 
 class BatchNormWarning(UserWarning):
@@ -26,7 +25,7 @@ class BatchNormWarning(UserWarning):
 
 
 _BFLOAT16 = (
-    "{method} ran its passes under bfloat16 autocast. It acts on differences of gradients "
+    "{method}'s passes computed in bfloat16. It acts on differences of gradients "
     "(g1 - g0), of which bfloat16's 8 bits of mantissa lose more than float16's 11: "
     "'steppe bench fidelity' measures how much. Prefer torch.autocast(..., dtype=torch.float16) "
     "with a GradScaler, TF32 or float32. This is said once per optimizer."
@@ -36,7 +35,8 @@ _BATCH_NORM = (
     "{passes} passes of a step update the running statistics, at perturbed weights too. Pass "
     "model=model to {method} so that only the first pass counts. This is said once per optimizer."
 )
-_OURS = tuple(str(Path(path).parent) for path in (__file__, torch.__file__))
+_PACKAGES = {"steppe", "torch", "lightning", "pytorch_lightning", "accelerate", "transformers"}
+"""Whose lines are not the user's."""
 
 
 def look(loss: Any, method: str, passes: int, *, model_given: bool) -> bool:
@@ -57,12 +57,17 @@ def tell_bfloat16(method: str) -> None:
 
 
 def tell(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns, pointing at the innermost line that is neither ours nor torch's."""
+    """Warns, pointing at the innermost line that is neither ours, torch's nor a framework's."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and _package(frame) in {*_PACKAGES, "contextlib"}:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level if frame is not None else 2)
+
+
+def _package(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0]
 
 
 def _nodes(root: Any) -> Iterator[Any]:

@@ -20,8 +20,13 @@ from .notices import tell
 Models = nn.Module | Iterable[nn.Module] | None
 """The module being trained, or several."""
 
-CHECK_EVERY = 1000
-"""Steps between two comparisons of contents: the only way to see a write through ``.data``."""
+CHECK_EVERY = 97
+"""Steps between two comparisons of contents; ten times as many where they are large or on an
+accelerator, which has to be waited for. Odd, so as not to keep step with writes every so often."""
+LARGE = 2**25
+"""Bytes from which contents are large."""
+SPARE = 2**20
+"""Bytes that may always be kept for safety's sake."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -45,7 +50,7 @@ class _Look(NamedTuple):
     tensors: list[Tensor | None]
     versions: list[int]
     addresses: list[int]
-    contents: list[int]
+    contents: list[tuple[int, ...]]
 
 
 class StillState:
@@ -53,7 +58,7 @@ class StillState:
 
     Only what passes have been seen to change is copied. A change shows in a tensor's version, its
     address or its place in the module, which are looked at in every step; a write through ``.data``
-    shows in none of them, so contents are compared in the first step and then now and then.
+    shows in none of them, so contents are compared in the first steps and then now and then.
     Attributes such as `momentum` or `training` are never toggled: that would recompile compiled
     models, and `momentum=0` still advances `num_batches_tracked`.
     """
@@ -63,10 +68,13 @@ class StillState:
         self._moving: dict[tuple[int, str], _Place] = {}
         self._constant: list[_Place] = []
         self._others: list[nn.Parameter] = []
+        self._modules: list[nn.Module] = []
+        self._built: tuple[list[nn.Module | None], list[int]] = ([], [])
         self._steps = 0
-        self._comparing = False
+        self._comparing = self._capturing = False
         self._seen = _Look([], [], [], [])
         self._kept: list[tuple[_Place, Tensor, Tensor]] = []
+        self._tried: list[tuple[_Place, Tensor, Tensor]] = []
         self._grads: list[tuple[Tensor, Tensor | None]] = []
 
     @torch.no_grad()
@@ -74,12 +82,11 @@ class StillState:
         """Looks at everything before the first pass."""
         if not self.models:
             return
-        self._comparing = self._steps % CHECK_EVERY == 0 and not capturing
-        if self._comparing or not self._steps:
+        self._comparing, self._capturing = self._due() and not capturing, capturing
+        if self._comparing or self._rebuilt():
             self._find()
         if capturing and not self._steps:  # nothing is known yet, and contents cannot be compared
             self._move(self._constant)
-        self._steps += not capturing
         self._seen = self._look()
 
     @torch.no_grad()
@@ -87,15 +94,29 @@ class StillState:
         """Remembers, after the first pass, what passes change."""
         if not self.models:
             return
-        if changed := self._changed():
-            self._move(changed)
-        for place in self._moving.values():
-            tensor = place.owner.get(place.name)
-            if tensor is not None and _is_plain(tensor):
-                self._kept.append((place, tensor, tensor.clone()))
+        places = self._changed()
+        if places and self._steps and self._comparing and not self._changed(contents=False):
+            _tell(
+                places,
+                "is written to through .data, which shows only now and then: later passes may have "
+                "moved it since contents were last compared",
+            )
+        if self._comparing and self._rebuilt():  # a layer made its buffers in its first forward
+            known = {place.key for place in self._constant} | self._moving.keys()
+            self._find()
+            places += [place for place in self._constant if place.key not in known]
+        if places:
+            self._move(places)
+        self._kept = _cloned(self._moving.values())
+        # A first comparison may miss a write that changes nothing yet, as of a teacher that still
+        # equals its student: what is not much larger than the weights is kept all the same.
+        if self._comparing and _nbytes(self._constant) <= max(SPARE, 2 * _size(self.optimized)):
+            self._tried = _cloned(self._constant)
         # Another optimizer steps these parameters: later passes must not add to their gradients.
-        self._grads = [(p, _held(p.grad)) for p in self._others]
-        if changed or self._comparing:
+        self._grads = [
+            (p, _held(p.grad)) for p in self._others if p.requires_grad or p.grad is not None
+        ]
+        if places or self._comparing:
             self._seen = self._look()
 
     def set_aside(self) -> None:
@@ -106,6 +127,12 @@ class StillState:
     @torch.no_grad()
     def put_back(self) -> None:
         """Writes back what a later pass changed, and rebinds what it replaced."""
+        if self._tried:
+            found = [entry for entry in self._tried if _differs(*entry)]
+            self._move([place for place, _, _ in found])
+            self._kept += found
+            self._tried = [entry for entry in self._tried if entry[0].key not in self._moving]
+            self._seen = self._look()
         for place, tensor, _ in self._kept:
             if place.owner.get(place.name) is not tensor:
                 place.owner[place.name] = tensor
@@ -118,21 +145,44 @@ class StillState:
     @torch.no_grad()
     def end(self) -> None:
         """Forgets the values; tells of what a later pass changed and the first did not."""
+        if not self.models:
+            return
         self.forget()
+        self._steps += not self._capturing  # only now: a step that failed has compared nothing
         if late := self._changed():
             self._move(late)
-            names = ", ".join(place.title for place in late[:3])
-            tell(
-                f"{names} changed in a later pass of a step and not in the first, too late to be "
-                "put back. From the next step on it is kept as the first pass leaves it."
+            _tell(
+                late,
+                "changed in a later pass of a step and not in the first, too late to be put back",
             )
 
     def forget(self) -> None:
         """Forgets the values of this step."""
-        self._kept, self._grads = [], []
+        self._kept, self._tried, self._grads = [], [], []
+
+    def _due(self) -> bool:
+        """Whether this step compares contents: the first ones do, and then one now and then."""
+        now, waits = self._steps, any(p.device.type != "cpu" for p in self.optimized[:1])
+        if now == 0 or (now < CHECK_EVERY and now & (now - 1) == 0 and not waits):
+            return True
+        if now % CHECK_EVERY:
+            return False
+        return now % (10 * CHECK_EVERY) == 0 or not (waits or _nbytes(self._constant) > LARGE)
+
+    def _shape(self) -> tuple[list[nn.Module | None], list[int]]:
+        """The modules inside each module, and how many buffers each has."""
+        children = [child for module in self._modules for child in module._modules.values()]
+        return children, [len(module._buffers) for module in self._modules]
+
+    def _rebuilt(self) -> bool:
+        """Whether modules or their buffers were added, replaced or taken away since last found."""
+        children, sizes = self._shape()
+        return sizes != self._built[1] or _others(children, self._built[0]) or not self._modules
 
     def _find(self) -> None:
         """Finds all places anew; what was seen to move is still taken to."""
+        self._modules = list(dict.fromkeys(m for model in self.models for m in model.modules()))
+        self._built = self._shape()
         optimized = set(map(id, self.optimized))
         places = {
             place.key: place
@@ -142,7 +192,8 @@ class StillState:
         self._moving = {key: place for key, place in places.items() if key in self._moving}
         self._constant = [place for key, place in places.items() if key not in self._moving]
         held = [place.owner[place.name] for place in places.values()]
-        self._others = [p for p in held if isinstance(p, nn.Parameter) and p.requires_grad]
+        self._others = [p for p in held if isinstance(p, nn.Parameter)]
+        self._move(list(self._moving.values()))  # with what has come to stand beside them
 
     def _places(self) -> Iterator[_Place]:
         sharded = any(map(is_sharded, self.optimized))
@@ -161,23 +212,22 @@ class StillState:
         held = [owner.get(name) for owner, name, _, _ in self._constant]
         tensors = [t for t in held if t is not None]
         try:
-            versions = [t._version for t in tensors]
-            addresses = [t.data_ptr() for t in tensors]
+            versions, addresses = _marks(tensors)
         except RuntimeError:  # a pass has put something there that has none
             held = [t if _is_plain(t) else None for t in held]
             tensors = [t for t in held if t is not None]
-            versions = [t._version for t in tensors]
-            addresses = [t.data_ptr() for t in tensors]
+            versions, addresses = _marks(tensors)
         contents = [fingerprint(t) for t in tensors] if self._comparing else []
         return _Look(held, versions, addresses, contents)
 
-    def _changed(self) -> list[_Place]:
+    def _changed(self, contents: bool = True) -> list[_Place]:
         """The places that are not as they were when last looked at."""
         old, new = self._seen, self._look()
-        same = all(map(operator.is_, old.tensors, new.tensors))
-        if same and old[1:] == new[1:]:
+        if not contents:
+            old, new = old._replace(contents=[]), new._replace(contents=[])
+        if not _others(old.tensors, new.tensors) and old[1:] == new[1:]:
             return []
-        facts: dict[int, list[tuple[int, ...]]] = {}
+        facts: dict[int, list[tuple[Any, ...]]] = {}
         for look in (old, new):
             columns = [column for column in look[1:] if column]
             rows = zip((t for t in look.tensors if t is not None), *columns, strict=True)
@@ -201,18 +251,63 @@ class StillState:
         self._constant = [place for place in self._constant if place.key not in self._moving]
 
 
-def fingerprint(x: Tensor) -> int:
-    """A number that a change of any one entry changes: a weighted sum of its bits."""
+def fingerprint(x: Tensor) -> tuple[int, ...]:
+    """Numbers of which a change of any one entry changes some: sums of its bits along two axes."""
     if not _is_plain(x):
-        return 0
+        return ()
     flat = (torch.view_as_real(x) if x.is_complex() else x).detach().reshape(-1)
-    words = flat.view(_WORDS[flat.element_size()])
-    size = 2**18 if x.device.type == "cpu" else 2**24  # what fits a cache, or few launches
-    weights = torch.arange(1, min(size, len(words)) + 1, device=x.device) * 0x9E3779B1 | 1
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for number, part in enumerate(words.split(size)):
-        total += (part * weights[: len(part)]).sum() * (2 * number + 1)
-    return int(total)
+    size = flat.element_size()
+    whole = len(flat) - len(flat) % (8 // size)
+    body, rest = flat[:whole], flat[whole:].view(_WORDS[size])
+    if body.storage_offset() * size % 8:
+        body = body.clone()
+    words = body.view(torch.int64)  # sums of 64 bits run at the speed of memory
+    cut = len(words) - len(words) % 4095
+    table = words[:cut].view(-1, 4095)
+    parts = (table.sum(0), table.sum(1), words[cut:], rest.to(torch.int64))
+    return tuple(map(_weighted, parts))
+
+
+def _weighted(x: Tensor) -> int:
+    """A sum with odd weights: a change of one term changes it, and so does most any swap."""
+    weights = torch.arange(1, len(x) + 1, device=x.device) * 0x9E3779B1 | 1
+    return int((x * weights).sum())
+
+
+def _marks(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
+    """The version and the address of each."""
+    return list(map(_version, tensors)), list(map(Tensor.data_ptr, tensors))
+
+
+_version = operator.attrgetter("_version")
+
+
+def _others(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists hold other objects."""
+    return len(some) != len(others) or any(map(operator.is_not, some, others))
+
+
+def _cloned(places: Iterable[_Place]) -> list[tuple[_Place, Tensor, Tensor]]:
+    held = [(place, place.owner.get(place.name)) for place in places]
+    return [(p, t, t.clone()) for p, t in held if t is not None and _is_plain(t)]
+
+
+def _differs(place: _Place, tensor: Tensor, value: Tensor) -> bool:
+    now = place.owner.get(place.name)
+    return now is not tensor or not torch.equal(tensor, value)
+
+
+def _nbytes(places: Iterable[_Place]) -> int:
+    return _size([t for place in places if (t := place.owner.get(place.name)) is not None])
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)
+
+
+def _tell(places: Sequence[_Place], what: str) -> None:
+    names = ", ".join(place.title for place in places[:3])
+    tell(f"{names} {what}. From now on it is kept as the first pass leaves it.")
 
 
 def _held(grad: Tensor | None) -> Tensor | None:
@@ -226,6 +321,8 @@ def _is_plain(x: Tensor | None) -> bool:
         return True
     ordinary = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__ and not is_lazy(x)
     if not ordinary or x.is_nested or x.layout is not torch.strided or x.is_meta:
+        return False
+    if x.is_quantized or x.is_conj() or x.is_neg():
         return False
     expanded = any(s == 0 and size > 1 for s, size in zip(x.stride(), x.shape, strict=True))
     return not expanded and not x.is_inference()

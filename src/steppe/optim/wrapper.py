@@ -26,7 +26,7 @@ class Wrapper(Optimizer):
         return super().__new__(cls)
 
     @classmethod
-    def over(cls, base: Callable[..., Optimizer], **options: Any) -> Callable[..., Self]:
+    def over(cls, base: Any, **options: Any) -> Callable[..., Self]:
         """A function with the signature of torch's optimizers: ``(params, lr=..., rho=...)``.
 
         For whatever builds the optimizer itself: skorch, fastai, configuration files. It can be
@@ -45,6 +45,11 @@ class Wrapper(Optimizer):
             >>> [opt.param_groups[0][name] for name in ("lr", "momentum", "rho")]
             [0.1, 0.9, 0.1]
         """
+        if isinstance(base, Optimizer) or not callable(base):
+            raise TypeError(
+                f"{cls.__name__}.over takes an optimizer class, such as torch.optim.SGD, got "
+                f"{type(base).__name__}"
+            )
         return partial(_build_over, cls, base, **options)
 
     def __init__(self, base: Optimizer) -> None:
@@ -112,34 +117,57 @@ def options_of(cls: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in {"self", "params", "base", "model"})
 
 
-def _build_over(cls: Any, base: Callable[..., Optimizer], params: Any, **options: Any) -> Any:
+def _build_over(
+    cls: Any, base: Callable[..., Optimizer], params: Any, *args: Any, **options: Any
+) -> Any:
     """A wrapper around a new base; a name that both take is the wrapper's."""
     own = {name: options.pop(name) for name in (*options_of(cls), "model") if name in options}
-    return cls(base(params, **options), **own)
+    return cls(base(params, *args, **options), **own)
 
 
 def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Answers constructor calls in the style of other libraries with the line to write."""
+    first_name = next(iter(inspect.signature(cls).parameters), "")
     first = args[0] if args else kwargs.get("base", kwargs.get("params"))
-    if isinstance(first, Optimizer) or (first is None and "base_optimizer" not in kwargs):
+    if first_name != "base" or isinstance(first, Optimizer):
         return
-    given = [*args[1:], *kwargs.values()]
-    inner = next((v for v in given if isinstance(v, type) and issubclass(v, Optimizer)), None)
     method, known = cls.__name__, options_of(cls)
-    own = {name: value for name, value in kwargs.items() if name in known}
-    left = ("base", "params", "base_optimizer", "model")
-    rest = {k: v for k, v in kwargs.items() if k not in own and k not in left} or {"lr": 1e-3}
-    name = f"torch.optim.{inner.__name__ if inner is not None else 'SGD'}"
-    if inner is not None and not inner.__module__.startswith("torch.optim"):
-        name = inner.__name__
-    inside = ", ".join(["model.parameters()", *(f"{k}={v!r}" for k, v in rest.items())])
-    outside = "".join(f", {k}={v!r}" for k, v in own.items())
-    got = f"the class {first.__name__}" if isinstance(first, type) else type(first).__name__
+    inner: Any = next((v for v in (*args[1:], *kwargs.values()) if _makes_optimizers(v)), None)
+    # By position, davda54's options follow the class of the base, in the order of ours.
+    own = dict(zip(known, (v for v in args[1:] if v is not inner), strict=False))
+    own |= {name: value for name, value in kwargs.items() if name in known}
+    taken = ("base", "params", "base_optimizer", "model", *own)
+    rest = {k: v for k, v in kwargs.items() if k not in taken}
+    if isinstance(inner, partial):
+        inner, rest = inner.func, {**inner.keywords, **rest}
+    if isinstance(inner, Optimizer):
+        line = f"{method}(optimizer{_spelled(own)}, model=model)  # the {type(inner).__name__}"
+        name = type(inner).__name__
+    else:
+        name = "SGD" if inner is None else inner.__name__
+        if inner is None or inner.__module__.startswith("torch.optim"):
+            name = f"torch.optim.{name}"
+        inside = f"model.parameters(){_spelled(rest or {'lr': 1e-3})}"
+        line = f"{method}({name}({inside}){_spelled(own)}, model=model)"
+    got = "nothing" if first is None else type(first).__name__
     raise TypeError(
-        f"{method} wraps an optimizer instance, got {got}. Write\n\n"
-        f"    {method}({name}({inside}){outside}, model=model)\n\n"
+        f"{method} wraps an optimizer instance, got "
+        f"{f'the class {first.__name__}' if isinstance(first, type) else got}. Write\n\n"
+        f"    {line}\n\n"
         f"Where parameters are all you can pass, use {method}.over({name}), which takes them."
     )
+
+
+def _makes_optimizers(value: Any) -> bool:
+    """Whether it is an optimizer, a class of them, or such a class with options."""
+    value = value.func if isinstance(value, partial) else value
+    return isinstance(value, Optimizer) or (
+        isinstance(value, type) and issubclass(value, Optimizer)
+    )
+
+
+def _spelled(options: Mapping[str, Any]) -> str:
+    return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
 def _check_base(base: Optimizer, method: str) -> None:

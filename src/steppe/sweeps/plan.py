@@ -182,10 +182,11 @@ def _name(config: RunConfig, tag: str) -> str:
     return re.sub(r"[^\w.+-]", "_", "-".join(parts))
 
 
-def _same(config: RunConfig, planned: RunConfig) -> bool:
-    """Whether both describe one run, whichever version and space their values came from."""
+def _differing(config: RunConfig, planned: RunConfig) -> str | None:
+    """The first key in which two configs are other runs, whichever version and space they have."""
     labels = {"version", "space", "resolved"}
-    return config.model_dump(exclude=labels) == planned.model_dump(exclude=labels)
+    keys = (key for key in RunConfig.model_fields if key not in labels)
+    return next((key for key in keys if getattr(config, key) != getattr(planned, key)), None)
 
 
 def write_plan(
@@ -226,10 +227,14 @@ def write_plan(
             planned[name], grid_of[name] = config, one
     new = {name: config for name, config in planned.items() if not old or name not in old.axes}
     for name, config in planned.items():
-        if name not in new and not _same(config, read_config(path / "runs" / name / "config.json")):
+        if name in new:
+            continue
+        before = read_config(path / "runs" / name / "config.json")
+        if key := _differing(config, before):
             raise UserError(
-                f"{path} has {name} already, with another config: plan what differs in another "
-                "folder"
+                f"{path} has {name} already, with {key}={getattr(before, key)} instead of "
+                f"{getattr(config, key)}: plan what differs in another folder. If defaults have "
+                "changed since, --space domainbed or fad, or --set, gives the old ones."
             )
     if old is not None and not new and retries in (None, old.retries):
         return old

@@ -261,7 +261,9 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         **{k: getattr(spec, k) for k in ("backbone", "image_size", "augment")},
     }
     given["algorithm"] = _complete_algorithm(given.get("algorithm", {}))
-    given["optimizer"] = _complete_optimizer(given.get("optimizer", {}), space, pretrained)
+    given["optimizer"] = _complete_optimizer(
+        given.get("optimizer", {}), space, _finetunes(space, spec, given["weights"])
+    )
     given["averaging"] = _complete_averaging(given.get("averaging", {}), spec)
     algorithm = algorithm_spec(given["algorithm"]["name"])
     if spec.pretrained:
@@ -428,7 +430,7 @@ def configure(
         draw,
         config.trial_seed,
         config.algorithm.name,
-        pretrained=config.weights != "none",
+        pretrained=_finetunes(config.space or DEFAULT_SPACE, config.spec(), config.weights),
     )
     axes = ("optimizer", "algorithm")
     for axis in axes:
@@ -437,6 +439,11 @@ def configure(
     later = [text for text in texts if text.partition("=")[0].strip() not in axes]
     drawn["draw"] = draw
     return make_config(apply_overrides({**values, **drawn}, later))
+
+
+def _finetunes(space: str, dataset: DatasetSpec, weights: Any) -> bool:
+    """Which version of a space holds: ours goes by the weights, the others by the dataset."""
+    return weights != "none" if space == DEFAULT_SPACE else dataset.pretrained
 
 
 def _names(given: Any, name: str) -> bool:

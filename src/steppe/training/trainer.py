@@ -160,8 +160,6 @@ class Trainer:
         config = self.config
         if self.processes.first:
             self._check_data()
-        self._restore()
-        if self.processes.first:
             resolved = {
                 "precision": self.precision,
                 "device": str(self.device),
@@ -176,6 +174,7 @@ class Trainer:
                 config.split,
                 "augmented" if config.augment_validation else "not augmented",
             )
+        self._restore()
         if not self.processes.first:
             self.display = Silent()
         else:
