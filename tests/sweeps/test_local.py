@@ -473,7 +473,7 @@ def test_a_sweep_extended_while_it_runs(tmp_path: Path, monkeypatch) -> None:
     # Whoever waits with the plan as it was sees all of it.
     assert look(sweep).counts["done"] == 12
     assert look(sweep).complete
-    with pytest.raises(UserError, match="already, with another config"):
+    with pytest.raises(UserError, match="already, with steps=2 instead of 30"):
         write_plan(GRID, sweep.path, extend=True)
     assert read_plan(sweep.path).retries == 1
 
