@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steppe.durable import durable, sync_folder
+from steppe.durable import replace
 from steppe.errors import RunError, UserError
 from steppe.validation import first_best, mean
 
@@ -203,14 +203,6 @@ def validation_accuracy(record: Mapping[str, Any]) -> float | None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a small file in one piece: readers see the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.writing")
+    """Writes a small file in one piece."""
     with full_disk_explained(path):
-        try:
-            with durable(temporary) as file:
-                file.write(text.encode())
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        replace(path, text.encode())

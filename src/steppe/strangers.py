@@ -1,0 +1,82 @@
+"""Files, names and texts that somebody else may have made, and hints that show a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+from pathlib import Path
+from typing import Any
+
+LIMIT = 2**30
+"""Bytes that no file of text has."""
+
+
+def read(path: Path | str, limit: int = LIMIT) -> bytes:
+    """Reads a plain file whole; a FIFO or a device, which may never end, is an error at once.
+
+    Raises:
+        OSError: it cannot be read, is not a plain file, or has more than `limit` bytes.
+    """
+    # Not to wait for whoever writes to a FIFO.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise _refused(path, "is not a plain file")
+        if found.st_size > limit:
+            raise _refused(path, f"has {found.st_size:,} bytes, more than the {limit:,} expected")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(limit)
+    finally:
+        os.close(descriptor)
+
+
+def _refused(path: Path | str, why: str) -> OSError:
+    return OSError(None, why, os.fspath(path))
+
+
+def parse(data: bytes | str) -> Any:
+    """Reads JSON.
+
+    Raises:
+        ValueError: it is not JSON, is nested too deeply, or has a number of thousands of digits.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def is_name(text: object) -> bool:
+    r"""Whether a text is one name of a file or folder, and leads nowhere else.
+
+    Examples:
+        >>> [is_name(text) for text in ("PACS-fad-trial0", "..", "a/b", "/tmp", "", "a\x00b")]
+        [True, False, False, False, False, False]
+    """
+    if not isinstance(text, str) or text in ("", ".", ".."):
+        return False
+    return not any(mark in text for mark in ("/", "\\", "\0"))
+
+
+def printable(text: object) -> str:
+    r"""A text without control codes, which a terminal would obey, and without half characters.
+
+    Examples:
+        >>> print(printable("a\x1b[31mred\nb"))
+        a\x1b[31mred
+        b
+    """
+    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in str(text))
+
+
+def command(*words: object) -> str:
+    """A command as one types it, for hints; a name with a blank or a quote is quoted.
+
+    Examples:
+        >>> command("steppe", "sweep", "run", "my sweeps")
+        "steppe sweep run 'my sweeps'"
+    """
+    return printable(shlex.join(map(str, words)))
