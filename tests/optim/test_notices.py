@@ -166,3 +166,19 @@ def test_a_region_around_the_step_sees_the_weights_move(method):
     inside, alone = losses(around=True), losses(around=False)
     assert inside == pytest.approx(alone, rel=1e-3)
     assert alone[1] > 1.05 * alone[0]
+
+
+def test_a_long_recurrence_is_looked_at_in_part():
+    """Handles of a hundred thousand nodes would overflow the stack when they are freed."""
+    cell, xs = nn.LSTMCell(4, 4), torch.randn(8000, 1, 4)
+    opt = SAM(torch.optim.SGD(cell.parameters(), lr=0.1), model=cell)
+
+    def closure():
+        state = None
+        for x in xs:
+            state = cell(x, state)
+        loss = state[0].sum()
+        loss.backward()
+        return loss
+
+    assert opt.step(closure).isfinite()

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -331,3 +332,8 @@ def test_the_classes_have_the_defaults_of_the_registry(name: str) -> None:
     parameters = inspect.signature(spec._load(spec.target)).parameters
     for hyper, entry in spec.method.items():
         assert parameters[hyper].default == entry.default, hyper
+
+
+def test_a_radius_must_be_an_option_of_the_method():
+    with pytest.raises(ValueError, match="radius 'radius' is not in its method"):
+        replace(optimizer_spec("fad"), radii=("radius",))

@@ -85,7 +85,7 @@ def test_a_late_write_through_data_is_found_now_and_then():
         opt.step(closure_of(model, x))
     model.moves = True
     expected = model.teacher.weight.lerp(model.student.weight.detach(), 0.5)
-    with pytest.warns(UserWarning, match="teacher.*is written to through .data"):
+    with pytest.warns(UserWarning, match="teacher.*write through .data"):
         opt.step(closure_of(model, x))
     assert torch.equal(model.teacher.weight, expected)
 
@@ -325,6 +325,8 @@ def test_a_fingerprint_sees_any_one_change():
     odd = torch.zeros(12)[1:]  # not where 64 bits begin
     assert fingerprint(odd) != fingerprint(odd + torch.eye(11)[3])
     assert fingerprint(torch.zeros(10_000)) != fingerprint(torch.ones(10_000))
+    signed = torch.randn(20_000, dtype=torch.float64)
+    assert fingerprint(signed) != fingerprint(torch.cat([-signed[:1000], signed[1000:]]))
     assert fingerprint(torch.ones(2, dtype=torch.complex64)) != fingerprint(torch.ones(2) * 1j)
 
 
@@ -425,3 +427,87 @@ def test_a_parameter_that_takes_anothers_place_is_optimized_and_not_kept_still()
     opt.step(closure_for(model))
     FAD(sgd(alone[0].parameters()), rho=0.5, model=alone).step(closure_for(alone))
     assert torch.equal(model[0].weight, alone[0].weight)
+
+
+@pytest.mark.parametrize("kind", ["frozen parameter", "buffer"])
+def test_what_shares_memory_with_a_weight_moves_with_it(kind):
+    """To put it back would undo the perturbation of the weight."""
+
+    def weights(given):
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.a, model.c = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        alias = model.a.weight.data
+        if kind == "buffer":
+            del model.c.weight
+            model.c.register_buffer("weight", alias)
+        else:
+            model.c.weight = nn.Parameter(alias, requires_grad=False)
+        model.forward = lambda x: (model.a(x) + model.c(x)).square().mean()
+        opt = FAD(sgd(model.a.parameters()), rho=0.5, model=model if given else None)
+        for _ in range(3):
+            opt.step(closure_of(model, torch.ones(4, 6)))
+        return model.a.weight
+
+    assert torch.equal(weights(given=True), weights(given=False))
+
+
+class Counting(nn.Module):
+    """Counts its forward passes in whatever way it is told."""
+
+    def __init__(self, count, b):
+        super().__init__()
+        self.a, self.count = nn.Linear(3, 1), count
+        self.register_buffer("b", b)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.count(self)
+        return self.a(x).square().mean()
+
+
+def test_a_buffer_that_cannot_be_copied_to_is_put_back_where_it_is_replaced():
+    model = Counting(lambda m: setattr(m, "b", m.b + 1), torch.zeros(1).expand(3))
+    opt = FAD(sgd(model.a.parameters()), model=model)
+    for step in range(1, 4):
+        opt.step(closure_of(model, torch.randn(4, 3)))
+        assert model.b[0] == step
+
+
+@pytest.mark.parametrize(
+    "b", [torch.ones(3).to_sparse(), torch.ones(2, dtype=torch.complex64).conj()]
+)
+def test_a_write_that_cannot_be_undone_is_reported(b):
+    model = Counting(lambda m: m.b.mul_(2), b)
+    opt = SAM(sgd(model.a.parameters()), model=model)
+    with pytest.warns(UserWarning, match="b: passes write into a tensor that cannot be copied to"):
+        opt.step(closure_of(model, torch.randn(4, 3)))
+
+
+def test_a_buffer_that_replaces_another_later_is_kept():
+    model, x = Counting(lambda m: None, torch.zeros(3)), torch.randn(4, 3)
+    opt = FAD(sgd(model.a.parameters()), model=model)
+    for _ in range(5):
+        opt.step(closure_of(model, x))
+    del model.b
+    model.register_buffer("f", torch.zeros(()))
+    model.g = nn.Parameter(torch.zeros(()), requires_grad=False)
+    model.count = lambda m: (m.f.add_(1), m.g.add_(1))
+    for _ in range(10):
+        opt.step(closure_of(model, x))
+    assert (model.f, model.g) == (10, 10)
+
+
+@pytest.mark.parametrize("how", ["resize_", ".data"])
+def test_a_buffer_that_grows_in_place_grows_once(how):
+    def grow(model):
+        if how == "resize_":
+            model.b.resize_(len(model.b) + 1)
+        else:
+            model.b.data = torch.cat([model.b, model.b[:1]])
+
+    model = Counting(grow, torch.zeros(2))
+    opt = FAD(sgd(model.a.parameters()), model=model)
+    for step in range(1, 4):
+        opt.step(closure_of(model, torch.randn(4, 3)))
+        assert len(model.b) == 2 + step

@@ -70,6 +70,18 @@ WRITTEN = {
         lambda: FAD(torch.optim.SGD, rho=0.1),
         "FAD(torch.optim.SGD(model.parameters(), lr=0.001), rho=0.1, model=model)",
     ),
+    "a class with its learning rate": (
+        lambda: FAD(torch.optim.Adam, lr=1e-3),
+        "FAD(torch.optim.Adam(model.parameters(), lr=0.001), model=model)",
+    ),
+    "a class before the parameters": (
+        lambda: FAD(torch.optim.Adam, params(), lr=1e-3),
+        "FAD(torch.optim.Adam(model.parameters(), lr=0.001), model=model)",
+    ),
+    "torch by position": (
+        lambda: SAM(params(), 0.1, momentum=0.9),
+        "SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model=model)",
+    ),
     "davda54 by position": (
         lambda: SAM(params(), torch.optim.SGD, 0.05, True, lr=0.1),
         "SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.05, adaptive=True, model=model)",
@@ -100,6 +112,11 @@ def test_constructors_of_other_libraries_are_answered_with_the_line_to_write(sty
         call()
     assert f"\n    {line}\n" in str(error.value)
     assert "wraps an optimizer instance" in str(error.value)
+
+
+def test_an_option_of_the_base_is_sent_there():
+    with pytest.raises(TypeError, match=r"belongs to the base, SGD\(.*, lr=0.2\)"):
+        FAD(sgd(params()), lr=0.2)
 
 
 def test_the_line_to_write_works():

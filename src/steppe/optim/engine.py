@@ -23,9 +23,9 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from . import distributed, frameworks, notices
-from .excursion import Excursion, Phase, check_one_device, differ
+from .excursion import Excursion, Phase, check_one_device
 from .replay import rewinder
-from .still import Models, StillState
+from .still import Models, StillState, differ
 from .walk import Held, Span, Visit
 from .wrapper import Wrapper
 

@@ -8,7 +8,6 @@ forward and backward, and the visit's stage then does the arithmetic on the `Wal
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
@@ -23,6 +22,7 @@ from . import distributed
 from .graph import building_graph
 from .ownership import are_ours
 from .replay import is_capturing, record_randomness
+from .still import differ
 from .vectors import Vector
 from .walk import Held, Span, Visit, Walk
 
@@ -334,11 +334,6 @@ def check_one_device(params: Sequence[Tensor]) -> torch.device:
             "over all of them. Put the model on one device, or shard it with fully_shard."
         )
     return next(iter(devices), torch.device("cpu"))
-
-
-def differ(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two lists hold other objects, or the same in another order."""
-    return len(some) != len(others) or any(map(operator.is_not, some, others))
 
 
 def _extended(held: Vector, known: list[Tensor], params: list[Tensor], theta: Vector) -> Vector:

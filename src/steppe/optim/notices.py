@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -37,13 +38,16 @@ _BATCH_NORM = (
 )
 _PACKAGES = {"steppe", "torch", "lightning", "pytorch_lightning", "accelerate", "transformers"}
 """Whose lines are not the user's."""
+NODES = 10_000
+"""How much of a graph is looked at. Networks have fewer; to free Python's handles of the hundred
+thousand of a long recurrence overflows the stack."""
 
 
 def look(loss: Any, method: str, passes: int, *, model_given: bool) -> bool:
     """Warns of what the graph of a first loss shows; returns whether there was a graph."""
     if not isinstance(loss, Tensor) or loss.grad_fn is None:
         return False
-    nodes = list(_nodes(loss.grad_fn))
+    nodes = list(islice(_nodes(loss.grad_fn), NODES))
     if any(part.dtype is torch.bfloat16 for node in nodes for part in node._input_metadata):
         tell_bfloat16(method)
     if not model_given and any(map(_updates_statistics, nodes)):

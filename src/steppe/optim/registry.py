@@ -76,6 +76,11 @@ class OptimizerSpec:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     extra: str | None = None
 
+    def __post_init__(self) -> None:
+        for radius in self.radii:
+            if radius not in self.method:
+                raise ValueError(f"optimizer {self.name!r}: radius {radius!r} is not in its method")
+
     @property
     def source(self) -> str:
         """The package that the class comes from: torch, pytorch_optimizer or steppe."""

@@ -7,7 +7,8 @@ statistics, a momentum encoder, the other half of a GAN.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ Models = nn.Module | Iterable[nn.Module] | None
 
 CHECK_EVERY = 97
 """Steps between two comparisons of contents; ten times as many where they are large or on an
-accelerator, which has to be waited for. Odd, so as not to keep step with writes every so often."""
+accelerator, where comparing them makes the host wait. Not a round number, so that writes made every
+ten or hundred steps are found too."""
 LARGE = 2**25
 """Bytes from which contents are large."""
 SPARE = 2**20
@@ -53,12 +55,22 @@ class _Look(NamedTuple):
     contents: list[tuple[int, ...]]
 
 
+class _Kept(NamedTuple):
+    """A place, the tensor there and a copy of it; None where it cannot be copied to."""
+
+    place: _Place
+    tensor: Tensor
+    value: Tensor | None
+
+
 class StillState:
     """Keeps what modules hold as the first pass left it, except the parameters being optimized.
 
     Only what passes have been seen to change is copied. A change shows in a tensor's version, its
     address or its place in the module, which are looked at in every step; a write through ``.data``
-    shows in none of them, so contents are compared in the first steps and then now and then.
+    shows in none of them, so contents are compared in the first steps and at intervals after that.
+    A tensor that cannot be copied to (sparse, expanded) is put back where it was replaced, and a
+    write into it is reported.
     Attributes such as `momentum` or `training` are never toggled: that would recompile compiled
     models, and `momentum=0` still advances `num_batches_tracked`.
     """
@@ -67,14 +79,14 @@ class StillState:
         self.models, self.optimized = models, optimized
         self._moving: dict[tuple[int, str], _Place] = {}
         self._constant: list[_Place] = []
-        self._others: list[nn.Parameter] = []
+        self._strangers: list[nn.Parameter] = []
         self._modules: list[nn.Module] = []
-        self._built: tuple[list[nn.Module | None], list[int]] = ([], [])
+        self._built: tuple[list[nn.Module | None], list[str]] = ([], [])
         self._steps = 0
         self._comparing = self._capturing = False
         self._seen = _Look([], [], [], [])
-        self._kept: list[tuple[_Place, Tensor, Tensor]] = []
-        self._tried: list[tuple[_Place, Tensor, Tensor]] = []
+        self._kept: list[_Kept] = []
+        self._tried: list[_Kept] = []
         self._grads: list[tuple[Tensor, Tensor | None]] = []
 
     @torch.no_grad()
@@ -98,9 +110,10 @@ class StillState:
         if places and self._steps and self._comparing and not self._changed(contents=False):
             _tell(
                 places,
-                "is written to through .data, which shows only now and then: later passes may have "
-                "moved it since contents were last compared",
+                "changed by a write through .data, which steppe looks for only at intervals: later "
+                "passes may have moved it since contents were last compared",
             )
+        self._report_stuck(places)
         if self._comparing and self._rebuilt():  # a layer made its buffers in its first forward
             known = {place.key for place in self._constant} | self._moving.keys()
             self._find()
@@ -114,7 +127,7 @@ class StillState:
             self._tried = _cloned(self._constant)
         # Another optimizer steps these parameters: later passes must not add to their gradients.
         self._grads = [
-            (p, _held(p.grad)) for p in self._others if p.requires_grad or p.grad is not None
+            (p, _held(p.grad)) for p in self._strangers if p.requires_grad or p.grad is not None
         ]
         if places or self._comparing:
             self._seen = self._look()
@@ -128,16 +141,20 @@ class StillState:
     def put_back(self) -> None:
         """Writes back what a later pass changed, and rebinds what it replaced."""
         if self._tried:
-            found = [entry for entry in self._tried if _differs(*entry)]
-            self._move([place for place, _, _ in found])
+            found = [entry for entry in self._tried if _differs(entry)]
+            self._move([entry.place for entry in found])
             self._kept += found
-            self._tried = [entry for entry in self._tried if entry[0].key not in self._moving]
+            self._tried = [entry for entry in self._tried if entry.place.key not in self._moving]
             self._seen = self._look()
         for place, tensor, _ in self._kept:
             if place.owner.get(place.name) is not tensor:
                 place.owner[place.name] = tensor
-        if self._kept:
-            _, tensors, values = zip(*self._kept, strict=True)
+        tensors = [entry.tensor for entry in self._kept if entry.value is not None]
+        values = [entry.value for entry in self._kept if entry.value is not None]
+        for tensor, value in zip(tensors, values, strict=True):
+            if tensor.shape != value.shape or tensor.dtype != value.dtype:  # resized in place
+                tensor.data = value.clone()
+        if values:
             torch._foreach_copy_(tensors, values)
         for p, grad in self._grads:
             p.grad = grad
@@ -162,37 +179,41 @@ class StillState:
 
     def _due(self) -> bool:
         """Whether this step compares contents: the first ones do, and then one now and then."""
-        now, waits = self._steps, any(p.device.type != "cpu" for p in self.optimized[:1])
-        if now == 0 or (now < CHECK_EVERY and now & (now - 1) == 0 and not waits):
+        now = self._steps
+        if now % (10 * CHECK_EVERY) == 0:
             return True
-        if now % CHECK_EVERY:
+        if now % CHECK_EVERY and (now > CHECK_EVERY or now & (now - 1)):
             return False
-        return now % (10 * CHECK_EVERY) == 0 or not (waits or _nbytes(self._constant) > LARGE)
+        waits = any(p.device.type != "cpu" for p in self.optimized[:1])
+        return not waits and (now == 1 or _nbytes(self._constant) <= LARGE)
 
-    def _shape(self) -> tuple[list[nn.Module | None], list[int]]:
-        """The modules inside each module, and how many buffers each has."""
+    def _shape(self) -> tuple[list[nn.Module | None], list[str]]:
+        """The modules inside each module, and the names of its buffers and parameters."""
         children = [child for module in self._modules for child in module._modules.values()]
-        return children, [len(module._buffers) for module in self._modules]
+        held = [tensors for m in self._modules for tensors in (m._buffers, m._parameters)]
+        return children, list(chain.from_iterable(held))
 
     def _rebuilt(self) -> bool:
-        """Whether modules or their buffers were added, replaced or taken away since last found."""
-        children, sizes = self._shape()
-        return sizes != self._built[1] or _others(children, self._built[0]) or not self._modules
+        """Whether modules, buffers or parameters were added, renamed or removed since `_find`."""
+        children, names = self._shape()
+        return names != self._built[1] or differ(children, self._built[0]) or not self._modules
 
     def _find(self) -> None:
-        """Finds all places anew; what was seen to move is still taken to."""
+        """Finds all places anew; those that were seen to move stay marked."""
         self._modules = list(dict.fromkeys(m for model in self.models for m in model.modules()))
         self._built = self._shape()
-        optimized = set(map(id, self.optimized))
+        optimized, memory = set(map(id, self.optimized)), set(map(_memory, self.optimized)) - {0}
         places = {
             place.key: place
             for place in self._places()
-            if id(tensor := place.owner[place.name]) not in optimized and _is_plain(tensor)
+            # What shares memory with a weight moves with it, and must.
+            if id(tensor := place.owner[place.name]) not in optimized
+            and not (tensor is not None and (is_lazy(tensor) or _memory(tensor) in memory))
         }
         self._moving = {key: place for key, place in places.items() if key in self._moving}
         self._constant = [place for key, place in places.items() if key not in self._moving]
         held = [place.owner[place.name] for place in places.values()]
-        self._others = [p for p in held if isinstance(p, nn.Parameter)]
+        self._strangers = [p for p in held if isinstance(p, nn.Parameter)]
         self._move(list(self._moving.values()))  # with what has come to stand beside them
 
     def _places(self) -> Iterator[_Place]:
@@ -211,12 +232,8 @@ class StillState:
         """What is where passes have not been seen to change anything."""
         held = [owner.get(name) for owner, name, _, _ in self._constant]
         tensors = [t for t in held if t is not None]
-        try:
-            versions, addresses = _marks(tensors)
-        except RuntimeError:  # a pass has put something there that has none
-            held = [t if _is_plain(t) else None for t in held]
-            tensors = [t for t in held if t is not None]
-            versions, addresses = _marks(tensors)
+        versions = _marks(_version, tensors)
+        addresses = _marks(Tensor.data_ptr, tensors)
         contents = [fingerprint(t) for t in tensors] if self._comparing else []
         return _Look(held, versions, addresses, contents)
 
@@ -225,7 +242,7 @@ class StillState:
         old, new = self._seen, self._look()
         if not contents:
             old, new = old._replace(contents=[]), new._replace(contents=[])
-        if not _others(old.tensors, new.tensors) and old[1:] == new[1:]:
+        if not differ(old.tensors, new.tensors) and old[1:] == new[1:]:
             return []
         facts: dict[int, list[tuple[Any, ...]]] = {}
         for look in (old, new):
@@ -238,6 +255,21 @@ class StillState:
             for place, a, b in zip(self._constant, old.tensors, new.tensors, strict=True)
             if a is not b or (a is not None and facts[id(a)][0] != facts[id(a)][-1])
         ]
+
+    def _report_stuck(self, places: Sequence[_Place]) -> None:
+        """Warns of writes into tensors that cannot be copied to, and so cannot be undone."""
+        before = {place.key: t for place, t in zip(self._constant, self._seen.tensors, strict=True)}
+        stuck = [
+            place
+            for place in places
+            if (t := place.owner.get(place.name)) is before[place.key] and not _is_plain(t)
+        ]
+        if stuck:
+            names = ", ".join(place.title for place in stuck[:3])
+            tell(
+                f"{names}: passes write into a tensor that cannot be copied to (sparse, expanded "
+                "or a subclass), so later passes count too. Register a dense buffer instead."
+            )
 
     def _move(self, places: Iterable[_Place]) -> None:
         """Has these places kept from now on."""
@@ -269,32 +301,53 @@ def fingerprint(x: Tensor) -> tuple[int, ...]:
 
 
 def _weighted(x: Tensor) -> int:
-    """A sum with odd weights: a change of one term changes it, and so does most any swap."""
+    """A sum with odd weights: a change of one term changes it, and so does almost any swap."""
+    x = x ^ (x >> 29)  # or an even number of changed signs, the top bit, would cancel
     weights = torch.arange(1, len(x) + 1, device=x.device) * 0x9E3779B1 | 1
     return int((x * weights).sum())
 
 
-def _marks(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
-    """The version and the address of each."""
-    return list(map(_version, tensors)), list(map(Tensor.data_ptr, tensors))
+def _marks(mark: Callable[[Tensor], int], tensors: list[Tensor]) -> list[int]:
+    """The version or the address of each; 0 where it has none (sparse, inference mode)."""
+    try:
+        return list(map(mark, tensors))
+    except RuntimeError:
+        return [_or_zero(mark, tensor) for tensor in tensors]
+
+
+def _or_zero(mark: Callable[[Tensor], int], tensor: Tensor) -> int:
+    try:
+        return mark(tensor)
+    except RuntimeError:
+        return 0
 
 
 _version = operator.attrgetter("_version")
 
 
-def _others(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two lists hold other objects."""
+def _memory(tensor: Tensor) -> int:
+    """Where the storage of a tensor begins; 0 where it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def differ(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists hold different objects, or the same in another order."""
     return len(some) != len(others) or any(map(operator.is_not, some, others))
 
 
-def _cloned(places: Iterable[_Place]) -> list[tuple[_Place, Tensor, Tensor]]:
+def _cloned(places: Iterable[_Place]) -> list[_Kept]:
     held = [(place, place.owner.get(place.name)) for place in places]
-    return [(p, t, t.clone()) for p, t in held if t is not None and _is_plain(t)]
+    return [_Kept(p, t, t.clone() if _is_plain(t) else None) for p, t in held if t is not None]
 
 
-def _differs(place: _Place, tensor: Tensor, value: Tensor) -> bool:
-    now = place.owner.get(place.name)
-    return now is not tensor or not torch.equal(tensor, value)
+def _differs(entry: _Kept) -> bool:
+    place, tensor, value = entry
+    if place.owner.get(place.name) is not tensor:
+        return True
+    return value is not None and not torch.equal(tensor, value)
 
 
 def _nbytes(places: Iterable[_Place]) -> int:
@@ -307,7 +360,7 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 def _tell(places: Sequence[_Place], what: str) -> None:
     names = ", ".join(place.title for place in places[:3])
-    tell(f"{names} {what}. From now on it is kept as the first pass leaves it.")
+    tell(f"{names} {what}. From now on, later passes leave no trace there.")
 
 
 def _held(grad: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""An optimizer that is another one to everybody who looks."""
+"""An optimizer that wraps another one and shows that one's groups, state and hooks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
+from numbers import Real
 from typing import Any, Self
 
 from torch.optim import Optimizer
@@ -126,18 +127,24 @@ def _build_over(
 
 
 def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Answers constructor calls in the style of other libraries with the line to write."""
+    """Raises an error that shows the right call where another library's was written."""
     first_name = next(iter(inspect.signature(cls).parameters), "")
     first = args[0] if args else kwargs.get("base", kwargs.get("params"))
-    if first_name != "base" or isinstance(first, Optimizer):
+    if first_name != "base":
+        return
+    if isinstance(first, Optimizer):
+        _check_options(cls, type(first), kwargs)
         return
     method, known = cls.__name__, options_of(cls)
-    inner: Any = next((v for v in (*args[1:], *kwargs.values()) if _makes_optimizers(v)), None)
-    # By position, davda54's options follow the class of the base, in the order of ours.
-    own = dict(zip(known, (v for v in args[1:] if v is not inner), strict=False))
+    inner: Any = next((v for v in (*args, *kwargs.values()) if _makes_optimizers(v)), None)
+    numbers = [v for v in args if isinstance(v, Real)]
+    # By position, davda54's options follow the class of the base, in the order of ours; without
+    # such a class, the first number is torch's learning rate.
+    rate = {} if inner is not None or not numbers else {"lr": numbers.pop(0)}
+    own = dict(zip(known, numbers, strict=False))
     own |= {name: value for name, value in kwargs.items() if name in known}
     taken = ("base", "params", "base_optimizer", "model", *own)
-    rest = {k: v for k, v in kwargs.items() if k not in taken}
+    rest = {**rate, **{k: v for k, v in kwargs.items() if k not in taken}}
     if isinstance(inner, partial):
         inner, rest = inner.func, {**inner.keywords, **rest}
     if isinstance(inner, Optimizer):
@@ -156,6 +163,17 @@ def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
         f"    {line}\n\n"
         f"Where parameters are all you can pass, use {method}.over({name}), which takes them."
     )
+
+
+def _check_options(cls: type, base: type, options: Mapping[str, Any]) -> None:
+    """Refuses options of the base, which was built before it was wrapped."""
+    known = options_of(cls)
+    for name in options:
+        if name not in (*known, "base", "model") and name in options_of(base):
+            raise TypeError(
+                f"{cls.__name__} has no option {name!r}: it belongs to the base, "
+                f"{base.__name__}(model.parameters(), {name}={options[name]!r})"
+            )
 
 
 def _makes_optimizers(value: Any) -> bool:
