@@ -58,6 +58,10 @@ def is_name(text: object) -> bool:
     """
     if not isinstance(text, str) or text in ("", ".", ".."):
         return False
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:  # half a character, which JSON can hold and no file system has
+        return False
     return not any(mark in text for mark in ("/", "\\", "\0"))
 
 

@@ -196,7 +196,7 @@ def test_runs_without_a_result_are_counted(tmp_path: Path) -> None:
     sweep = write_plan(planned(order, default_rates(order)), tmp_path / "sweep")
     found = gather(order, sweep, default_rates(order))
     (problem,) = found.problems
-    assert problem.startswith("20 of 20 runs have no result: see 'steppe sweep status")
+    assert problem.startswith("20 of 20 runs have no result: see: steppe sweep status")
     assert not grids(found)
 
 

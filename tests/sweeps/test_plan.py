@@ -2,13 +2,20 @@
 
 import itertools
 import json
+import os
+import resource
+import shlex
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from steppe.domains import dataset_spec, seed_hash
-from steppe.errors import UserError
+from steppe.errors import RunError, UserError
+from steppe.sealed import KEY
 from steppe.sweeps import Grid, jobs, read_plan, target_sets, write_plan
 from steppe.training import RunConfig, draw_hparams, read_config
 from steppe.training.config import Named
@@ -133,3 +140,120 @@ def test_ten_thousand_runs_take_seconds(tmp_path: Path) -> None:
     began = time.monotonic()
     assert len(write_plan(grid, tmp_path / "sweep").names) == 10_368
     assert time.monotonic() - began < 40  # 5 s on two idle cores
+
+
+def edited(path: Path, **changes: object) -> None:
+    """Changes the plan as somebody with an editor would, or somebody who makes one by hand."""
+    facts = json.loads((path / "sweep.json").read_text())
+    del facts[KEY]
+    (path / "sweep.json").write_text(json.dumps({**facts, **changes}))
+
+
+RUN = {
+    **dict.fromkeys(("dataset", "targets", "algorithm", "optimizer", "averaging"), "x"),
+    "trial": 0,
+    "draw": None,
+    "steps": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(
+            ({"runs": {name: RUN}}, "is not a name of a run")
+            for name in ("../../mine", "..", "/tmp/mine", "", "a/b", "a\0b", "\ud800")
+        ),
+        ({"runs": [RUN]}, "'runs' of the plan is"),
+        ({"runs": {"a": 3}}, "run a is 3"),
+        ({"runs": {"a": {}}}, "run a has no 'dataset'"),
+        ({"runs": {"a": {**RUN, "steps": "9"}}}, "'steps' of run a is '9'"),
+        ({"retries": "1"}, "'retries' of the plan is '1'"),
+        ({"commands": None}, "'commands' of the plan is None"),
+        ({"version": "1"}, "version is '1'"),
+        ({"version": None}, "version is None"),
+        ({"version": 99}, "newer steppe"),
+    ],
+)
+def test_a_plan_of_another_shape_is_one_line(tmp_path: Path, changes, message) -> None:
+    write_plan(SMALL, tmp_path / "sweep")
+    edited(tmp_path / "sweep", **changes)
+    with pytest.raises(UserError, match=message) as told:
+        read_plan(tmp_path / "sweep")
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "{}", '{"version": ' + "[" * 100_000, "\x00", "1" * 9999]
+)
+def test_a_plan_that_is_none_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(UserError, match="sweep.json is"):
+        read_plan(tmp_path)
+
+
+def test_a_changed_plan_shows_and_the_error_says_how_to_keep_a_change(tmp_path: Path) -> None:
+    sweep = write_plan(SMALL, tmp_path)
+    file = tmp_path / "sweep.json"
+    whole = file.read_text()
+    file.write_text(whole.replace('"retries": 1', '"retries": 3'))
+    with pytest.raises(
+        UserError, match=f'differs from its checksum.*remove its last entry, "{KEY}"'
+    ):
+        read_plan(tmp_path)
+    edited(tmp_path, retries=3)
+    assert read_plan(tmp_path).retries == 3
+    file.write_text(whole)
+    assert read_plan(tmp_path) == sweep
+
+
+@pytest.mark.parametrize("limit", [100, 3000], ids=["a config", "the plan"])
+@pytest.mark.parametrize("extend", [False, True])
+def test_a_failed_write_is_one_line_and_loses_nothing(tmp_path: Path, limit, extend) -> None:
+    path = tmp_path / "sweep"
+    before = write_plan(SMALL, path) if extend else None
+    more = Grid(("RotatedDigits",), optimizers=("adam",), trials=2, draws=2)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        with pytest.raises(RunError, match="could not be written: File too large") as told:
+            write_plan(more, path, extend=extend)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert str(told.value).startswith(f"{path}/")
+    assert "\n" not in str(told.value)
+    assert not list(path.glob(".*"))
+    if before is not None:
+        assert read_plan(path) == before
+        assert "The plan is as it was" in str(told.value)
+    assert len(write_plan(more, path, extend=extend).names) == (72 if extend else 24)
+
+
+def test_a_config_is_not_written_through_a_link(tmp_path: Path) -> None:
+    name, _ = next(jobs(SMALL))
+    mine = tmp_path / "mine"
+    mine.write_text("keep")
+    folder = tmp_path / "sweep/runs" / name
+    folder.mkdir(parents=True)
+    (folder / "config.json").symlink_to(mine)
+    write_plan(SMALL, tmp_path / "sweep")
+    assert mine.read_text() == "keep"
+
+
+def test_hints_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    path = tmp_path / "it's; my sweep\udcff"
+    words = [sys.executable, "-m", "steppe", "sweep", "plan", path, "--datasets", "RotatedDigits"]
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    options = ["--trials", "1", "--draws", "0", "--no-estimate"]
+    done = subprocess.run(
+        [*words, *options], capture_output=True, text=True, env=environment, check=True
+    )
+    hint = done.stdout.partition("start them with: ")[2]
+    assert shlex.split(hint)[:3] == ["steppe", "sweep", "run"]
+    assert shlex.split(hint)[3:] == [str(path).replace("\udcff", r"\udcff")]
+    status = subprocess.run(
+        [*words[:4], "status", path], capture_output=True, text=True, env=environment, check=True
+    )
+    assert r"my sweep\udcff: 6 planned" in status.stdout.replace("\n", "")

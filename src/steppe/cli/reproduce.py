@@ -2,12 +2,13 @@
 
 import json
 import math
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from steppe.strangers import command, printable
 
 from .common import BACKBONE, JSON, OVERRIDES, ROOT, WEIGHTS, names, talk
 
@@ -92,11 +93,11 @@ def reproduce(
         options={key: value for key, value in given.items() if value is not None},
     )
     folder = out or Path("reproduce") / f"{name}-{scale}"
-    command = shlex.join(["steppe", *sys.argv[1:]])
+    typed = command("steppe", *sys.argv[1:])
     begun = (folder / "sweep.json").exists()  # and perhaps done: its tables need no images
     _look_for_images(order, warn=only_plan or begun or launcher == "ray")
     if only_plan:
-        _plan(order, folder, command)
+        _plan(order, folder, typed)
         return
     console = Console(stderr=True)
 
@@ -120,14 +121,14 @@ def reproduce(
         order,
         folder,
         carry_out,
-        command=command,
-        say=lambda line: console.print(line, highlight=False, markup=False),
+        command=typed,
+        say=lambda line: console.print(printable(line), highlight=False, markup=False),
     )
     facts = _facts(order)
     files = recipes.write_results(found, folder, facts, facts["command"])
     _show(found, as_json)
     if files:
-        print(f"written: {', '.join(map(str, files))}", file=sys.stderr)
+        print(f"written: {', '.join(map(printable, files))}", file=sys.stderr)
     if found.problems:
         raise typer.Exit(1)
 
@@ -144,7 +145,8 @@ def _look_for_images(order: "Order", warn: bool) -> None:
         except UserError as error:
             if not warn:
                 raise
-            print(f"steppe: not on this machine, workers need it: {error}", file=sys.stderr)
+            text = f"steppe: not on this machine, workers need it: {error}"
+            print(printable(text), file=sys.stderr)
 
 
 def _numbers(text: str) -> tuple[float, ...] | None:
@@ -165,16 +167,17 @@ def _facts(order: "Order") -> dict[str, Any]:
     return environment(find_device(str(order.options.get("device", "auto"))))
 
 
-def _plan(order: "Order", folder: Path, command: str) -> None:
+def _plan(order: "Order", folder: Path, typed: str) -> None:
     from rich.console import Console
 
     from steppe import recipes
     from steppe.sweeps import cost
 
-    sweep, rates = recipes.plan(order, folder, command)
+    sweep, rates = recipes.plan(order, folder, typed)
     Console().print(cost.table(cost.estimate(sweep, measured=False)))
     n = len(sweep.names)
-    print(f"{folder}: {n:,} runs planned; start them with 'steppe sweep run {folder}'")
+    start = command("steppe", "sweep", "run", folder)
+    print(f"{printable(folder)}: {n:,} runs planned; start them with: {start}")
     if rates is None:
         print("learning rates are still to be tuned; the same command plans the others after that")
 
@@ -189,7 +192,7 @@ def _show(found: Any, as_json: bool) -> None:
         return
     print(printed([to_terminal(grid) for grid in grids(found)]), end="")
     for problem in found.problems:
-        print(f"steppe: {problem}", file=sys.stderr)
+        print(printable(f"steppe: {problem}"), file=sys.stderr)
 
 
 def _list() -> None:

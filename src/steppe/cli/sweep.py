@@ -1,12 +1,13 @@
 """`steppe sweep`: many runs, on one machine or a cluster."""
 
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+from steppe.strangers import command, printable
 
 from .common import BACKBONE, JSON, OVERRIDES, PLUGINS, ROOT, WEIGHTS, names, talk
 
@@ -91,14 +92,15 @@ def sweep_plan(
         tuple(overrides or ()),
         {key: value for key, value in given.items() if value is not None},
     )
-    command = shlex.join(["steppe", *sys.argv[1:]])
-    plan = sweeps.write_plan(grid, path, retries=retries, command=command, extend=extend)
+    typed = command("steppe", *sys.argv[1:])
+    plan = sweeps.write_plan(grid, path, retries=retries, command=typed, extend=extend)
     found = cost.estimate(plan, measured=estimate)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
         return
     Console().print(cost.table(found))
-    print(f"{path}: {len(plan.names):,} runs planned; start them with 'steppe sweep run {path}'")
+    start = command("steppe", "sweep", "run", path)
+    print(f"{printable(path)}: {len(plan.names):,} runs planned; start them with: {start}")
 
 
 @app.command("run")
@@ -188,7 +190,8 @@ def sweep_retry(
     from steppe.sweeps import read_plan, retry
 
     changed = retry(read_plan(path), tuple(runs or ()))
-    print(f"{len(changed):,} runs will be tried again; 'steppe sweep run {path}' starts them")
+    start = command("steppe", "sweep", "run", path)
+    print(f"{len(changed):,} runs will be tried again; start them with: {start}")
 
 
 @app.command("cancel")

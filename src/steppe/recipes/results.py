@@ -30,6 +30,7 @@ from steppe.reports import (
 )
 from steppe.reports.curvature import comparison_table
 from steppe.reports.render import MISSING, Text, cell_text
+from steppe.strangers import command
 from steppe.sweeps import Grid as PlannedGrid
 from steppe.sweeps import Job, Sweep, jobs, look
 
@@ -161,7 +162,7 @@ def look_at(sweep: Sweep) -> str:
     """How many runs failed, and where to read why."""
     failed = look(sweep).counts["failed"]
     said = f"{failed:,} failed, " if failed else ""
-    return f"{said}see 'steppe sweep status {sweep.path}'"
+    return f"{said}see: {command('steppe', 'sweep', 'status', sweep.path)}"
 
 
 def _of(part: Part, row: Row) -> bool:

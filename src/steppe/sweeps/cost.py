@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from steppe.domains import dataset_spec
 from steppe.optim import optimizer_spec
+from steppe.strangers import printable
 from steppe.training import RunConfig
 from steppe.training.backbones import build_network
 from steppe.training.processes import find_device
@@ -122,8 +123,8 @@ def table(cost: Cost) -> Table:
         seconds = values["seconds"]
         time_taken = "" if seconds is None else str(timedelta(seconds=round(seconds)))
         shown.add_row(
-            Text(values["dataset"]),
-            values["optimizer"],
+            Text(printable(values["dataset"])),
+            Text(printable(values["optimizer"])),
             f"{values['runs']:,}",
             f"{values['passes']:,}",
             time_taken,

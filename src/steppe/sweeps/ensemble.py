@@ -11,7 +11,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from steppe.durable import replace
 from steppe.errors import UserError
+from steppe.strangers import command, printable
 from steppe.training import EnsembleScores, evaluate_ensemble
 
 from .plan import AXES, Sweep
@@ -52,7 +54,8 @@ def ensembles(sweep: Sweep, device: str = "auto") -> Iterator[Ensemble]:
             key = (*(str(axes[axis]) for axis in AXES), str(axes.get("tag", "")))
             groups[key].append(name)
     if not groups:
-        raise UserError(f"{sweep.path} has no finished runs yet: see 'steppe sweep status'")
+        look = command("steppe", "sweep", "status", sweep.path)
+        raise UserError(f"{sweep.path} has no finished runs yet: see: {look}")
     for key, names in groups.items():
         folders = [Job(sweep.folder(name)).result for name in names]
         found = evaluate_ensemble(folders, which="best", device=device)
@@ -62,7 +65,7 @@ def ensembles(sweep: Sweep, device: str = "auto") -> Iterator[Ensemble]:
 def save(sweep: Sweep, found: list[Ensemble]) -> None:
     """Writes them to the sweep's folder."""
     text = json.dumps([ensemble.to_json() for ensemble in found], indent=2) + "\n"
-    (sweep.path / FILE).write_text(text)
+    replace(sweep.path / FILE, text.encode())
 
 
 def table(found: list[Ensemble]) -> Table:
@@ -73,6 +76,6 @@ def table(found: list[Ensemble]) -> Table:
         whole = sum(s.ensemble.accuracy for s in scores) / len(scores)
         members = [m.accuracy for s in scores for m in s.members]
         values = (sum(members) / len(members), whole)
-        names = [Text(value) for value in ensemble.axes.values()]
+        names = [Text(printable(value)) for value in ensemble.axes.values()]
         shown.add_row(*names, str(len(ensemble.runs)), *(f"{100 * value:.1f}" for value in values))
     return shown

@@ -8,9 +8,11 @@ from rich.console import Console
 from rich.live import Live
 
 from steppe.errors import UserError
+from steppe.strangers import printable
 
 from .plan import read_plan
 from .status import Status, show
+from .tidy import tidy
 
 
 def run(
@@ -39,10 +41,11 @@ def run(
     for option, (value, of) in given.items():
         if value and launcher != of:
             raise UserError(f"{option} is for --launcher {of}, not {launcher}")
+    tidy(sweep, stale)
     if launcher == "slurm":
         from .slurm import submit
 
-        print(submit(sweep, workers, per_gpu, threads, stale, sbatch, dry_run))
+        print(printable(submit(sweep, workers, per_gpu, threads, stale, sbatch, dry_run)))
         return None
     console = Console(stderr=True)
     with Live(console=console, auto_refresh=False, transient=True) as live:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from steppe import strangers
 from steppe.domains.pool import cores
 from steppe.errors import Interrupted, RunError, UserError
 from steppe.training.interrupts import Interrupts
@@ -113,8 +114,8 @@ def run_local(
                 if not alive:
                     if any(slot.process.returncode for slot in slots):
                         raise RunError(
-                            f"the workers died again and again: {logs} says why; after that "
-                            "'steppe sweep run' goes on"
+                            f"the workers died again and again: {logs} says why; fix it, then: "
+                            + strangers.command("steppe", "sweep", "run", sweep.path)
                         )
                     break
                 time.sleep(max(LOOK_SECONDS, 5 * (time.monotonic() - began)))

@@ -6,19 +6,21 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from steppe import __version__
+from steppe import __version__, strangers
 from steppe.algorithms import algorithm_spec
 from steppe.averaging import averaging_spec
 from steppe.domains import DatasetSpec, dataset_spec, import_plugins, seed_hash
-from steppe.durable import durable, sync_folder
-from steppe.errors import UserError, unknown
+from steppe.durable import replace
+from steppe.errors import RunError, UserError, unknown
 from steppe.optim import optimizer_spec
 from steppe.optim.search import DEFAULT_SPACE, get_space
+from steppe.sealed import KEY, Broken, seal, unseal
 from steppe.training import RunConfig, configure, read_config
 
 VERSION = 1
@@ -27,6 +29,15 @@ AXES = ("dataset", "targets", "algorithm", "optimizer", "averaging")
 """What a sweep varies, besides trials and draws."""
 RETRIES = 1
 _FILE = "sweep.json"
+WRITING = f".{_FILE}.writing"
+"""What `durable.replace` calls the plan while it is written."""
+_SHAPE: Mapping[str, Any] = {"retries": int, "grids": list, "commands": list, "runs": dict}
+_RUN_SHAPE: Mapping[str, Any] = {
+    **dict.fromkeys(AXES, str),
+    "trial": int,
+    "draw": int | None,
+    "steps": int,
+}
 
 
 @dataclass(frozen=True)
@@ -238,11 +249,10 @@ def write_plan(
             )
     if old is not None and not new and retries in (None, old.retries):
         return old
-    for name, config in new.items():
-        folder = path / "runs" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(config.to_json())
-    os.sync()  # at once: thousands of files, one by one, would take minutes
+    with _unwritten_explained(path):
+        for name, config in new.items():
+            _write_config(path / "runs" / name, config)
+        os.sync()  # at once: thousands of files, one by one, would take minutes
     commands = old.facts["commands"] if old else []
     facts = {
         "version": VERSION,
@@ -258,25 +268,80 @@ def write_plan(
             **{n: {**_axes(config), "tag": grid_of[n].tag} for n, config in new.items()},
         },
     }
-    # Last: a plan that was cut off is no plan.
-    with durable(path / f".{_FILE}.writing") as file:
-        file.write((json.dumps(facts, indent=1) + "\n").encode())
-    (path / f".{_FILE}.writing").replace(path / _FILE)
-    sync_folder(path)
+    with _unwritten_explained(path):  # last: a plan that was cut off is no plan
+        replace(path / _FILE, seal(json.dumps(facts, indent=1)) + b"\n")
     return read_plan(path)
 
 
-def read_plan(path: Path) -> Sweep:
-    """Read a planned sweep."""
+def _write_config(folder: Path, config: RunConfig) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_symlink():
+        raise UserError(f"{folder} is a link: put the folder itself there")
+    path = folder / "config.json"
     try:
-        facts = json.loads((path / _FILE).read_text())
+        path.unlink(missing_ok=True)  # of a plan that was cut off; a link is not followed
+        with path.open("x") as file:
+            file.write(config.to_json())
+    except OSError as error:  # a write that fails names no file
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextmanager
+def _unwritten_explained(path: Path) -> Iterator[None]:
+    """Turns a failed write into an error that says what is left."""
+    try:
+        yield
+    except OSError as error:
+        left = "The plan is as it was" if (path / _FILE).exists() else "Nothing is planned yet"
+        raise RunError(
+            f"{error.filename or path} could not be written: {error.strerror}. {left}: fix that, "
+            "then plan again."
+        ) from error
+
+
+def read_plan(path: Path) -> Sweep:
+    """Read a planned sweep.
+
+    Raises:
+        UserError: there is none, or it is damaged, or names runs that are not in its folder.
+    """
+    file = path / _FILE
+    try:
+        facts = unseal(strangers.read(file))
     except FileNotFoundError:
+        plan = strangers.command("steppe", "sweep", "plan", path)
+        raise UserError(f"{path} is not a sweep: plan one with: {plan} --datasets ...") from None
+    except Broken:
         raise UserError(
-            f"{path} is not a sweep: plan one with 'steppe sweep plan {path} ...'"
+            f"{file} differs from its checksum. If you edited it, remove its last entry, "
+            f'"{KEY}"; if not, it is damaged: restore it, or plan the sweep in a new folder'
         ) from None
     except ValueError as error:
-        raise UserError(f"{path / _FILE} is damaged, not JSON: {error}") from None
-    if facts["version"] > VERSION:
+        raise UserError(f"{file} is damaged, not JSON: {error}") from None
+    version = facts.get("version")
+    if not isinstance(version, int):
+        raise UserError(f"{file} is not a plan: its version is {version!r:.60}, not a number")
+    if version > VERSION:
         raise UserError(f"{path} was planned by a newer steppe: pip install -U steppe")
-    runs = facts.pop("runs")
+    _check_shape(file, "the plan", facts, _SHAPE)
+    runs: dict[str, Any] = facts.pop("runs")
+    for name, axes in runs.items():
+        if not strangers.is_name(name):
+            raise UserError(f"{file} is damaged: {name!r:.200} is not a name of a run")
+        if not isinstance(axes, dict):
+            raise UserError(f"{file} is damaged: run {name} is {axes!r:.60}")
+        _check_shape(file, f"run {name}", axes, _RUN_SHAPE)
+    if (path / "runs").is_symlink():  # whoever made the sweep may have it lead anywhere
+        raise UserError(
+            f"{path / 'runs'} is a link: put the folder itself there (the whole sweep may be "
+            "behind a link)"
+        )
     return Sweep(path, runs, facts["retries"], facts)
+
+
+def _check_shape(file: Path, what: str, facts: Mapping[str, Any], shape: Mapping[str, Any]) -> None:
+    for key, expected in shape.items():
+        if key not in facts:
+            raise UserError(f"{file} is damaged: {what} has no {key!r}")
+        if not isinstance(facts[key], expected):
+            raise UserError(f"{file} is damaged: {key!r} of {what} is {facts[key]!r:.60}")

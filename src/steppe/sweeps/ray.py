@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from steppe import strangers
 from steppe.errors import Interrupted, RunError, UserError
 from steppe.training.interrupts import Interrupts
 
@@ -159,7 +160,8 @@ def _run(
                     if deaths > DEATHS * max(wanted, 1):
                         raise RunError(
                             f"the workers died again and again, the last of {error}; {logs} may "
-                            "say more; after that 'steppe sweep run' goes on"
+                            "say more; fix it, then: "
+                            + strangers.command("steppe", "sweep", "run", sweep.path)
                         )
                 while len(tasks) < wanted:
                     tasks.append(task.remote(*arguments))

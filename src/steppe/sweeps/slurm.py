@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
+from steppe.durable import replace
 from steppe.errors import UserError
+from steppe.strangers import command
 
 from .local import worker_command
 from .plan import Sweep
@@ -48,20 +51,23 @@ def submit(
     status = look(sweep, stale)
     left = sum(status.counts[state] for state in ("planned", "running", "lost"))
     if not left:
-        return f"{sweep.path}: nothing is left to be run"
+        return "\n".join([f"{sweep.path}: nothing is left to be run", *status.problems])
     number = per_gpu * math.ceil((workers or min(left, WORKERS)) / per_gpu)
     path = sweep.path.resolve() / "slurm" / "sweep.sbatch"
     text = script(sweep, number, per_gpu, threads, stale, sbatch)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
+    replace(path, os.fsencode(text))
+    damaged = "".join(f"\n{problem}" for problem in status.problems)
     gpus = "" if "gpus" in text or "gres" in text else " (no GPU is asked for: --sbatch=--gpus=1)"
     if dry_run:
-        return f"{path}: {number} workers{gpus}; submit them with: sbatch {shlex.quote(str(path))}"
+        return (
+            f"{path}: {number} workers{gpus}; submit them with: {command('sbatch', path)}{damaged}"
+        )
     job = _sbatch(path)
     few = "" if workers else f" (--workers N for another number; {left:,} runs are left)"
     return (
         f"job {job}: {number} workers{few}{gpus}, as {path} says; 'scancel {job}' ends them\n"
-        f"follow them with: steppe sweep status {shlex.quote(str(sweep.path))} --watch"
+        f"follow them with: {command('steppe', 'sweep', 'status', sweep.path, '--watch')}{damaged}"
     )
 
 
@@ -94,29 +100,29 @@ def script(
     ]
     if per_gpu > 1 and not any(option.startswith(_GPU_OPTIONS) for option in sbatch):
         options.append("--gpus-per-node=1")
-    command = shlex.join(worker_command(home, "auto", threads, stale))
+    worker = shlex.join(worker_command(home, "auto", threads, stale))
     return "\n".join(
         [
             "#!/bin/bash",
             f"# Workers for {home}, written by 'steppe sweep run --launcher slurm'.",
             *(f"#SBATCH {option}" for option in (*options, *sbatch)),
             "",
-            *(_one(command) if per_gpu == 1 else _several(command, per_gpu)),
+            *(_one(worker) if per_gpu == 1 else _several(worker, per_gpu)),
             "",
         ]
     )
 
 
-def _one(command: str) -> list[str]:
+def _one(worker: str) -> list[str]:
     # In the shell's place, it hears Slurm's signals.
     return [
         "# It takes runs until none is left. SIGTERM, from scancel or a minute before the job's",
         "# time is up, has it save its run and give it back to the others.",
-        f"exec {command}",
+        f"exec {worker}",
     ]
 
 
-def _several(command: str, number: int) -> list[str]:
+def _several(worker: str, number: int) -> list[str]:
     return [
         f"# {number} workers share the GPU. They take runs until none is left. SIGTERM, from",
         "# scancel or a minute before the job's time is up, has them save their runs and give them",
@@ -124,7 +130,7 @@ def _several(command: str, number: int) -> list[str]:
         'pids=""',
         "trap 'kill -TERM $pids 2>/dev/null' TERM",
         f"for _ in $(seq {number}); do",
-        f"  {command} &",
+        f"  {worker} &",
         '  pids="$pids $!"',
         "done",
         "status=0",

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steppe.errors import UserError, unknown
+from steppe.strangers import printable
 
 from . import store
 from .plan import AXES, Sweep, read_plan
@@ -25,6 +26,8 @@ from .store import Event, Job
 STATES = ("planned", "running", "lost", "done", "failed", "cancelled")
 RECENT_SECONDS = 3600.0
 """Throughput is that of the last hour."""
+PROBLEMS = 10
+"""So many are shown."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Status:
         seconds_left: an estimate from the runs that are done, or None before the first.
         running: the runs at work, and for how many seconds.
         failures: the runs that failed for good.
+        problems: what is damaged or missing: events, results. No run is left out because of one.
     """
 
     counts: Mapping[str, int]
@@ -56,6 +60,7 @@ class Status:
     seconds_left: float | None
     running: Mapping[str, float]
     failures: tuple[Failure, ...]
+    problems: tuple[str, ...] = ()
 
     @property
     def over(self) -> bool:
@@ -82,20 +87,24 @@ def look(sweep: Sweep, stale: float = store.STALE_SECONDS) -> Status:
     ends: list[float] = []
     first = now
     failures = []
+    problems: list[str] = []
     for name in sweep.names:
         job = Job(sweep.folder(name))
         events = job.events()
         state = states[name] = store.state_of(job, events, now, sweep.retries, stale)
+        problems += store.damage(job, events)
         claims = [event for event in events if event.kind == "claim"]
         if claims:
             first = min(first, claims[0].time)
         if state == "done":
             with suppress(OSError):  # of someone who may only look
                 job.settle(events[-1])
+            if not job.result.exists() and not job.attempt(events[-1].number - 1).exists():
+                problems.append(f"{name} is done, but {store.RESULT} is missing")
             seconds[name] = _worked(events)
             ends.append(events[-1].time)
         elif state == "running":
-            running[name] = max(0.0, now - claims[-1].time)
+            running[name] = max(0.0, now - events[-1].time)
         elif state == "failed":
             facts = events[-1].facts
             failures.append(Failure(name, len(claims), facts["error"], facts["traceback"]))
@@ -113,6 +122,7 @@ def look(sweep: Sweep, stale: float = store.STALE_SECONDS) -> Status:
         _seconds_left(sweep, states, seconds, running),
         running,
         tuple(failures),
+        tuple(problems),
     )
 
 
@@ -159,8 +169,8 @@ def show(sweep: Sweep, status: Status) -> Group:
     states = ", ".join(f"{n:,} {state}" for state, n in status.counts.items() if n)
     left = status.seconds_left
     time_left = "?" if left is None else str(timedelta(seconds=round(left)))
-    lines = [
-        Text(f"{sweep.path}: {states}"),
+    parts: list[Any] = [
+        Text(printable(f"{sweep.path}: {states}")),
         Text(
             f"{done:,} of {total:,} runs ({done / max(total, 1):.0%}), "
             f"{status.runs_per_hour:,.1f} an hour, {time_left} left"
@@ -173,9 +183,8 @@ def show(sweep: Sweep, status: Status) -> Group:
         if len(values) > 1:
             for value, counts in values.items():
                 row = (f"{counts.get(state, 0):,}" if counts.get(state) else "" for state in STATES)
-                table.add_row(axis, Text(value), *row)
+                table.add_row(axis, Text(printable(value)), *row)
                 axis = ""
-    parts: list[Any] = [*lines]
     if table.row_count:
         parts.append(table)
     alike: dict[str, list[Failure]] = defaultdict(list)
@@ -185,9 +194,13 @@ def show(sweep: Sweep, status: Status) -> Group:
         first, more = failures[0], len(failures) - 1
         others = f", and {more:,} more" if more else ""
         text = f"failed after {first.attempts} attempts: {first.name}{others}: {error}"
-        parts.append(Text(text, style="red"))
+        parts.append(Text(printable(text), style="red"))
         if first.traceback:
-            parts.append(Text(first.traceback.rstrip(), style="dim"))
+            parts.append(Text(printable(first.traceback.rstrip()), style="dim"))
+    lines = list(status.problems[:PROBLEMS])
+    if len(status.problems) > PROBLEMS:
+        lines.append(f"and {len(status.problems) - PROBLEMS:,} more problems: --json has all")
+    parts += [Text(printable(line), style="yellow") for line in lines]
     return Group(*parts)
 
 

@@ -9,29 +9,54 @@ followed by `done` and nothing else: a worker that was stalled and wakes up cann
 
 A worker shows that it is alive by touching a file. One that has not for a while is taken for dead,
 and its run is claimed by another one, which goes on from a copy of its checkpoints.
+
+An event that cannot be read, or that nobody could have written, is `damaged`. It is taken for a
+claim by somebody unknown: waited for while there are signs of life, passed over after that. A run
+that has a result is done, whatever became of the event that said so.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
+import re
+import secrets
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from steppe import strangers
+from steppe.errors import UserError
+from steppe.sealed import seal, unseal
 from steppe.training import RunConfig, checkpoint, read_config
+
+from .takeover import COPYING, newest_step, take_over
+
+log = logging.getLogger("steppe")
 
 STALE_SECONDS = 60.0
 """Without a sign of life for so long, a worker is taken for dead."""
 BEAT_SECONDS = 10.0
 
 RESULT = "result"
+DAMAGED = "damaged"
+KINDS: Mapping[str, Mapping[str, type]] = {
+    "claim": {},
+    "done": {"attempt": int},
+    "failed": {"error": str, "traceback": str},
+    "released": {},
+    "cancelled": {},
+    "retry": {},
+}
+"""What can happen to a run, and the facts that others rely on."""
+_EVENT = re.compile(r"([0-9]{5}|[1-9][0-9]{5,})\.json")
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -41,7 +66,8 @@ class Event:
 
     Attributes:
         number: its place in the sequence, from 1.
-        kind: `claim`, `done`, `failed`, `released`, `cancelled` or `retry`.
+        kind: `claim`, `done`, `failed`, `released`, `cancelled` or `retry`; or `damaged`, with the
+            reason among its facts.
         time: when, in seconds since 1970, by the clock of whoever noted it.
         facts: more about it.
     """
@@ -78,34 +104,53 @@ class Job:
 
     def events(self) -> list[Event]:
         """What happened so far, in order."""
-        try:
-            names = sorted(os.listdir(self.path / "events"))
-        except FileNotFoundError:
-            return []
-        return [self._read(name) for name in names if not name.startswith(".")]
-
-    def _read(self, name: str) -> Event:
-        path = self.path / "events" / name
-        try:
-            facts = json.loads(path.read_bytes())
-        except ValueError:  # cut off by a crash, where files cannot be linked: nobody's claim
-            facts = {"kind": "released", "time": path.stat().st_mtime}
-        return Event(int(name[:-5]), facts.pop("kind"), facts.pop("time"), facts)
+        found: list[Event] = []
+        for number in sorted(self._numbers()):
+            event = self._read(number)
+            missing = found[-1].number + 1 if found else 1
+            if number > missing:
+                found.append(Event(missing, DAMAGED, event.time, {"reason": "it is missing"}))
+            found.append(event)
+        return found
 
     def last(self) -> Event | None:
         """The latest event."""
+        number = max(self._numbers(), default=None)
+        return None if number is None else self._read(number)
+
+    def event_file(self, number: int) -> Path:
+        """Where the event of that number is."""
+        return self.path / "events" / f"{number:05d}.json"
+
+    def _numbers(self) -> Iterator[int]:
+        """The numbers that are taken; files that are not called like events are none."""
+        for folder in (self.path, self.path / "events"):
+            if folder.is_symlink():  # whoever made the sweep may have it lead anywhere
+                raise UserError(f"{folder} is a link: put the folder itself there")
         try:
-            names = [n for n in os.listdir(self.path / "events") if n[0] != "."]
+            names = os.listdir(self.path / "events")
         except FileNotFoundError:
-            return None
-        return self._read(max(names)) if names else None
+            return
+        for name in names:
+            if found := _EVENT.fullmatch(name):
+                yield int(found[1])
+
+    def _read(self, number: int) -> Event:
+        path = self.event_file(number)
+        try:
+            return _event(number, strangers.read(path))
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            with suppress(OSError):
+                return Event(number, DAMAGED, path.stat().st_mtime, {"reason": str(reason)})
+            return Event(number, DAMAGED, 0.0, {"reason": str(reason)})
 
     def note(self, number: int, kind: str, **facts: Any) -> bool:
         """Makes something the event of that number; False if there is one already."""
         folder = self.path / "events"
         folder.mkdir(exist_ok=True)
-        text = json.dumps({"kind": kind, "time": time.time(), **facts}).encode()
-        target = folder / f"{number:05d}.json"
+        text = seal(json.dumps({"kind": kind, "time": time.time(), **facts}))
+        target = self.event_file(number)
         temporary = folder / f".{number:05d}.{worker_name()}"
         try:
             with checkpoint.full_disk_explained(target):
@@ -113,40 +158,85 @@ class Job:
             os.link(temporary, target)  # atomic everywhere, and whole at once
         except FileExistsError:
             # NFS may answer this to the one who made it, when the first answer was lost.
-            return temporary.stat().st_nlink > 1
+            with suppress(FileNotFoundError):
+                return temporary.stat().st_nlink > 1
+            return False
+        except FileNotFoundError:  # it stalled, and the temporary was tidied up
+            return self.note(number, kind, **facts)
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
             try:
-                with target.open("xb") as file:
-                    file.write(text)
+                file = target.open("xb")
             except FileExistsError:
                 return False
+            with checkpoint.full_disk_explained(target), file:
+                file.write(text)
         finally:
             temporary.unlink(missing_ok=True)
         return True
 
-    def signs_of_life(self, claim: Event) -> float:
-        """When the worker of a claim was last heard of, by the file system's clock."""
+    def alive(self, claim: Event, now: float, stale: float) -> bool:
+        """Whether the worker of a claim was heard of, by the file system's clock, within `stale`.
+
+        A sign of life from the future is none: a clock was wrong, or a backup was put back.
+        """
         times = []
-        for path in (
-            self.path / "events" / f"{claim.number:05d}.json",
-            self.attempt(claim.number) / "heartbeat",
-        ):
-            with suppress(FileNotFoundError):
-                times.append(path.stat().st_mtime)
-        return max(times, default=0.0)
+        for path in (self.event_file(claim.number), self.attempt(claim.number) / "heartbeat"):
+            with suppress(OSError):
+                times.append(path.lstat().st_mtime)
+        if any(sign >= now + stale for sign in times):
+            now = max(now, clock(self.path))  # whoever looks at many runs has an old one
+        return any(abs(now - sign) < stale for sign in times)
 
     def settle(self, last: Event | None) -> None:
         """Finishes the commit of a worker that died in the middle of one."""
-        if last is None or last.kind != "done" or self.result.exists():
+        if last is None or last.kind != "done" or os.path.lexists(self.result):
             return
-        try:
-            self.attempt(last.facts["attempt"]).rename(self.result)
-        except FileNotFoundError:  # another one was quicker
-            return
-        for other in self.path.glob("attempt-*"):
-            shutil.rmtree(other, ignore_errors=True)
+        attempt = self.attempt(last.facts["attempt"])
+        if is_folder(attempt):
+            try:
+                attempt.rename(self.result)
+            except FileNotFoundError:  # another one was quicker
+                return
+            self.clear()
+
+    def clear(self) -> None:
+        """Removes the attempts beside a result."""
+        if is_folder(self.result):
+            for pattern in ("attempt-*", f".attempt-*{COPYING}"):
+                for other in self.path.glob(pattern):
+                    shutil.rmtree(other, ignore_errors=True)  # which removes no link
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder itself, and not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _event(number: int, data: bytes) -> Event:
+    """Reads an event; ValueError says why it is none."""
+    facts = unseal(data)
+    kind, when = facts.pop("kind", None), facts.pop("time", None)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"{kind!r:.60} is not a kind of event")
+    if not isinstance(when, int | float) or not abs(when) < 1e12:  # also NaN
+        raise ValueError(f"{when!r:.60} is not a time")
+    for key, expected in KINDS[kind].items():
+        if not isinstance(facts.get(key), expected):
+            raise ValueError(f"{key} of {kind!r} is {facts.get(key)!r:.60}")
+    if kind == "done" and facts["attempt"] != number - 1:
+        raise ValueError(f"it commits attempt {facts['attempt']!r:.60}, not {number - 1}")
+    return Event(number, kind, float(when), facts)
+
+
+def damage(job: Job, events: list[Event]) -> list[str]:
+    """What is wrong with the events of a run, to be told."""
+    return [
+        f"{job.name}/events/{event.number:05d}.json is damaged: {event.facts['reason']}"
+        for event in events
+        if event.kind == DAMAGED
+    ]
 
 
 def state_of(job: Job, events: list[Event], now: float, retries: int, stale: float) -> str:
@@ -158,7 +248,11 @@ def state_of(job: Job, events: list[Event], now: float, retries: int, stale: flo
         return "planned"
     last = events[-1]
     if last.kind == "claim":
-        return "running" if now - job.signs_of_life(last) < stale else "lost"
+        return "running" if job.alive(last, now, stale) else "lost"
+    if last.kind == DAMAGED:
+        if job.result.is_dir():
+            return "done"
+        return "running" if job.alive(last, now, stale) else "planned"
     if last.kind in ("released", "retry"):
         return "planned"
     if last.kind == "failed":
@@ -189,9 +283,10 @@ def clock(path: Path) -> float:
     """The time by the clock of the file system, which all workers share."""
     probe = path / f".clock-{worker_name()}"
     try:
-        probe.touch()
-        os.utime(probe)
-        return probe.stat().st_mtime
+        # Through the open file: others may tidy it up.
+        with probe.open("wb") as file:
+            os.utime(file.fileno())
+            return os.fstat(file.fileno()).st_mtime
     except OSError as error:
         if error.errno != errno.EROFS and not isinstance(error, PermissionError):
             raise
@@ -220,7 +315,7 @@ class Claim:
 
     def held(self) -> bool:
         """Whether nothing has happened to the run since it was claimed."""
-        return not (self.job.path / "events" / f"{self.number + 1:05d}.json").exists()
+        return not os.path.lexists(self.job.event_file(self.number + 1))
 
     def commit(self) -> bool:
         """Makes the attempt the result; False if the run is no longer this worker's."""
@@ -242,24 +337,34 @@ class Claim:
 def claim(job: Job, events: list[Event], **facts: Any) -> Claim | None:
     """Takes a run, as these events left it; None if another worker was quicker."""
     number = events[-1].number + 1 if events else 1
-    claims = [event for event in events if event.kind == "claim"]
+    claims = [event for event in reversed(events) if event.kind in ("claim", DAMAGED)]
     # Not always the last one: a worker may have died before it took over what was there.
-    earlier = next((e for e in reversed(claims) if job.attempt(e.number).exists()), None)
+    earlier = [event for event in claims if is_folder(job.attempt(event.number))]
     facts |= {"worker": worker_name(), "host": socket.gethostname(), "pid": os.getpid()}
-    facts["step"] = _newest(job.attempt(earlier.number)) if earlier else None
+    facts["step"] = newest_step(job.attempt(earlier[0].number)) if earlier else None
     if not job.note(number, "claim", **facts):
         return None
     taken = Claim(job, number)
-    if earlier:
-        _take_over(job.attempt(earlier.number), taken.folder, _gone(earlier, events))
+    for left_over in job.path.glob(f".attempt-*{COPYING}"):  # by those who had it before
+        shutil.rmtree(left_over, ignore_errors=True)
+    if taken.folder.is_symlink():
+        taken.folder.unlink()
+    for event in earlier:
+        try:
+            take_over(job.attempt(event.number), taken.folder, _gone(event, events))
+            break
+        except ValueError as error:  # it stays there until the run is done
+            log.warning("%s: attempt %d cannot be resumed: %s", job.name, event.number, error)
+        except FileNotFoundError as error:
+            if not taken.held():  # it stalled, and whoever has the run now tidied its copy up
+                return None
+            log.warning("%s: attempt %d is gone: %s", job.name, event.number, error)
+    else:
+        if earlier:
+            log.warning("%s: starts anew", job.name)
     taken.folder.mkdir(exist_ok=True)
     (taken.folder / "heartbeat").touch()
     return taken
-
-
-def _newest(attempt: Path) -> str | None:
-    """The newest checkpoint of an attempt."""
-    return max((path.name for path in (attempt / "checkpoint").glob("step-*")), default=None)
 
 
 def _gone(claim: Event, events: list[Event]) -> bool:
@@ -274,32 +379,19 @@ def _gone(claim: Event, events: list[Event]) -> bool:
     return bool(after.facts.get("attempt") == claim.number)
 
 
-def _take_over(old: Path, new: Path, gone: bool) -> None:
-    """Brings what an earlier attempt has to where the new one works."""
-    if not old.exists():
-        return
-    if gone:
-        old.rename(new)
-        return
-    copied = new.with_name(f".{new.name}.copying")  # an attempt is there whole, or not at all
-    shutil.rmtree(copied, ignore_errors=True)
-    copied.mkdir()
-    # Its writer may be alive and at work: what is cut off is dropped, and records come last, since
-    # a checkpoint needs those before it.
-    steps = sorted((old / "checkpoint").glob("step-*"), reverse=True)
-    for folder in [*steps, old / "checkpoint" / "best"]:
-        copy = copied / "checkpoint" / folder.name
-        try:
-            shutil.copytree(folder, copy)
-            checkpoint.load(copy)
-        except (OSError, shutil.Error, checkpoint.Damaged):
-            shutil.rmtree(copy, ignore_errors=True)
-    for name in ("config.json", "data.json", "log.txt", "records.jsonl"):
-        with suppress(FileNotFoundError):
-            shutil.copy2(old / name, copied / name)
-    copied.rename(new)
-
-
 def worker_name() -> str:
-    """What this process is called in events."""
-    return f"{socket.gethostname()}-{os.getpid()}"
+    """What this process is called in events.
+
+    Containers may share the host's name, and each has a process 1: the token tells them apart.
+    """
+    return f"{socket.gethostname()}-{os.getpid()}-{_token}"
+
+
+def _new_token() -> None:
+    global _token
+    _token = secrets.token_hex(4)
+
+
+_token = ""
+_new_token()
+os.register_at_fork(after_in_child=_new_token)  # a child is another worker, whatever its pid

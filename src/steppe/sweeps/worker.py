@@ -21,6 +21,7 @@ import torch
 
 from steppe.domains import import_plugins
 from steppe.errors import Diverged, Interrupted, UserError
+from steppe.strangers import command
 from steppe.training import train
 from steppe.training.interrupts import Interrupts
 from steppe.training.processes import find_device
@@ -28,6 +29,7 @@ from steppe.training.processes import find_device
 from . import store
 from .plan import Sweep, read_plan
 from .store import Claim, Job
+from .tidy import tidy
 
 log = logging.getLogger("steppe")
 
@@ -61,6 +63,7 @@ class Worker:
     beat: float = store.BEAT_SECONDS
     limit: int | None = None
     _done: set[str] = field(default_factory=set)
+    _told: set[str] = field(default_factory=set)
     _refused: int = 0
     _crowd: tuple[int, float] | None = None
     """Beside how many others a run did not fit, and when; None while there is room."""
@@ -96,6 +99,7 @@ class Worker:
                 continue
             job = Job(self.sweep.folder(name))
             events = job.events()
+            self._tell(store.damage(job, events))
             state = store.state_of(job, events, now, self.sweep.retries, self.stale)
             if state == "done":
                 job.settle(events[-1])
@@ -114,6 +118,13 @@ class Worker:
                 left = True
         return None, left
 
+    def _tell(self, problems: list[str]) -> None:
+        """Logs what was not logged yet."""
+        for problem in problems:
+            if problem not in self._told:
+                log.warning("%s", problem)
+                self._told.add(problem)
+
     @cached_property
     def _memory(self) -> str:
         """Names the memory that its runs are in: a GPU's or the machine's."""
@@ -131,8 +142,8 @@ class Worker:
             for event, after in zip_longest(events, events[1:]):
                 if event.kind != "claim" or event.facts.get("memory") != self._memory:
                     continue
-                if after or now - job.signs_of_life(event) < self.stale:
-                    yield event.facts["worker"], after
+                if after or job.alive(event, now, self.stale):
+                    yield str(event.facts.get("worker")), after
 
     def _others(self, since: float) -> int:
         """How many other workers have had runs in the same memory since then."""
@@ -195,7 +206,8 @@ class Worker:
         if self._refused == REFUSALS:
             raise UserError(
                 f"{REFUSALS} runs in a row failed here for the same kind of reason "
-                f"({failure.error}): mend that on this machine, then 'steppe sweep retry'"
+                f"({failure.error}): fix that on this machine, then: "
+                + command("steppe", "sweep", "retry", self.sweep.path)
             )
 
     @contextmanager
@@ -292,4 +304,6 @@ def work(
     find_device(device)  # before a run is taken that could not be carried out
     torch.set_num_threads(threads)
     beat = min(store.BEAT_SECONDS, stale / 4)
-    return Worker(read_plan(path), device, stale, beat, limit).work()
+    sweep = read_plan(path)
+    tidy(sweep, stale)
+    return Worker(sweep, device, stale, beat, limit).work()

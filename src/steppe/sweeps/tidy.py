@@ -1,0 +1,74 @@
+"""Removes what killed workers and planners left in a sweep, and nothing that a live one uses."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from . import store
+from .plan import WRITING, Sweep
+from .store import Job
+from .takeover import COPYING
+
+log = logging.getLogger("steppe")
+
+_TEMPORARY = re.compile(r"\.clock-.+|\.[0-9]{5,}\..+")
+"""Files that exist for an instant: probes of the clock, and events before they have a number."""
+_COPY = re.compile(rf"\.attempt-([0-9]{{5,}}){re.escape(COPYING)}")
+
+
+def tidy(sweep: Sweep, stale: float = store.STALE_SECONDS) -> None:
+    """Removes what nobody uses any more.
+
+    Files that exist for an instant go when they are older than `stale`, by the file system's clock;
+    whoever made one and wakes up later makes another. Attempts go when their run has a result, and
+    half of a copy when whoever made it no longer has the run.
+    """
+    now = store.clock(sweep.path)
+    removed = 0
+    found = [path for path in _entries(sweep.path) if _is_temporary(path) or path.name == WRITING]
+    for name in sweep.names:
+        job = Job(sweep.folder(name))
+        inside = list(_entries(job.path))
+        found += [path for path in inside if _is_temporary(path)]
+        found += [path for path in _entries(job.path / "events") if _is_temporary(path)]
+        removed += _tidy_attempts(job, inside)
+    for path in found:
+        with suppress(OSError):  # another one was quicker, or may do what this one may not
+            if abs(now - path.lstat().st_mtime) >= stale:
+                path.unlink()
+                removed += 1
+    if removed:
+        log.info("%s: %d left-overs of workers that were killed are removed", sweep.path, removed)
+
+
+def _is_temporary(path: Path) -> bool:
+    return _TEMPORARY.fullmatch(path.name) is not None
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """What a folder of the sweep has; a link leads elsewhere, and is not followed."""
+    if store.is_folder(folder):
+        yield from folder.iterdir()
+
+
+def _tidy_attempts(job: Job, inside: list[Path]) -> int:
+    copies = {path: int(found[1]) for path in inside if (found := _COPY.fullmatch(path.name))}
+    attempts = [path for path in inside if path.name.startswith("attempt-")]
+    if not copies and not (attempts and store.is_folder(job.result)):
+        return 0
+    last = job.last()
+    if last is None:
+        return 0
+    # Of a damaged event nobody knows: what is beside a result may be needed.
+    if last.kind == "done" and store.is_folder(job.result):
+        job.clear()
+        return len(copies) + len(attempts)
+    superseded = [path for path, number in copies.items() if number < last.number]
+    for path in superseded:
+        shutil.rmtree(path, ignore_errors=True)
+    return len(superseded)
