@@ -51,8 +51,11 @@ class Ended:
         return None
 
 
-def fork(words: Sequence[str], log: Path, first: Callable[[], object] = lambda: None) -> int:
-    """Starts ``steppe WORDS`` in a child, which does something else first; returns its pid."""
+def fork(words: Sequence[str], log: Path | int, first: Callable[[], object] = lambda: None) -> int:
+    """Starts ``steppe WORDS`` in a child, which does something else first; returns its pid.
+
+    What it says goes to a file, or to one that is open.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -67,10 +70,11 @@ def fork(words: Sequence[str], log: Path, first: Callable[[], object] = lambda: 
         os._exit(code)
 
 
-def _command(words: Sequence[str], log: Path, first: Callable[[], object]) -> int:
+def _command(words: Sequence[str], log: Path | int, first: Callable[[], object]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else 0)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    output = log if isinstance(log, int) else os.open(log, flags, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
@@ -145,7 +149,7 @@ class _Forked:
 
     def __init__(self, command: Sequence[str], *, stdout: Any, **_: Any) -> None:
         self.returncode: int | None = None
-        self.pid = fork(command[3:], Path(stdout.name), os.setsid)  # less `python -m steppe`
+        self.pid = fork(command[3:], stdout.fileno(), os.setsid)  # less `python -m steppe`
 
     def poll(self) -> int | None:
         if self.returncode is None:
