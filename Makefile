@@ -4,12 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 JOBS   ?= 2
+MINUTES ?= 10
 
 # Examples of one document share their names, so that a file stays on one worker: loadfile.
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-gpu lint format types imports docs figures results bench build clean
+.PHONY: help install demo test test-all test-gpu soak lint format types imports docs figures results bench build clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +38,9 @@ test-all: $(STAMP) ## run every test; those marked gpu skip without CUDA
 
 test-gpu: $(STAMP) ## run the tests marked gpu; fails without CUDA
 	$(BIN)/pytest -m gpu tests
+
+soak: $(STAMP) ## kill and fail commands at their file operations for MINUTES=10; needs cc
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) --jobs $(JOBS)
 
 lint: $(STAMP) ## check style and formatting
 	$(BIN)/ruff check .

@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 
 import steppe
+from tests.limits import seconds
 
 ROOT = Path(__file__).parents[1]
 
 
 def run(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+    limit = seconds(600)
+    return subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=cwd)
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -37,15 +39,15 @@ def test_version_is_the_installed_one():
 def test_import_steppe_is_instant_and_leaves_torch_alone():
     result = python(
         """
-        import sys, time
-        start = time.perf_counter()
+        import sys
+        before = len(sys.modules)
         import steppe
-        print(time.perf_counter() - start, "torch" in sys.modules, "numpy" in sys.modules)
+        print(len(sys.modules) - before, "torch" in sys.modules, "numpy" in sys.modules)
         """
     )
-    seconds, torch_imported, numpy_imported = result.stdout.split()
+    imported, torch_imported, numpy_imported = result.stdout.split()
     assert (torch_imported, numpy_imported) == ("False", "False")
-    assert float(seconds) < 0.5
+    assert int(imported) < 50  # torch brings 1,000
 
 
 def test_submodules_are_attributes():

@@ -30,6 +30,7 @@ from steppe.errors import UserError
 from steppe.reports import build_report, load_runs
 from steppe.training import load_model, make_config, train
 from steppe.training.backbones import build_network
+from tests.limits import seconds
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -42,7 +43,13 @@ RUBBISH = re.compile(r"(^|/)(__pycache__|\.[a-z]+_cache|\.venv|site|dist|runs)/|
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.run(
-        command, cwd=cwd, env=kept | env, capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=cwd,
+        env=kept | env,
+        capture_output=True,
+        text=True,
+        timeout=seconds(1500),
+        check=False,
     )
 
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.limits import seconds
+
 PLUGIN = """
 from torch.nn import functional as F
 from steppe.algorithms import Algorithm, AlgorithmSpec, Losses, Option, register_algorithm
@@ -59,6 +61,6 @@ def test_trained_here_and_loaded_there(tmp_path: Path) -> None:
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=seconds(600),
         )
         assert done.returncode == 0, done.stderr

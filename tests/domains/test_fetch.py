@@ -27,9 +27,10 @@ from steppe.domains import dataset_names, dataset_spec, terra
 from steppe.domains.fetch import Download, Mirror, Patience, Unavailable, download, meter
 from steppe.domains.mirrors import SOURCES, Source, get
 from steppe.errors import UserError
+from tests.limits import seconds
 
-QUICK = Patience(timeout=5, attempts=2, pause=0)
-ONCE = Patience(timeout=5, attempts=1, pause=0)
+QUICK = Patience(timeout=seconds(60), attempts=2, pause=0)
+ONCE = Patience(timeout=seconds(60), attempts=1, pause=0)
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body[: page.cuts.pop(0)])
             self.wfile.flush()
             if page.stall:
-                page.stall.wait(20)
+                page.stall.wait(seconds(600))
         else:
             self.wfile.write(body)
 
@@ -322,12 +323,12 @@ def test_ctrl_c_keeps_what_has_arrived(server: Server, tmp_path: Path) -> None:
     )
     part = tmp_path / "a.zip.part"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + seconds(300)
         while not (part.exists() and part.stat().st_size == 100_000):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) != 0
+        assert process.wait(seconds(300)) != 0
     over.set()
     fetch(one(server), tmp_path)
     assert server.asked[-1] == ("a.zip", "bytes=100000-", '"one"')

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from steppe.domains import Dataset, Domain, Files, dataset_spec, load, pack, packing, pool
 from steppe.errors import UserError
+from tests.limits import seconds
 
 SHAPES = {"dog/a.png": (30, 40), "dog/b.png": (40, 30), "cat/ä b.png": (7, 9)}
 MODES = ("L", "RGB", "RGBA")
@@ -283,14 +284,14 @@ def test_a_killed_packer_leaves_nothing_that_is_used(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + seconds(600)
     while not any(file.stat().st_size for file in root.parent.glob(".own.pack.*/new/*.bin")):
         assert time.monotonic() < deadline
         assert packer.poll() is None, packer.communicate()
         time.sleep(0.01)
     packer.send_signal(signal.SIGKILL)
     # Its processes hold the other ends of these pipes: they have ended too.
-    packer.communicate(timeout=30)
+    packer.communicate(timeout=seconds(300))
     assert list(root.parent.glob(".own.pack.*"))
     assert load(root).origin == f"files in {root}"
 

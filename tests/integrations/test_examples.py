@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from steppe import domains
 from steppe.domains import Arrays, Domain
 from steppe.optim import FAD
+from tests.limits import seconds
 from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
@@ -285,7 +286,7 @@ def test_ddp_under_torchrun_equals_one_process_on_the_joint_batch(float64, tmp_p
     run = subprocess.run(
         [*command, "--nproc-per-node", "2", script],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=240,
+        timeout=seconds(1200),
         capture_output=True,
         text=True,
     )
@@ -307,7 +308,7 @@ def test_ddp_under_torchrun_equals_one_process_on_the_joint_batch(float64, tmp_p
 def test_the_command_line_runs(name):
     run = subprocess.run(
         [sys.executable, EXAMPLES / f"{name}.py", "--epochs", "1"],
-        timeout=240,
+        timeout=seconds(1200),
         capture_output=True,
         text=True,
     )

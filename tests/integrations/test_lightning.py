@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.limits import seconds
+
 pytest.importorskip("lightning")
 pytest.importorskip("pytorch_lightning")
 
@@ -750,7 +752,7 @@ def test_two_processes_equal_one_on_the_joint_batch(tmp_path):
     run = subprocess.run(
         [*command, "--nproc-per-node", "2", script],
         env=environment,
-        timeout=240,
+        timeout=seconds(1200),
         capture_output=True,
         text=True,
     )

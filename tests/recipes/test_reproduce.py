@@ -22,6 +22,7 @@ from steppe.recipes.results import rates_grid, to_json
 from steppe.reports import Row, to_markdown
 from steppe.sweeps import Job, Sweep, look, read_plan, work
 from steppe.training.trainer import Trainer
+from tests.limits import seconds
 
 
 def carry_out(sweep: Sweep) -> bool:
@@ -70,7 +71,7 @@ def test_workers_go_on_when_a_rate_is_known(tmp_path: Path, monkeypatch) -> None
     def in_two_goes(sweep: Sweep) -> None:
         if not done:
             work(sweep.path, "cpu", limit=2)  # all that the first place tries
-            give_up = time.monotonic() + 60
+            give_up = time.monotonic() + seconds(600)
             while len(read_plan(sweep.path).names) == 6 and time.monotonic() < give_up:
                 time.sleep(0.05)
         carry_out(sweep)
@@ -173,7 +174,7 @@ def steppe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=seconds(1000),
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
     )
 

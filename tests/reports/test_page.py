@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import seconds
+
 pytest.importorskip("playwright")
 
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
@@ -47,7 +49,7 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
         file = tmp_path / f"{len(pages)}.html"
         file.write_text(render_page(data), encoding="utf-8")
         page = browser.new_page(**{"viewport": {"width": 1100, "height": 900}, **options})
-        page.set_default_timeout(5000)
+        page.set_default_timeout(1000 * seconds(60))
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(error.stack or error.message))
         page.on("request", lambda request: requests.append(request.url))

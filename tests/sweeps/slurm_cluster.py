@@ -11,6 +11,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tests import limits
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "squeue")
 _SBIN = "/usr/sbin"
 
@@ -104,8 +106,8 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
                 )
             )
 
-    def _wait(self, condition, seconds: float = 40) -> None:
-        deadline = time.monotonic() + seconds
+    def _wait(self, condition, seconds: float = 400) -> None:
+        deadline = time.monotonic() + limits.seconds(seconds)
         while not condition():
             dead = any(daemon.poll() is not None for daemon in self._daemons)
             if dead or time.monotonic() > deadline:
@@ -116,7 +118,11 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
     def run(self, *command: str) -> str:
         """What a command of Slurm's prints."""
         done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=60
+            command,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=limits.seconds(600),
         )
         return done.stdout
 

@@ -39,6 +39,7 @@ from steppe.sweeps.store import Claim, claim
 from steppe.sweeps.worker import _out_of_memory
 from steppe.training import RunDirectory, train
 from steppe.training.trainer import Trainer
+from tests.limits import seconds
 from tests.training.test_resume import assert_same_run
 
 GRID = Grid(
@@ -81,9 +82,10 @@ def assert_complete(sweep: Sweep) -> None:
 
 def test_two_launchers_and_workers_killed_at_random(tmp_path: Path) -> None:
     sweep = plan(tmp_path / "sweep")
-    launchers = [launch(sweep, "--workers", 1, "--stale", 3) for _ in range(2)]
+    # Nobody who is alive is silent for so long.
+    launchers = [launch(sweep, "--workers", 1, "--stale", seconds(6)) for _ in range(2)]
     rng, killed = random.Random(0), 0
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + seconds(1200)
     while any(launcher.poll() is None for launcher in launchers):
         assert time.monotonic() < deadline
         time.sleep(rng.uniform(0.1, 0.6))
@@ -110,13 +112,13 @@ def test_two_launchers_and_workers_killed_at_random(tmp_path: Path) -> None:
 def test_interrupted_and_run_again(tmp_path: Path) -> None:
     sweep = plan(tmp_path / "sweep", overrides=("steps=3000", "checkpoint_every=500"))
     launcher = launch(sweep, "--workers", 1)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + seconds(600)
     while not look(sweep).counts["running"]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     time.sleep(1)
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=seconds(600))
     assert launcher.returncode == 130
     status = look(sweep)
     assert status.counts["planned"] == len(sweep.names)  # what ran was given back
@@ -158,6 +160,7 @@ def test_cancelled_while_it_runs(tmp_path: Path, monkeypatch) -> None:
         step(self, batches)
         if self.done == 3 and not look(sweep).counts["cancelled"]:
             assert len(cancel(sweep)) == 6
+            time.sleep(seconds(1))  # time for many beats: it is heard before the run is over
         time.sleep(0.02)
 
     freed = []
@@ -267,6 +270,9 @@ def short_of_memory(fits: int, running, most):
                 beside = running.value
                 most.value = max(most.value, beside)
             try:
+                deadline = time.monotonic() + seconds(60)
+                while most.value <= fits and time.monotonic() < deadline:  # for all to be there
+                    time.sleep(0.01)
                 time.sleep(0.2)
                 if beside > fits:
                     raise torch.OutOfMemoryError("CUDA out of memory")
@@ -290,7 +296,7 @@ def test_runs_that_do_not_fit_beside_each_other(tmp_path: Path, monkeypatch) -> 
     for worker in crew:
         worker.start()
     for worker in crew:
-        worker.join(timeout=120)
+        worker.join(timeout=seconds(1200))
         assert worker.exitcode == 0
     assert look(sweep).counts["done"] == len(sweep.names) == 12
     kinds = Counter(e.kind for name in sweep.names for e in Job(sweep.folder(name)).events())

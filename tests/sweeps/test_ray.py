@@ -22,6 +22,7 @@ from steppe.errors import UserError
 from steppe.sweeps import Grid, Job, Sweep, run_local, write_plan
 from steppe.sweeps.ray import run_ray, slots
 from steppe.training.directory import VOLATILE, RunDirectory
+from tests import limits
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
@@ -92,7 +93,8 @@ class RayCluster:
     def sweep(self, sweep: Sweep, *options: str) -> subprocess.Popen[str]:
         """Starts `steppe sweep run`."""
         command = [sys.executable, "-m", "steppe", "sweep", "run", str(sweep.path)]
-        return self.start([*command, "--launcher", "ray", "--stale", "3", *options])
+        stale = f"{limits.seconds(8):g}"  # nobody who is alive is silent for so long
+        return self.start([*command, "--launcher", "ray", "--stale", stale, *options])
 
     def kill(self, node: int) -> None:
         """Kills all processes of a node, as a power cut would."""
@@ -133,8 +135,8 @@ def cluster() -> Iterator[RayCluster]:
         cluster.stop()
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 90):
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 600):
+    deadline = time.monotonic() + limits.seconds(seconds)
     while not (found := condition()):
         assert time.monotonic() < deadline
         assert process.poll() is None, "the sweep ended too early"
@@ -207,7 +209,7 @@ def test_a_node_is_killed_and_every_run_is_done_once_as_it_is_locally(tmp_path, 
     cluster.kill(other)
     before = [job for job in all_jobs(sweep) if "done" in kinds(job)]
     assert len(before) < 11
-    assert process.wait(90) == 0
+    assert process.wait(limits.seconds(900)) == 0
     for each in all_jobs(sweep):
         assert kinds(each).count("done") == 1, each.name
         assert kinds(each)[-1] == "done"
@@ -232,9 +234,11 @@ def test_a_worker_moves_to_another_node_and_ends_when_asked(tmp_path, cluster):
     node = cluster.node()
     successor, _ = wait_for(lambda: at_work(sweep, node), process)
     process.send_signal(signal.SIGTERM)
-    time.sleep(2.5)  # it is asked to end in the middle of the run, and hears it there
+    time.sleep(
+        limits.seconds(2.5)
+    )  # it is asked to end in the middle of the run, and hears it there
     os.kill(successor, signal.SIGCONT)
-    assert process.wait(60) == 143
+    assert process.wait(limits.seconds(600)) == 143
     assert successor != victim
     assert job.name in claims(sweep)[successor]
     states = [kinds(each)[-1] for each in all_jobs(sweep) if kinds(each)]
@@ -245,16 +249,16 @@ def test_a_worker_moves_to_another_node_and_ends_when_asked(tmp_path, cluster):
 def test_a_cluster_that_is_not_there_is_named_at_once(tmp_path, monkeypatch):
     sweep = write_plan(grid(6, 1), tmp_path / "sweep")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")  # the port of 'discard'
-    began = time.monotonic()
+    # Ray itself would try for minutes.
+    monkeypatch.setattr("ray.init", lambda *args, **options: pytest.fail("Ray was asked"))
     with pytest.raises(UserError, match="no Ray cluster can be used at '127.0.0.1:9'.*refused"):
         run_ray(sweep)
-    assert time.monotonic() - began < 20
 
 
 def test_a_cluster_is_started_where_none_is_named(tmp_path, cluster):
     sweep = write_plan(grid(6, 2), tmp_path / "sweep")
     process = cluster.sweep(sweep, "--workers", "2")
-    assert process.wait(90) == 0
+    assert process.wait(limits.seconds(900)) == 0
     assert {tuple(kinds(job)) for job in all_jobs(sweep)} == {("claim", "done")}
     names = {path.name for path in (sweep.path / "workers").iterdir()}
     assert {f"ray-{socket.gethostname()}-{pid}.log" for pid in claims(sweep)} <= names
@@ -268,7 +272,7 @@ def test_a_cluster_is_started_where_none_is_named(tmp_path, cluster):
         ]
 
     # The driver has told them to end; on a busy machine, they take a moment to.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + limits.seconds(100)
     while left() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left()

@@ -16,6 +16,7 @@ import pytest
 from steppe.errors import UserError
 from steppe.sweeps import Grid, Job, Sweep, look, write_plan
 from steppe.sweeps.slurm import submit
+from tests.limits import seconds
 from tests.sweeps.slurm_cluster import SlurmCluster, missing
 
 GRID = Grid(
@@ -130,7 +131,7 @@ def run(cluster: SlurmCluster, sweep: Sweep, *options: str) -> str:
         env=cluster.environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=seconds(600),
     )
     assert done.returncode == 0, done.stderr
     assert f"steppe sweep status '{sweep.path}' --watch" in done.stdout
@@ -146,7 +147,7 @@ def all_jobs(sweep: Sweep) -> list[Job]:
 
 
 def wait_for(condition: Callable[[], object], sweep: Sweep):
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + seconds(900)
     while not (found := condition()):
         logs = "".join(log.read_text() for log in (sweep.path / "slurm").glob("*.log"))
         assert time.monotonic() < deadline, logs

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from steppe.sweeps import Grid, look, store, write_plan
 from steppe.sweeps.store import Claim, Job, claim, state_of
 from steppe.training import RunDirectory, make_config, train
+from tests.limits import seconds
 from tests.training.test_resume import assert_same_run
 
 DIGITS = {
@@ -59,7 +60,7 @@ def test_one_of_many_gets_it(job: Job) -> None:
         racers = [fork.Process(target=race, args=(str(path), barrier, results)) for _ in range(8)]
         for racer in racers:
             racer.start()
-        assert sum(results.get(timeout=30) for _ in racers) == 1
+        assert sum(results.get(timeout=seconds(300)) for _ in racers) == 1
         for racer in racers:
             racer.join()
         assert [event.number for event in Job(path).events()] == [1]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from steppe.training import RunDirectory, load_model, select
+from tests.limits import seconds
 from tests.training.axes import AVERAGINGS, COMBINATIONS, NAMES, OPTIMIZERS, STEPS, config, title
 from tests.training.test_resume import assert_same_run
 
@@ -26,7 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         input=json.dumps(jobs),
         text=True,
         check=True,
-        timeout=500,
+        timeout=seconds(2000),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).parents[2],
     )

@@ -32,6 +32,7 @@ from steppe.training.interrupts import Interrupts
 from steppe.training.progress import Silent
 from steppe.training.scoring import Scoring
 from steppe.training.setup import open_data
+from tests.limits import seconds
 
 DIGITS = {
     "dataset": "RotatedDigits",
@@ -278,7 +279,9 @@ def check_full_disk(command, how, tmp_path, reference, message):
     train_words = [word for word in words(DIGITS, "") if word not in ("--out", "")]
     line = [*command, sys.executable, "-c", DISK, how, str(disk), str(seen)]
     line += [json.dumps(faults), json.dumps(train_words)]
-    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        line, env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds(600)
+    )
     assert done.returncode == 0, done.stderr
     for name, (_, _, whole) in FAULTS.items():
         first, second = json.loads((seen / name / "seen.json").read_text())
@@ -324,7 +327,7 @@ def test_sigterm_saves_and_another_process_is_kept_out(tmp_path, undisturbed, st
     finally:
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGCONT)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=seconds(300))
     assert process.returncode == 143
     assert RunDirectory(out).state == "planned"
     assert stdout == ""  # for JSON only
@@ -691,7 +694,7 @@ def test_readers_in_other_processes(tmp_path, photos, undisturbed_photos, steppe
 
     def another(*command):
         other = start(*command)
-        stdout, err = other.communicate(timeout=30)  # its own readers do not hold it up
+        stdout, err = other.communicate(timeout=seconds(300))  # its own readers do not hold it up
         return other.returncode, stdout, err
 
     image = an_image(photos, "train")

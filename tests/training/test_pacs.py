@@ -15,6 +15,7 @@ import pytest
 
 from steppe.domains import dataset_spec, load
 from steppe.domains.archives import unpack
+from tests.limits import seconds
 
 pytestmark = pytest.mark.slow
 SHARED = Path(__file__).parents[2].parent / "shared"
@@ -39,7 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steppe(*arguments: object) -> str:
     command = [sys.executable, "-m", "steppe", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds(900))
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 

@@ -14,6 +14,7 @@ from steppe.bench.step import packed_images
 from steppe.training import RunDirectory, make_config, train
 from steppe.training.directory import VOLATILE
 from tests.devices import GPU
+from tests.limits import seconds
 
 DIGITS = {
     "dataset": "RotatedDigits",
@@ -61,7 +62,7 @@ def kill_until_done(
         [sys.executable, "-m", "tests.training.killing", *arguments],
         check=True,
         stdout=subprocess.PIPE,
-        timeout=500,
+        timeout=seconds(1000),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).parents[2],
     )

@@ -22,6 +22,7 @@ from steppe.errors import UserError
 from steppe.optim import build_optimizer
 from steppe.training import RunDirectory, load_model, make_config, select, train, update
 from steppe.training.backbones import build_network
+from tests.limits import seconds
 
 DIGITS = {
     "dataset": "RotatedDigits",
@@ -239,7 +240,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
             command,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=seconds(1000),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert done.returncode == 0, done.stderr
