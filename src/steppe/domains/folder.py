@@ -10,9 +10,9 @@ import numpy as np
 
 from steppe.errors import UserError
 
-from .dataset import Domain, Files
+from .dataset import FORMATS, Domain, Files
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp", ".pgm")
+SUFFIXES = tuple(FORMATS)
 """Files with these endings, in any case, are images; others are left alone."""
 
 
