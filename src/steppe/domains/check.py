@@ -324,7 +324,7 @@ def _check_copies(copies: Sequence[Copies], published: bool) -> Iterator[Finding
 def _check_pack(
     spec: DatasetSpec, home: Path, listed: Sequence[_Listed], console: Console | None
 ) -> Iterator[Finding]:
-    if spec.folder is None or not (path := pack.location(spec, home)).exists():
+    if spec.folder is None or (path := pack.present(spec, home)) is None:
         return
     remedy = f"Make it again with 'steppe data pack {spec.name} --force', or delete it."
     problems = pack.verify(path, console)
