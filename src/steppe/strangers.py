@@ -6,8 +6,9 @@ import json
 import os
 import shlex
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 LIMIT = 2**30
 """Bytes that no file of text has."""
@@ -27,7 +28,7 @@ def read(path: Path | str, limit: int = LIMIT) -> bytes:
         return file.read(size or limit)
 
 
-def plain(path: Path | str) -> BinaryIO:
+def plain(path: Path | str) -> BufferedReader:
     """Opens a plain file to read it; anything else is an error, and is never waited for.
 
     Raises:
