@@ -282,7 +282,7 @@ def run_in_a_group(work: Callable[[], None]) -> multiprocessing.Process:
 
 
 def exit_code(process: multiprocessing.Process) -> int | None:
-    process.join(20)
+    process.join(200)  # only not to hang
     if process.exitcode is None:
         os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
