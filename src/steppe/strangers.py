@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import stat
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,29 @@ def read(path: Path | str, limit: int = LIMIT) -> bytes:
     Raises:
         OSError: it cannot be read, is not a plain file, or has more than `limit` bytes.
     """
+    with plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise _refused(path, f"has {size:,} bytes, more than the {limit:,} expected")
+        # Python makes room for all that is asked for; what /proc has is said to be empty.
+        return file.read(size or limit)
+
+
+def plain(path: Path | str) -> BufferedReader:
+    """Opens a plain file to read it; anything else is an error, and is never waited for.
+
+    Raises:
+        OSError: it cannot be opened or is not a plain file.
+    """
     # Not to wait for whoever writes to a FIFO.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise _refused(path, "is not a plain file")
-        if found.st_size > limit:
-            raise _refused(path, f"has {found.st_size:,} bytes, more than the {limit:,} expected")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(limit)
-    finally:
+        return open(descriptor, "rb")
+    except OSError:
         os.close(descriptor)
+        raise
 
 
 def _refused(path: Path | str, why: str) -> OSError:

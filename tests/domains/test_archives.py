@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import shutil
 import stat
 import tarfile
 import zipfile
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from steppe.domains import archives
 from steppe.domains.archives import UnsafeArchive, find_folder, unpack
 from steppe.errors import UserError
 
@@ -151,3 +153,43 @@ def test_a_damaged_archive_is_named(tmp_path: Path, name: str) -> None:
         archive.write_bytes(whole.replace(noise[:100], b"\0" + noise[1:99] + b"!", 1))
         with pytest.raises(UserError, match="is damaged: Bad CRC-32"):
             unpack(archive, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["a.zip", "b.tar.gz", "c.gz"])
+def test_a_bomb_is_refused_before_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    archive, size = tmp_path / name, 50_000_000
+    if name == "a.zip":
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+            file.writestr("dog/1.jpg", bytes(size))
+    elif name == "b.tar.gz":
+        make_tar(archive, ("dog/1.jpg", bytes(size)))
+    else:
+        archive.write_bytes(gzip.compress(bytes(size)))
+    assert archive.stat().st_size < 100_000
+    allowed = 4_000_000
+    monkeypatch.setattr(archives, "SHARE", allowed / shutil.disk_usage(tmp_path).free)
+    with pytest.raises(UserError, match=f"archive {archive} does not fit into the free space"):
+        unpack(archive, tmp_path / "out")
+    written = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
+    assert written <= (0 if name == "a.zip" else allowed)  # a zip says what it holds beforehand
+
+
+def test_an_archive_of_countless_members_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = make_zip(tmp_path / "a.zip", {f"dog/{i}.jpg": IMAGE for i in range(4)})
+    unpack(archive, tmp_path / "four")
+    monkeypatch.setattr(archives, "MEMBERS", 3)
+    with pytest.raises(UserError, match="has more than 3 members"):
+        unpack(archive, tmp_path / "three")
+
+
+def test_a_header_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    info = entry("long", tarfile.GNUTYPE_LONGNAME)
+    info.size = 2**33  # what gzip makes of a few megabytes
+    with gzip.open(tmp_path / "a.tar.gz", "wb") as file:
+        file.write(info.tobuf(tarfile.GNU_FORMAT) + bytes(10_000))
+    with pytest.raises(UserError, match="damaged: it has a header of 8,589,934,592 bytes"):
+        unpack(tmp_path / "a.tar.gz", tmp_path / "out")

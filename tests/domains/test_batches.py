@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ import pytest
 import torch
 from PIL import Image
 from scipy import stats
+from torch.utils.data._utils import signal_handling
 
 from steppe.domains import Arrays, Domain, Files, Split, UnreadableImage
 from steppe.domains.augment import DRAWS, augment, resize
@@ -28,7 +30,7 @@ from steppe.domains.batches import (
     evaluation_batches,
     training_batches,
 )
-from steppe.errors import UserError
+from steppe.errors import RunError, UserError
 from tests.limits import seconds
 
 # Newer Pythons warn of what a loader has always done.
@@ -324,3 +326,31 @@ def test_a_loader_that_was_not_closed_does_not_keep_its_process(sampling):
         next(kept[0])
 
     assert exit_code(run_in_a_group(work)) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+@pytest.mark.parametrize("moment", ["between batches", "while one is waited for"])
+def test_a_killed_worker_ends_the_run_with_one_line(sampling, moment):
+    context = multiprocessing.get_context("fork")
+    said = context.SimpleQueue()
+
+    def work() -> None:  # in a process of its own, where torch has not handled any signal so far
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal_handling._SIGCHLD_handler_set = False
+        batches = training_batches(sampling, 0, 10**9, workers=2)
+        next(batches)
+        victim = children()[0]
+        if moment == "between batches":
+            os.kill(victim, signal.SIGKILL)
+            time.sleep(0.5)  # torch would raise here, in the middle of a step
+        else:
+            threading.Timer(0.2, os.kill, (victim, signal.SIGKILL)).start()
+        try:
+            for _ in batches:
+                pass
+        except RunError as error:
+            said.put(str(error))
+
+    process = run_in_a_group(work)
+    assert exit_code(process) == 0
+    assert "a process that reads images was killed" in said.get()

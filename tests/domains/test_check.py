@@ -1,7 +1,9 @@
 """Checks of a dataset on disk: each kind of fault is found and named."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,8 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from steppe.domains import DatasetSpec, catalog, check, dataset_spec, load, packing
+from steppe.domains import DatasetSpec, catalog, check, dataset_spec, load, packing, pool
+from steppe.errors import UserError
 
 
 def paint(path: Path, seed: int) -> None:
@@ -194,3 +197,23 @@ def test_data_in_memory_is_counted(tmp_path: Path) -> None:
     report = check.check(dataset_spec("RotatedDigits"), tmp_path)
     assert report.ok
     assert [domain.images for domain in report.domains] == [300, 300, 300, 299, 299, 299]
+
+
+def kill_itself(path: str) -> str:
+    if path == "7":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return path
+
+
+def test_a_killed_decoder_ends_the_work_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_WORTHWHILE", 1)
+    paths = [str(number) for number in range(100)]
+    with pytest.raises(UserError, match="decodes images was killed, .*fewer --jobs$"):
+        list(pool.map_files(kill_itself, paths, title="x", jobs=2))
+
+
+def test_names_reach_the_terminal_without_control_codes(tmp_path: Path, spec: DatasetSpec) -> None:
+    (tmp_path / "pets/ink/cat/\x1b[31mred.txt").write_text("stray")
+    shown = text_of(check.check(spec, tmp_path))
+    assert "\x1b" not in shown
+    assert "\\x1b[31mred.txt" in shown

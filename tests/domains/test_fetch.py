@@ -17,7 +17,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,10 @@ class Page:
     statuses: list[int] = field(default_factory=list)  # errors before the first answer
     cuts: list[int] = field(default_factory=list)  # bytes of the first answers, then it hangs up
     stall: threading.Event | None = None  # a cut answer hangs instead, until this is set
+    drip: float = 0  # seconds before each byte
+    slow_headers: bool = False  # drips within the headers already
+    claims: str | None = None  # the length it announces
+    chunked: bool = False  # announces a length and does not keep to it
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -78,9 +82,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if start >= len(page.body) > 0:
             self.send_error(416)
             return
+        if page.slow_headers:
+            for byte in b"HTTP/1.1 200 OK\r\nX: " + b"x" * 1000:
+                self.wfile.write(bytes([byte]))
+                time.sleep(page.drip)
         self.send_response(206 if start else 200)
         self.send_header("Content-Type", page.kind)
-        self.send_header("Content-Length", str(len(page.body) - start))
+        self.send_header("Content-Length", page.claims or str(len(page.body) - start))
+        if page.chunked:
+            self.send_header("Transfer-Encoding", "chunked")
         if start:
             last = len(page.body) - 1
             self.send_header("Content-Range", f"bytes {start}-{last}/{len(page.body)}")
@@ -93,6 +103,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.flush()
             if page.stall:
                 page.stall.wait(seconds(600))
+        elif page.drip:
+            for byte in body:
+                self.wfile.write(bytes([byte]))
+                time.sleep(page.drip)
+        elif page.chunked:
+            self.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
         else:
             self.wfile.write(body)
 
@@ -297,12 +313,49 @@ def test_a_silent_server_times_out(server: Server, tmp_path: Path) -> None:
     over.set()
 
 
+@pytest.mark.parametrize(
+    ("page", "timeout", "reason"),
+    [
+        (Page(BODY, drip=0.01), 5, "it is too slow: "),
+        (Page(BODY, drip=0.01, slow_headers=True), 0.3, "no answer for 0.3 s"),
+        (Page(BODY, drip=0.4), 0.1, "too slow|no answer"),  # a byte in every attempt
+    ],
+)
+def test_a_server_that_drips_is_given_up(
+    server: Server, tmp_path: Path, page: Page, timeout: float, reason: str
+) -> None:
+    server.pages["a.zip"] = page
+    patience = Patience(timeout, attempts=2, pause=0, rate=10_000, grace=1)
+    with pytest.raises(Unavailable, match=reason):
+        fetch(one(server), tmp_path, patience)
+
+
+@pytest.mark.parametrize(
+    ("page", "limit", "reason"),
+    [
+        (Page(BODY), 100_000, "it has 300.2 kB, more than the 100.0 kB that are expected"),
+        (Page(BODY, claims="9" * 18), 10**9, "more than the 1.0 GB"),
+        (Page(BODY, claims="100000", chunked=True), 10**9, "sent more than 100.0 kB; deleted"),
+        (Page(BODY, claims="9" * 5000, chunked=True), 100_000, "sent more than 100.0 kB; deleted"),
+        (Page(BODY, claims="\u00b2", chunked=True), 100_000, "sent more than 100.0 kB; deleted"),
+    ],
+)
+def test_a_file_larger_than_any_is_not_downloaded(
+    server: Server, tmp_path: Path, page: Page, limit: int, reason: str
+) -> None:
+    server.pages["a.zip"] = page
+    with pytest.raises(Unavailable, match=reason):
+        fetch(replace(one(server), limit=limit), tmp_path)
+    assert not (tmp_path / "a.zip.part").exists()
+    assert len(server.asked) == 1
+
+
 def test_a_full_disk_keeps_what_has_arrived(server: Server, tmp_path: Path) -> None:
     server.pages["a.zip"] = Page(BODY)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, hard))
     try:
-        with pytest.raises(UserError, match=r"cannot write .*a.zip.part: .* Mend that"):
+        with pytest.raises(UserError, match=r"cannot write .*a.zip.part: .* Fix that"):
             fetch(one(server), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,5 +1,6 @@
 """Folders `root/domain/class/image`, listed in the order that DomainBed lists them."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -101,3 +102,29 @@ def test_domainnets_duplicates_are_left_out_where_the_list_is_there(tmp_path: Pa
     assert names(domains["clipart"]) == [f"{classes[0]}/0.jpg", f"{classes[0]}/2.jpg"]
     assert names(domains["real"]) == [f"{classes[0]}/0.jpg", f"{classes[0]}/1.jpg"]
     assert len(domains["sketch"]) == 3
+
+
+@pytest.mark.parametrize("odd", [b"\xff\xfed", b"ink/\xff\xfed"], ids=["domain", "class"])
+def test_a_folder_whose_name_is_not_text_is_refused(tmp_path: Path, odd: bytes):
+    write(tmp_path, ["ink/dog/1.jpg", "oil/dog/1.jpg"])
+    os.makedirs(os.fsencode(tmp_path) + b"/" + odd + b"/dog")
+    with pytest.raises(UserError) as error:
+        load(tmp_path)
+    shown = odd.decode(errors="surrogateescape").encode("ascii", "backslashreplace").decode()
+    assert str(error.value) == (
+        f"the folder {tmp_path}/{shown} has a name that is not UTF-8: rename it"
+    )
+
+
+def test_an_image_whose_name_is_not_text_is_read(tmp_path: Path):
+    write(tmp_path, ["ink/dog/1.jpg", "oil/dog/1.jpg"])
+    os.rename(tmp_path / "ink/dog/1.jpg", os.fsencode(tmp_path) + b"/ink/dog/\xff.jpg")
+    dataset = load(tmp_path)
+    assert dataset.domains[0].images[0].shape == (3, 4, 3)
+    assert len(dataset.fingerprint()) == 64
+
+
+def test_a_list_of_duplicates_that_is_a_pipe_is_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / DUPLICATES)
+    with pytest.raises(OSError, match="not a plain file"):
+        dataset_spec("DomainNet").read(tmp_path)

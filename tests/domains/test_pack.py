@@ -1,6 +1,8 @@
 """Packs: the same pixels as the files, or the files themselves with a word of why."""
 
+import errno
 import io
+import itertools
 import json
 import logging
 import os
@@ -21,7 +23,7 @@ from PIL import Image
 from rich.console import Console
 from torch.utils.data import DataLoader
 
-from steppe.domains import Dataset, Domain, Files, dataset_spec, load, pack, packing, pool
+from steppe.domains import Dataset, Domain, Files, dataset_spec, load, pack, packing, pool, workshop
 from steppe.errors import UserError
 from tests.limits import seconds
 
@@ -85,6 +87,15 @@ def test_small_images_are_packed_to_the_bit(
     assert pack.verify(path) == []
     assert os.listdir(root.parent) in (["own", "own.pack"], ["own.pack", "own"])
     assert not messages.records
+
+
+def test_images_whose_names_are_not_text_are_packed(root: Path) -> None:
+    os.rename(root / "ink/dog/a.png", os.fsdecode(os.fsencode(root) + b"/ink/dog/\xff.png"))
+    make(root)
+    packed = load(root)
+    assert "pack in" in packed.origin
+    assert_same(packed, load(root, packed=False))
+    assert packed.domains[0].images.name(2) == "dog/\udcff.png"
 
 
 def test_large_images_keep_their_aspect(root: Path) -> None:
@@ -256,7 +267,7 @@ def test_only_image_files_can_be_packed(tmp_path: Path, root: Path) -> None:
 
 
 def test_a_working_packer_is_left_alone(root: Path) -> None:
-    with packing._workshop(root.parent / "own.pack") as folder:
+    with workshop.workshop(root.parent / "own.pack") as folder:
         make(root)
         assert folder.is_dir()
 
@@ -302,6 +313,221 @@ def test_a_killed_packer_leaves_nothing_that_is_used(
     packed, files = load(root).domains[1].images, load(root, packed=False).domains[1].images
     for index in range(3):
         np.testing.assert_array_equal(packed[index], files[index])
+
+
+def in_a_fork(work: Callable[[], object]) -> int:
+    """Runs in a process of its own; returns its exit code, or the signal that ended it as -N."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def fail_late(monkeypatch: pytest.MonkeyPatch, number: int, fail: Callable[[], None]) -> None:
+    """Calls `fail` in place of one of the changes to the folders from the first rename on."""
+    changes = 0
+
+    def counted(change: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **options: Any) -> None:
+            nonlocal changes
+            if changes or change is rename:
+                changes += 1
+            if changes == number:
+                fail()
+            change(*args, **options)
+
+        return call
+
+    rename = os.rename
+    for name in ("rename", "unlink", "rmdir", "fsync"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_packer_killed_while_it_replaces_a_pack_loses_neither(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(root, size=5)
+
+    def replace_it(number: int) -> None:
+        fail_late(monkeypatch, number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        make(root, size=20, force=True)
+
+    sizes = []
+    for number in itertools.count(1):
+        code = in_a_fork(lambda number=number: replace_it(number))
+        found = load(root)
+        assert "pack in" in found.origin
+        assert pack.verify(root.parent / "own.pack") == []
+        sizes.append(found.shrunk_to)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        make(root, size=5, force=True)
+        assert sorted(os.listdir(root.parent)) == ["own", "own.pack"]
+    assert sizes[:3] == [5, 5, 20]  # killed before the first rename, the second, and after both
+    assert len(sizes) > 8
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_write_that_fails_while_a_pack_is_replaced_keeps_one(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    make(root, size=5)
+    with monkeypatch.context() as patched:
+        fail_late(patched, number, full)
+        with pytest.raises(UserError, match="could not be written: No space left"):
+            make(root, size=20, force=True)
+    assert load(root).shrunk_to == (5 if number < 3 else 20)
+    assert sorted(os.listdir(root.parent)) == ["own", "own.pack"]
+
+
+def test_a_full_disk_keeps_the_old_pack(root: Path) -> None:
+    resource = pytest.importorskip("resource")
+    make(root, size=5)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="could not be written: File too large"):
+            make(root, force=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert load(root).shrunk_to == 5
+
+
+def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the index of a pack as its maker could: all checksums are right."""
+    index = json.loads((path / "index.json").read_text())
+    change(index)
+    for domain in index["domains"]:
+        for key, ending in (("names_sha256", "json"), ("rows_sha256", "npy")):
+            if (file := path / f"{domain['stem']}.{ending}").is_file():
+                domain[key] = pack.checksum(file)
+    (path / "index.json").write_text(json.dumps(index))
+    (path / "index.sha256").write_text(pack.checksum(path / "index.json"))
+
+
+def set_shard(key: str, value: object) -> Callable[[Path], None]:
+    return lambda path: forge(path, lambda i: i["domains"][0]["shards"][0].update({key: value}))
+
+
+def set_domain(key: str, value: object) -> Callable[[Path], None]:
+    return lambda path: forge(path, lambda index: index["domains"][0].update({key: value}))
+
+
+def set_lists(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        listed = json.loads((path / "ink.json").read_text())
+        change(listed)
+        (path / "ink.json").write_text(json.dumps(listed))
+        forge(path, lambda index: None)
+
+    return damage
+
+
+def set_rows(column: str, value: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        rows = np.load(path / "ink.npy")
+        rows[column][1] = value
+        np.save(path / "ink.npy", rows)
+        forge(path, lambda index: None)
+
+    return damage
+
+
+def other_array(path: Path) -> None:
+    np.save(path / "ink.npy", np.zeros(3))
+    forge(path, lambda index: None)
+
+
+def giant_array(path: Path) -> None:
+    with open(path / "ink.npy", "wb") as file:
+        shape = {"descr": pack.ROW.descr, "fortran_order": False, "shape": (10**15,)}
+        np.lib.format.write_array_header_1_0(file, shape)
+    forge(path, lambda index: None)
+
+
+def not_an_array(path: Path) -> None:
+    (path / "ink.npy").write_bytes(b"PK" + bytes(100))
+    forge(path, lambda index: None)
+
+
+def deep(path: Path) -> None:
+    (path / "index.json").write_text("[" * 100_000)
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        (path / name).unlink()
+        os.mkfifo(path / name)
+
+    return damage
+
+
+ESCAPE = "is not the name of a file in the pack's folder"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (set_shard("file", "../secret.bin"), ESCAPE),
+        (set_shard("file", "/etc/passwd"), ESCAPE),
+        (set_shard("images", 2), "names and 3 rows"),
+        (set_shard("images", -1), "images: Input should be greater"),
+        (set_shard("bytes", -7), "bytes: Input should be greater"),
+        (set_shard("bytes", 7388), "do not fill ink-000.bin"),
+        (set_shard("bytes", "7389"), "bytes: Input should be a valid integer"),
+        (set_domain("stem", "../ink"), ESCAPE),
+        (set_domain("stem", "x\0y"), ESCAPE),
+        (set_domain("shards", []), "names and 3 rows"),
+        (set_domain("shards", "none"), "shards: Input should be"),
+        (set_domain("more", 1), "more: Extra inputs"),
+        (lambda path: forge(path, lambda i: i.update(format=10**40)), "format 1000000000"),
+        (lambda path: forge(path, lambda i: i.update(classes=["cat"])), "not among its 1 classes"),
+        (lambda path: forge(path, lambda i: i.update(domains={})), "domains: Input should be"),
+        (set_lists(lambda listed: listed["names"].pop()), "2 names and 3 rows"),
+        (set_lists(lambda listed: listed.update(names=[1, 2, 3])), "ink.json is not valid"),
+        (set_lists(lambda listed: listed.update(names="abc")), "ink.json is not valid"),
+        (set_lists(lambda i: i.update(names=["\ud800"] * 3)), "names are not those of files"),
+        (set_lists(lambda listed: listed.update(subsets={"train": [3]})), "official subsets"),
+        (set_lists(lambda listed: listed.update(subsets={"train": ["x"]})), "is not valid"),
+        (set_lists(lambda listed: listed.update(subsets={"train": 5})), "ink.json is not valid"),
+        (set_lists(lambda listed: listed.update(subsets=[1])), "ink.json is not valid"),
+        (set_lists(lambda listed: listed.clear()), "ink.json is not valid"),
+        (set_rows("label", 2), "not among its 2 classes"),
+        (set_rows("label", -1), "not among its 2 classes"),
+        (set_rows("height", 0), "impossible shape"),
+        (set_rows("width", -40), "impossible shape"),
+        (set_rows("width", 2**31 - 1), "do not fill"),
+        (other_array, "ink.npy is not valid"),
+        (giant_array, "holds other values"),
+        (not_an_array, "ink.npy is not valid"),
+        (deep, "index.json is damaged"),
+        (pipe("index.json"), "is not a plain file"),
+        (pipe("index.sha256"), "is not a plain file"),
+        (pipe("ink.json"), "is not a plain file"),
+        (pipe("ink-000.bin"), "ink-000.bin is missing"),
+    ],
+)
+def test_a_pack_that_contradicts_itself_gives_way_to_the_files(
+    root: Path,
+    messages: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+    message: str,
+) -> None:
+    path = make(root)
+    damage(path)
+    assert load(root).origin == f"files in {root}"
+    (record,) = messages.records
+    assert message in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert message in pack.verify(path)[0]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -1,11 +1,12 @@
 """`steppe data`: datasets."""
 
 import json
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from steppe.strangers import command, printable
 
 from .common import JSON, PLUGINS, ROOT
 
@@ -43,8 +44,9 @@ def data_get(
     from steppe.domains import data_folder, mirrors
 
     folder = mirrors.get(name, root or data_folder())
-    where = f" --root {shlex.quote(str(root))}" if root else ""
-    print(f"{folder}: check it with 'steppe data check {name}{where}'")
+    where = ("--root", root) if root else ()
+    check = command("steppe", "data", "check", name, *where)
+    print(printable(f"{folder}: check it with: {check}"))
 
 
 @app.command("check")
@@ -92,4 +94,4 @@ def data_pack(
     dataset = load(name, home, packed=False)
     console = Console(stderr=True)
     path = packing.make(dataset, home, size, force=force, jobs=jobs, console=console)
-    print(f"{path}: runs on {dataset.spec.name} use it from now on")
+    print(printable(f"{path}: runs on {dataset.spec.name} use it from now on"))

@@ -2,38 +2,67 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import shutil
 import stat
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 from typing import IO, cast
 
 from steppe.errors import UserError
 
+from .dataset import reason
+
 Member = tuple[str, IO[bytes] | None]
 """A member's name in the archive and its contents, or None for a folder."""
 
-_DAMAGE = (
-    zipfile.BadZipFile,
-    tarfile.TarError,
-    gzip.BadGzipFile,
-    zlib.error,
-    EOFError,
-    NotImplementedError,  # a compression that Python lacks
-    FileExistsError,  # a member that is a file in one place and a folder in another
-    IsADirectoryError,
-    NotADirectoryError,
+SHARE = 0.95
+"""Of the free disk space: what an archive may fill. The rest is for everybody else's files."""
+MEMBERS = 5_000_000
+"""Members that no dataset's archive has."""
+_HEADER = 2**24
+"""Bytes that no header of a tar has; they are read into memory in one piece."""
+_OURS = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EIO,
+        errno.ENOENT,
+        errno.EMFILE,
+    }
 )
+"""Errors of this system. Any other means that an archive asks for what no system can do."""
 
 
 class UnsafeArchive(UserError):
     """An archive with a member that no dataset needs: outside the folder, a link, a device."""
+
+
+@dataclass
+class _Room:
+    """The bytes that an archive may still expand to."""
+
+    archive: Path
+    folder: Path
+    left: int
+
+    def take(self, size: int) -> None:
+        if size > self.left:
+            raise UserError(
+                f"archive {self.archive} does not fit into the free space of {self.folder} when "
+                "unpacked. Make room there, or delete the archive if it should be smaller."
+            )
+        self.left -= size
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -41,11 +70,16 @@ def unpack(archive: Path, folder: Path) -> None:
 
     Only plain files and folders are written, with ordinary permissions. A link in a tar to another
     of its files becomes a copy. Any other link, a device or a name that leaves the folder makes the
-    archive unsafe, and what was unpacked so far is the caller's to throw away.
+    archive unsafe, and what was unpacked so far is the caller's to throw away. An archive that
+    would fill the disk is refused before it does.
     """
     read = next((read for suffix, read in _READERS if archive.name.endswith(suffix)), _read_plain)
+    folder.mkdir(parents=True, exist_ok=True)
+    room = _Room(archive, folder, int(SHARE * shutil.disk_usage(folder).free))
     try:
-        for name, contents in read(archive):
+        for number, (name, contents) in enumerate(read(archive, room)):
+            if number >= MEMBERS:
+                raise UserError(f"archive {archive} has more than {MEMBERS:,} members. Delete it.")
             with contents if contents is not None else nullcontext():
                 path = _inside(archive, name)
                 if _is_junk(path):
@@ -56,10 +90,17 @@ def unpack(archive: Path, folder: Path) -> None:
                     continue
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with target.open("wb") as file:
-                    shutil.copyfileobj(contents, file, 1 << 20)
-    except _DAMAGE as error:
+                    while chunk := contents.read(1 << 20):
+                        room.take(len(chunk))
+                        file.write(chunk)
+    except UserError:
+        raise
+    except Exception as error:  # the readers raise anything when the bytes are wrong
+        if isinstance(error, OSError) and error.errno in _OURS:
+            raise
         raise UserError(
-            f"archive {archive} is damaged: {error}. Delete it and run the same command again."
+            f"archive {archive} is damaged: {reason(error)}. Delete it and run the same command "
+            "again."
         ) from None
 
 
@@ -91,8 +132,10 @@ def _unsafe(archive: Path, name: str, why: str) -> UnsafeArchive:
     )
 
 
-def _read_zip(archive: Path) -> Iterator[Member]:
+def _read_zip(archive: Path, room: _Room) -> Iterator[Member]:
     with zipfile.ZipFile(archive) as file:
+        # None expands to more than it announces, so that a bomb is seen before the first byte.
+        replace(room).take(sum(info.file_size for info in file.infolist()))
         for info in file.infolist():
             kind = stat.S_IFMT(info.external_attr >> 16)  # 0 where made on Windows
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
@@ -102,8 +145,13 @@ def _read_zip(archive: Path) -> Iterator[Member]:
             yield info.filename, None if info.is_dir() else file.open(info)
 
 
-def _read_tar(archive: Path) -> Iterator[Member]:
-    with tarfile.open(archive) as file:
+def _read_tar(archive: Path, room: _Room) -> Iterator[Member]:
+    with archive.open("rb") as raw:
+        compressed = raw.read(2) == b"\x1f\x8b"
+    with (
+        gzip.open(archive) if compressed else archive.open("rb") as stream,
+        tarfile.open(fileobj=cast(IO[bytes], _Headers(cast(IO[bytes], stream))), mode="r:") as file,
+    ):
         for info in file:
             if info.isdir():
                 yield info.name, None
@@ -119,16 +167,28 @@ def _read_tar(archive: Path) -> Iterator[Member]:
             yield info.name, contents
 
 
-def _read_gzip(archive: Path) -> Iterator[Member]:
+class _Headers:
+    """A tar whose headers, once unzipped, cannot fill the memory."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._read, self.seek, self.tell = file.read, file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _HEADER:
+            raise tarfile.ReadError(f"it has a header of {size:,} bytes")
+        return self._read(size)
+
+
+def _read_gzip(archive: Path, room: _Room) -> Iterator[Member]:
     with gzip.open(archive) as file:
         yield archive.name.removesuffix(".gz"), cast(IO[bytes], file)
 
 
-def _read_plain(path: Path) -> Iterator[Member]:
+def _read_plain(path: Path, room: _Room) -> Iterator[Member]:
     yield path.name, path.open("rb")
 
 
-_READERS: tuple[tuple[str, Callable[[Path], Iterator[Member]]], ...] = (
+_READERS: tuple[tuple[str, Callable[[Path, _Room], Iterator[Member]]], ...] = (
     (".zip", _read_zip),
     (".tar", _read_tar),
     (".tar.gz", _read_tar),

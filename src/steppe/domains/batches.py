@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from steppe.errors import UserError
+from steppe.errors import RunError, UserError
 
 from . import augment
 from .dataset import Arrays, Domain, Indices
@@ -235,17 +235,50 @@ def read_ahead(dataset: Dataset[Any], numbers: range, workers: int, pin: bool) -
         # Its own, because a loader draws a seed for its workers from the global one otherwise.
         generator=torch.Generator(),
     )
-    with _signals_held():
+    with _signals_held(), _deaths_unheard():
         items = iter(loader)
     item = None
     try:
-        for item in items:
+        while (item := _next(items, workers)) is not _END:
             if isinstance(item, Failure):
                 raise item.error
             yield item
     finally:
         # The error's traceback holds this frame: without them it does not hold the workers too.
         del item, items
+
+
+_END = object()
+
+
+def _next(items: Iterator[Any], workers: int) -> Any:
+    """The next item; where a worker has died, an error that says so."""
+    try:
+        return next(items, _END)
+    except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
+        # The loader's words, or nobody at the other end of the line when an item is fetched. What
+        # went wrong inside a living worker begins with "Caught".
+        silent = not isinstance(error, RuntimeError) and not str(error).startswith("Caught ")
+        if not workers or not (silent or str(error).startswith("DataLoader worker (pid")):
+            raise
+        raise RunError(
+            "a process that reads images was killed, possibly because memory ran out: rerun with "
+            "fewer workers (--set workers=N)"
+        ) from None
+
+
+@contextmanager
+def _deaths_unheard() -> Iterator[None]:
+    """Keeps torch from handling SIGCHLD: it raises wherever the trainer is when a worker dies.
+
+    The next batch that is waited for tells as well, within seconds.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGCHLD) is not before and before is not None:
+            signal.signal(signal.SIGCHLD, before)
 
 
 def _unchanged(item: Any) -> Any:

@@ -86,7 +86,7 @@ def _folders(*domains: str, exclude: str | None = None) -> Callable[[Path], Cont
 
     def read(root: Path) -> Contents:
         listed = root / exclude if exclude else None
-        lines = listed.read_text().splitlines() if listed and listed.exists() else ()
+        lines = folder.lines(listed) if listed and listed.exists() else ()
         return folder.read_folder(root, domains, [line.strip() for line in lines])
 
     return read
@@ -280,6 +280,8 @@ def dataset_spec(name: str | os.PathLike[str]) -> DatasetSpec:
 def _folder_spec(path: Path) -> DatasetSpec:
     path = path.resolve()
     domains = tuple(folder.subfolders(path))
+    for name in (*domains, "."):
+        folder.require_text(path / name)
     if len(domains) < 2:
         raise UserError(
             f"{path} has {len(domains)} domains: expected at least two folders, each with "

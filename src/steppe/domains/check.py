@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steppe.errors import UserError
+from steppe.strangers import plain, printable
 
 from . import pack
 from .catalog import DUPLICATES, DatasetSpec
-from .dataset import Domain, Files, UnreadableImage, decode
+from .dataset import Domain, Files, UnreadableImage, decode, reason
 from .folder import SUFFIXES, read_folder, subfolders
 from .pool import map_files
 
@@ -272,10 +273,12 @@ def _look(path: str) -> tuple[bytes, str]:
     """Decodes a file to its end: the checksum of its bytes, or why it cannot be read."""
     try:
         decode(Path(path))
-        with open(path, "rb") as file:
+        with plain(path) as file:
             return hashlib.file_digest(file, "blake2b").digest(), ""
     except UnreadableImage as error:
         return b"", str(error)
+    except OSError as error:  # deleted this moment
+        return b"", f"image {path} cannot be read: {reason(error)}"
 
 
 def _look_at_images(
@@ -324,7 +327,7 @@ def _check_copies(copies: Sequence[Copies], published: bool) -> Iterator[Finding
 def _check_pack(
     spec: DatasetSpec, home: Path, listed: Sequence[_Listed], console: Console | None
 ) -> Iterator[Finding]:
-    if spec.folder is None or not (path := pack.location(spec, home)).exists():
+    if spec.folder is None or (path := pack.present(spec, home)) is None:
         return
     remedy = f"Make it again with 'steppe data pack {spec.name} --force', or delete it."
     problems = pack.verify(path, console)
@@ -342,35 +345,38 @@ def tables(report: Report) -> list[RenderableType]:
     from rich.table import Column, Table
     from rich.text import Text
 
-    shown: list[RenderableType] = [Text(f"{report.dataset}: {report.where}", style="bold")]
+    def text(words: str, style: str = "") -> Text:
+        return Text(printable(words), style)
+
+    shown: list[RenderableType] = [text(f"{report.dataset}: {report.where}", style="bold")]
     if report.domains:
         numbers = ("images", "expected", "classes")
         domains = Table("domain", *(Column(name, justify="right") for name in numbers))
         for domain in report.domains:
             expected = "" if domain.expected is None else f"{domain.expected:,}"
             present = sum(1 for images in domain.classes.values() if images)
-            domains.add_row(Text(domain.name), f"{domain.images:,}", expected, str(present))
+            domains.add_row(text(domain.name), f"{domain.images:,}", expected, str(present))
         shown.append(domains)
         classes = list(report.domains[0].classes)
         if len(classes) <= _CLASS_ROWS:
-            names = (Text(domain.name) for domain in report.domains)
+            names = (text(domain.name) for domain in report.domains)
             counts = Table("class", *(Column(name, justify="right") for name in names))
             for name in classes:
                 row = (f"{domain.classes[name]:,}" for domain in report.domains)
-                counts.add_row(Text(name), *row)
+                counts.add_row(text(name), *row)
             shown.append(counts)
         else:
-            shown.append(Text(f"{len(classes)} classes: see --json for the images of each"))
+            shown.append(text(f"{len(classes)} classes: see --json for the images of each"))
     if report.copies:
         copies = Table("identical images", "files")
         for same in report.copies[:_SHOWN]:
-            copies.add_row(same.kind, Text("\n".join(same.files)))
+            copies.add_row(same.kind, text("\n".join(same.files)))
         shown.append(copies)
         if len(report.copies) > _SHOWN:
-            shown.append(Text(f"and {len(report.copies) - _SHOWN:,} more: see --json"))
-    shown += [Text(f"note: {note}") for note in report.notes]
-    shown += [Text(f"problem: {problem}", style="red") for problem in report.problems]
+            shown.append(text(f"and {len(report.copies) - _SHOWN:,} more: see --json"))
+    shown += [text(f"note: {note}") for note in report.notes]
+    shown += [text(f"problem: {problem}", style="red") for problem in report.problems]
     n = len(report.problems)
     verdict = "no problems" if report.ok else f"{n} problem{'s' if n > 1 else ''}"
-    shown.append(Text(f"{report.dataset}: {verdict}", style="green" if report.ok else "bold red"))
+    shown.append(text(f"{report.dataset}: {verdict}", style="green" if report.ok else "bold red"))
     return shown

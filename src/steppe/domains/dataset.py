@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from steppe.errors import UserError
+from steppe.strangers import plain
 
 if TYPE_CHECKING:
     from .catalog import DatasetSpec
@@ -20,6 +21,24 @@ if TYPE_CHECKING:
 Pixels = NDArray[np.uint8]
 """One image, height x width x channels."""
 Indices = NDArray[np.int64]
+
+FORMATS = {
+    ".jpg": "JPEG",
+    ".jpeg": "JPEG",
+    ".png": "PNG",
+    ".bmp": "BMP",
+    ".ppm": "PPM",
+    ".tif": "TIFF",
+    ".tiff": "TIFF",
+    ".webp": "WEBP",
+    ".pgm": "PPM",
+}
+"""The endings of image files, and the formats that Pillow may find in them, whatever the ending.
+
+Pillow knows forty more. Some start other programs (PostScript), and some were never meant for files
+from strangers.
+"""
+_FORMATS = (*dict.fromkeys(FORMATS.values()), "GIF")  # which datasets from the web call .jpg
 
 
 class UnreadableImage(UserError):
@@ -78,17 +97,28 @@ def decode(path: Path) -> Pixels:
     """Reads an image file of 8 bits a channel as RGB; a truncated file is an error.
 
     So is one of 16 bits or of floating point: Pillow would cut its values off at 255, to white.
+    A file that is not a plain one is an error too, and is not waited for.
     """
     try:
-        with Image.open(path) as image:
+        with plain(path) as file, Image.open(file, formats=_FORMATS) as image:
             if image.mode.startswith(("I", "F")):
                 raise ValueError(f"its mode is {image.mode!r}; convert it to 8 bits a channel")
             # By way of RGBA where there is transparency: Pillow asks for it, with a warning.
-            through = "RGBA" if "transparency" in image.info else image.mode
-            return np.asarray(image.convert(through).convert("RGB"))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        # Pillow raises SyntaxError for a broken PNG, and OSError for a truncated file.
-        raise UnreadableImage(f"image {path} cannot be read: {error}") from None
+            seen = image.convert("RGBA") if "transparency" in image.info else image
+            return np.asarray(seen if seen.mode == "RGB" else seen.convert("RGB"))
+    except UnidentifiedImageError:
+        raise UnreadableImage(
+            f"image {path} cannot be read: it is not a {', '.join(_FORMATS[:-1])} or "
+            f"{_FORMATS[-1]} file"
+        ) from None
+    except Exception as error:  # Pillow's decoders raise anything when the bytes are wrong
+        raise UnreadableImage(f"image {path} cannot be read: {reason(error)}") from None
+
+
+def reason(error: Exception) -> str:
+    """What an error says, on one line; some say nothing."""
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return " ".join(text.split()) or type(error).__name__
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ import hashlib
 import http.client
 import json
 import os
+import queue
 import re
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from email.message import Message
 from pathlib import Path
+from typing import Any, cast
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -36,6 +39,7 @@ from rich.progress import (
 
 from steppe import __version__
 from steppe.errors import UserError
+from steppe.strangers import parse, printable, read
 
 Report = Callable[[str], object]
 """Told what happens, a line at a time."""
@@ -48,6 +52,10 @@ _HEAD = 4096
 _MAGIC = {".zip": b"PK", ".gz": b"\x1f\x8b", ".tgz": b"\x1f\x8b"}
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP errors that may be gone a moment later."""
+
+
+LIMIT = 200 * 10**9
+"""Bytes that no file of a dataset has."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +79,33 @@ class Download:
         file: the name it is given here.
         mirrors: tried in this order.
         into: the folder below the dataset's to unpack it in.
+        limit: bytes that it certainly does not have; a server that has more is not believed.
     """
 
     file: str
     mirrors: tuple[Mirror, ...]
     into: str = ""
+    limit: int = LIMIT
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to try: seconds without a byte, attempts without progress, seconds between them."""
+    """How long to try a mirror.
+
+    Attributes:
+        timeout: seconds without a byte, and seconds until an answer begins.
+        attempts: attempts without progress.
+        pause: seconds between two attempts.
+        rate: bytes a second, on average, that a mirror must deliver to be tried any longer; with a
+            file's `limit` this bounds the whole time.
+        grace: seconds before that counts.
+    """
 
     timeout: float = 30.0
     attempts: int = 4
     pause: float = 1.0
+    rate: float = 2000.0
+    grace: float = 300.0
 
 
 PATIENCE = Patience()
@@ -142,7 +163,7 @@ def download(
         report(f"{final} is not the file expected: set aside as {aside.name}")
     failures = []
     for mirror in item.mirrors:
-        reason = _download_from(mirror, final, report, tick, patience)
+        reason = _download_from(mirror, final, item.limit, report, tick, patience)
         if reason is None:
             return final
         report(f"{mirror.url}: {reason}")
@@ -164,20 +185,46 @@ class _Failed(Exception):
     """A mirror did not deliver; `passing` if it may do better in a moment."""
 
     def __init__(self, reason: str, *, passing: bool) -> None:
-        super().__init__(reason)
+        super().__init__(printable(reason))
         self.passing = passing
 
 
+class _Watch:
+    """Ends a download that is too slow, or longer than a file can be."""
+
+    def __init__(self, patience: Patience, limit: int) -> None:
+        self.patience, self.limit = patience, limit
+        self._received, self._start = 0, time.monotonic()
+
+    def announced(self, total: int | None) -> None:
+        if total is not None and total > self.limit:
+            raise _Failed(
+                f"it has {decimal(total)}, more than the {decimal(self.limit)} that are expected "
+                "at most",
+                passing=False,
+            )
+
+    def received(self, count: int) -> None:
+        self._received += count
+        elapsed = time.monotonic() - self._start
+        if elapsed > self.patience.grace + self._received / self.patience.rate:
+            raise _Failed(
+                f"it is too slow: {decimal(self._received)} in {elapsed:.0f} s", passing=False
+            )
+
+
 def _download_from(
-    mirror: Mirror, final: Path, report: Report, tick: Tick, patience: Patience
+    mirror: Mirror, final: Path, limit: int, report: Report, tick: Tick, patience: Patience
 ) -> str | None:
     """Downloads from one mirror; returns why it failed, or None."""
     part = _beside(final, ".part")
+    watch = _Watch(patience, limit)
     best = failures = 0
     pieced = False  # whether the part was put together from several answers
     while True:
         try:
-            pieced |= _request(mirror, final, tick, patience.timeout)
+            watch.received(0)
+            pieced |= _request(mirror, final, tick, watch)
         except _Failed as failed:
             size = part.stat().st_size if part.exists() else 0
             failures = 0 if size > best else failures + 1
@@ -199,7 +246,7 @@ def _download_from(
         pieced, best = False, 0
 
 
-def _request(mirror: Mirror, final: Path, tick: Tick, timeout: float) -> bool:
+def _request(mirror: Mirror, final: Path, tick: Tick, watch: _Watch) -> bool:
     """Asks a mirror for what is missing of the part, and adds it.
 
     Returns:
@@ -216,22 +263,24 @@ def _request(mirror: Mirror, final: Path, tick: Tick, timeout: float) -> bool:
         if origin.url == mirror.url and origin.validator is not None:
             headers["If-Range"] = origin.validator  # all of it if it has changed
     request = urllib.request.Request(mirror.url, headers=headers)
+    timeout = watch.patience.timeout
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
+        with _answer(request, timeout) as response:
             added = bool(response.status == http.client.PARTIAL_CONTENT)
             if added and (origin is None or not _continues(response.headers, size, origin, mirror)):
                 part.unlink(missing_ok=True)
                 raise _Failed("its file has changed", passing=True)
-            head = response.read(_HEAD)
+            head = _head(response, watch)
             if not added or origin is None:  # the whole file, asked for or not
                 reason = _not_the_file(final.name, head, response.headers)
                 if reason is not None:  # before what is there is thrown away
                     raise _Failed(reason, passing=False)
                 size, origin = 0, _started(mirror, response.headers)
+                watch.announced(origin.total)
                 with _writing(part):
                     part.unlink(missing_ok=True)
                     _beside(final, ".part.json").write_text(json.dumps(asdict(origin)))
-            _store(response, head, part, size, origin.total, tick)
+            _store(response, head, part, size, origin.total, tick, watch)
             return added
     except urllib.error.HTTPError as error:
         error.close()
@@ -245,8 +294,39 @@ def _request(mirror: Mirror, final: Path, tick: Tick, timeout: float) -> bool:
     except urllib.error.URLError as error:
         unknown_host = isinstance(error.reason, socket.gaierror)
         raise _Failed(str(error.reason), passing=not unknown_host) from None
-    except (OSError, http.client.HTTPException) as error:  # the network's: ours are UserErrors
+    except UserError:  # this disk's
+        raise
+    except (OSError, http.client.HTTPException, ValueError) as error:  # the network's
         raise _Failed(str(error) or type(error).__name__, passing=True) from None
+
+
+def _answer(request: urllib.request.Request, timeout: float) -> http.client.HTTPResponse:
+    """The beginning of an answer, all of it within the time: Python counts from byte to byte."""
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(urllib.request.urlopen(request, timeout=timeout))
+        except Exception as error:
+            answers.put(error)
+
+    # Nobody waits for a thread whose answer comes too late, and what it brings is dropped.
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        answer = answers.get(timeout=2 * timeout)
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(answer, Exception):
+        raise answer
+    return cast(http.client.HTTPResponse, answer)
+
+
+def _head(response: http.client.HTTPResponse, watch: _Watch) -> bytes:
+    head = b""
+    while len(head) < _HEAD and (chunk := response.read1(_HEAD - len(head))):
+        head += chunk
+        watch.received(0)
+    return head
 
 
 def _store(
@@ -256,17 +336,23 @@ def _store(
     size: int,
     total: int | None,
     tick: Tick,
+    watch: _Watch,
 ) -> None:
     """Appends an answer to the part, unbuffered: what has arrived is on the disk."""
+    most = watch.limit if total is None else total
     with _writing(part):
         file = part.open("ab", buffering=0)
     with file:
         while chunk:
+            if size + len(chunk) > most:
+                part.unlink()
+                raise _Failed(f"it sent more than {decimal(most)}; deleted", passing=False)
             left = memoryview(chunk)
             with _writing(part):
                 while left:
                     left = left[file.write(left) :]
             size += len(chunk)
+            watch.received(len(chunk))
             tick(part.name.removesuffix(".part"), size, total)
             chunk = response.read1(_CHUNK)
         with _writing(part):
@@ -282,7 +368,7 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write {path}: {error.strerror}. Mend that and run the same command again: it "
+            f"cannot write {path}: {error.strerror}. Fix that and run the same command again: it "
             "goes on from where it stopped."
         ) from None
 
@@ -292,8 +378,8 @@ def _beside(final: Path, suffix: str) -> Path:
 
 
 def _started(mirror: Mirror, headers: Message) -> _Origin:
-    length = headers.get("Content-Length")
-    total = int(length) if length is not None and length.isdigit() else None
+    length = headers.get("Content-Length", "").strip()
+    total = int(length) if re.fullmatch("[0-9]{1,18}", length) else None
     return _Origin(mirror.url, mirror.checksum, _validator(headers), total)
 
 
@@ -304,7 +390,7 @@ def _origin(final: Path, mirror: Mirror) -> _Origin | None:
     validator of the same URL.
     """
     try:
-        origin = _Origin(**json.loads(_beside(final, ".part.json").read_text()))
+        origin = _Origin(**parse(read(_beside(final, ".part.json"))))
     except (OSError, ValueError, TypeError):  # absent, or cut off by a crash
         return None
     same_bytes = mirror.checksum is not None and mirror.checksum == origin.checksum
@@ -320,7 +406,9 @@ def _validator(headers: Message) -> str | None:
 
 def _continues(headers: Message, size: int, origin: _Origin, mirror: Mirror) -> bool:
     """Whether an answer with a part of the file goes on at byte `size` of the file we have."""
-    match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("Content-Range", "").strip())
+    match = re.fullmatch(
+        r"bytes ([0-9]{1,18})-[0-9]+/([0-9]{1,18}|\*)", headers.get("Content-Range", "").strip()
+    )
     if match is None or int(match[1]) != size:
         return False
     if match[2] != "*" and origin.total not in (None, int(match[2])):

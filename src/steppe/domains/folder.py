@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from steppe.errors import UserError
+from steppe.strangers import printable, read
 
-from .dataset import Domain, Files
+from .dataset import FORMATS, Domain, Files
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp", ".pgm")
+SUFFIXES = tuple(FORMATS)
 """Files with these endings, in any case, are images; others are left alone."""
 
 
@@ -42,12 +43,30 @@ def _leads_up(path: str) -> bool:
     return os.path.commonpath([here, there]) == there
 
 
+def lines(path: Path) -> list[str]:
+    """The lines of a list of images; names need not be UTF-8."""
+    return read(path).decode(errors="surrogateescape").splitlines()
+
+
 def class_names(root: Path, domains: Sequence[str]) -> tuple[str, ...]:
     """All classes that any of the domains has, sorted.
 
     The union, so that a domain that lacks a class does not shift the indices of the others.
     """
-    return tuple(sorted({name for domain in domains for name in subfolders(root / domain)}))
+    found = {name: root / domain / name for domain in domains for name in subfolders(root / domain)}
+    for path in found.values():
+        require_text(path)
+    return tuple(sorted(found))
+
+
+def require_text(path: Path) -> None:
+    """Refuses a folder whose name, or one above it, is not UTF-8: records and reports are text."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"the folder {printable(path)} has a name that is not UTF-8: rename it"
+        ) from None
 
 
 def read_folder(

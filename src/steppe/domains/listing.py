@@ -37,9 +37,9 @@ def find_all(home: Path) -> list[Row]:
         if spec.folder is None:
             found = "in memory"
         else:
-            folder, pack_folder = home / spec.folder, pack.location(spec, home)
+            folder, pack_folder = home / spec.folder, pack.present(spec, home)
             found = str(folder) if folder.is_dir() else None
-            packed = str(pack_folder) if pack_folder.is_dir() else None
+            packed = str(pack_folder) if pack_folder is not None else None
         images = sum(spec.counts) if spec.counts else None
         rows.append(
             Row(

@@ -53,6 +53,8 @@ def _everywhere(file: str, checksum: str, *bases: str) -> Download:
     return Download(file, tuple(Mirror(base + file, checksum) for base in bases))
 
 
+_SMALL = 10**9
+"""The limit, in bytes, of files that have a hundredth of it."""
 _BU = "http://csr.bu.edu/ftp/visda/2019/multi-source/"
 _BU_COPY = "https://huggingface.co/yashkant/evalmerge/resolve/main/domainnet/"
 # LILA keeps the same files in three clouds.
@@ -80,6 +82,7 @@ _mnist = Source(
             f"{file}.gz",
             tuple(Mirror(f"{base}{file}.gz", checksum) for base in _MNIST_BASES),
             into="raw",
+            limit=_SMALL,
         )
         for file, checksum in _MNIST
     ),
@@ -171,6 +174,7 @@ SOURCES: dict[str, Source] = {
                         f"domainbed/misc/{DUPLICATES}"
                     ),
                 ),
+                limit=_SMALL,
             ),
             # The cleaned versions of clipart and painting are in a folder of their own.
             _everywhere(

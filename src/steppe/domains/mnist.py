@@ -33,6 +33,9 @@ FILES = (
 )
 """MNIST's files; each may also be there with ``.gz``."""
 
+_LIMIT = 2**28
+"""More bytes than a file of MNIST has: 47 million."""
+
 DIGITS = tuple(str(digit) for digit in range(10))
 _LABEL_FLIPS = 0.25
 _COLOR_FLIPS = (0.1, 0.2, 0.9)
@@ -131,7 +134,8 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     size of each dimension as four bytes, the highest first; the values follow.
     """
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read(_LIMIT)  # what is longer does not have the length that it says
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path} is damaged: {error}. Delete it and download it again.") from None
     if len(data) < 4 or data[:3] != b"\0\0\x08":

@@ -7,7 +7,6 @@ folders alone has random splits, and says so.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,9 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from steppe.errors import UserError
+from steppe.strangers import parse
+from steppe.strangers import read as read_file
 
 from .dataset import Domain, Files
-from .folder import read_folder
+from .folder import lines as lines_of
+from .folder import read_folder, require_text
 
 DOMAINS = ("autumn", "dim", "grass", "outdoor", "rock", "water")
 SUBSETS = ("train", "val", "test")
@@ -102,13 +104,18 @@ def _read_lists(root: Path, lists: Path) -> Contents:
 def _parse(path: Path) -> list[_Line]:
     """The lines ``PATH LABEL`` of a list; a path may have blanks in it."""
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, text in enumerate(lines_of(path), start=1):
         if not text.strip():
             continue
         *image, label = text.rsplit(maxsplit=1)
-        line = _Line(f"{path}:{number}", "".join(image), int(label) if label.isdecimal() else -1)
+        line = _Line(
+            f"{path}:{number}",
+            "".join(image),
+            int(label) if label.isdecimal() and len(label) < 9 else -1,
+        )
         if line.label < 0 or not line.class_name:
             raise UserError(f"{line.where}: expected 'CLASS/IMAGE LABEL', found {text!r}")
+        require_text(path.parent / line.class_name)
         if not PurePosixPath(line.path).name.startswith("."):  # what a Mac leaves in every folder
             lines.append(line)
     if not lines:
@@ -164,8 +171,8 @@ def _in_official_order(
     if path is None:
         return classes, domains
     try:
-        official = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        official = parse(read_file(path))
+    except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     labels = list(official.values()) if isinstance(official, dict) else []
     if not labels or sorted(map(str, labels)) != sorted(map(str, range(len(labels)))):

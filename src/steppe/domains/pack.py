@@ -15,7 +15,7 @@ pack's size is stored as it is, so that training from the pack is training from 
 from __future__ import annotations
 
 import hashlib
-import json
+import io
 import logging
 import os
 import shlex
@@ -23,16 +23,18 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from steppe.errors import UserError
+from steppe.strangers import is_name, parse, printable, read
 
-from .dataset import Dataset, Domain, Files, Indices, Pixels
+from .dataset import Dataset, Domain, Files, Indices, Pixels, reason
 from .pool import progress
+from .workshop import abandoned, put_back, workshops
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,20 +47,32 @@ ROW = np.dtype(
 )
 """Per image: its class, its shape, the CRC-32 of its pixels, the size of the file in bytes."""
 
+_LARGEST = 2**36
+"""Pixels that no image has, so few that the bytes of all images of a domain can be counted."""
 INDEX, INDEX_SUM = "index.json", "index.sha256"
 log = logging.getLogger("steppe")
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def _a_name(text: str) -> str:
+    """A pack may come from anybody: none of its names leads out of its folder."""
+    if not is_name(text):
+        raise ValueError("is not the name of a file in the pack's folder")
+    return text
+
+
+_Name = Annotated[str, AfterValidator(_a_name)]
 
 
 class Shard(_Frozen):
     """One file of pixels."""
 
-    file: str
-    images: int
-    bytes: int
+    file: _Name
+    images: Annotated[int, Field(ge=1, le=2**40)]
+    bytes: Annotated[int, Field(ge=1, le=2**60)]
     sha256: str
 
 
@@ -66,7 +80,7 @@ class PackedDomain(_Frozen):
     """What the index says about a domain; `stem` begins the names of its files."""
 
     name: str
-    stem: str
+    stem: _Name
     names_sha256: str
     rows_sha256: str
     shrunk: bool
@@ -152,6 +166,19 @@ def location(spec: DatasetSpec, home: Path) -> Path:
     return folder.with_name(f"{folder.name}.pack")
 
 
+def present(spec: DatasetSpec, home: Path) -> Path | None:
+    """The pack's folder, if there is one.
+
+    One that a killed packer had moved aside to make place for its own is put back.
+    """
+    path = location(spec, home)
+    if not path.is_dir():
+        for workshop in workshops(path):
+            if abandoned(workshop):
+                put_back(workshop, path)
+    return path if path.is_dir() else None
+
+
 def remedy(dataset: str) -> str:
     """What to do about a pack that cannot be used."""
     return (
@@ -174,7 +201,7 @@ def find(spec: DatasetSpec, home: Path) -> Dataset | None:
     Returns:
         The dataset, or None where the files are to be used.
     """
-    if spec.folder is None or not (path := location(spec, home)).is_dir():
+    if spec.folder is None or (path := present(spec, home)) is None:
         return None
     try:
         index = _read_index(path)
@@ -190,7 +217,7 @@ def find(spec: DatasetSpec, home: Path) -> Dataset | None:
         if (folder := home / spec.folder).is_dir():
             _compare(spec, folder, path, index, domains)
     except _Unusable as error:
-        log.warning("pack %s is not used: %s. %s", path, error, remedy(spec.name))
+        log.warning("pack %s is not used: %s. %s", path, printable(error), remedy(spec.name))
         return None
     origin = f"pack in {path} (shorter side at most {index.size})"
     shrunk = any(domain.shrunk for domain in index.domains)
@@ -203,7 +230,7 @@ def verify(path: Path, console: Console | None = None) -> list[str]:
         index = _read_index(path)
         _read_domains(path, index)
     except _Unusable as error:
-        return [f"pack {path}: {error}"]
+        return [f"pack {path}: {printable(error)}"]
     problems = []
     shards = [shard for domain in index.domains for shard in domain.shards]
     with progress(f"verifying {path.name}", len(shards), console) as advance:
@@ -223,48 +250,127 @@ def outdated(path: Path, classes: Sequence[str], domains: Sequence[Domain]) -> s
         index = _read_index(path)
         return _difference(index, _read_domains(path, index), classes, domains)
     except _Unusable as error:
-        return str(error)
+        return printable(error)
 
 
 def _read_index(path: Path) -> Index:
+    text = _read(path / INDEX)
+    noted = _read(path / INDEX_SUM).decode(errors="replace")
     try:
-        text = (path / INDEX).read_bytes()
-        checksum = (path / INDEX_SUM).read_text()
-    except OSError as error:
-        raise _Unusable(f"{error.filename} cannot be read: {error.strerror}") from None
-    try:
-        version = json.loads(text)["format"]
-    except (ValueError, TypeError, KeyError):
+        version = parse(text)["format"]
+    except (ValueError, TypeError, LookupError):
         raise _Unusable(f"{INDEX} is damaged") from None
     if version != FORMAT:
         raise _Unusable(
-            f"it has format {version}, and this steppe reads {FORMAT}: a newer one may read it"
+            f"it has format {str(version)[:20]}, and this steppe reads {FORMAT}: a newer one may "
+            "read it"
         )
-    if checksum.split()[:1] != [hashlib.sha256(text).hexdigest()]:
+    if noted.split()[:1] != [hashlib.sha256(text).hexdigest()]:
         raise _Unusable(f"{INDEX} is damaged: its checksum is not the one in {INDEX_SUM}")
-    return Index.model_validate_json(text)
+    try:
+        return Index.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise _Unusable(f"{INDEX} is not valid: {where}: {first['msg']}") from None
+
+
+def _read(file: Path, missing: str = "") -> bytes:
+    try:
+        return read(file)
+    except FileNotFoundError as error:
+        raise _Unusable(missing or f"{file} cannot be read: {error.strerror}") from None
+    except OSError as error:
+        raise _Unusable(f"{file} cannot be read: {error.strerror}") from None
 
 
 def _read_domains(path: Path, index: Index) -> tuple[Domain, ...]:
-    return tuple(_read_domain(path, index.dataset, entry) for entry in index.domains)
+    return tuple(_read_domain(path, index, entry) for entry in index.domains)
 
 
-def _read_domain(path: Path, dataset: str, entry: PackedDomain) -> Domain:
-    names_file, rows_file = path / f"{entry.stem}.json", path / f"{entry.stem}.npy"
-    for file, expected in ((names_file, entry.names_sha256), (rows_file, entry.rows_sha256)):
-        if not file.is_file():
-            raise _Unusable(f"{file.name} is missing")
-        if checksum(file) != expected:
-            raise _Unusable(f"{file.name} is damaged: its checksum is not the one in {INDEX}")
-    listed = json.loads(names_file.read_bytes())
-    rows = np.load(rows_file, allow_pickle=False)
+def _read_domain(path: Path, index: Index, entry: PackedDomain) -> Domain:
+    names_file, rows_file = f"{entry.stem}.json", f"{entry.stem}.npy"
+    names, subsets = _lists(_checked(path, names_file, entry.names_sha256), names_file)
+    rows = _rows(_checked(path, rows_file, entry.rows_sha256), rows_file)
     sizes = 3 * rows["height"].astype(np.int64) * rows["width"]
+    _agree(index, entry, names, rows, subsets)
     shard_of = np.repeat(np.arange(len(entry.shards)), [shard.images for shard in entry.shards])
     begins = np.cumsum([0, *(shard.bytes for shard in entry.shards)])
     offsets = np.cumsum(sizes) - sizes - begins[shard_of]
-    images = Packed(path, dataset, listed["names"], rows, entry.shards, shard_of, offsets)
-    subsets = {key: np.array(chosen, np.int64) for key, chosen in listed["subsets"].items()}
+    images = Packed(path, index.dataset, names, rows, entry.shards, shard_of, offsets)
     return Domain(entry.name, images, rows["label"].astype(np.int64), subsets)
+
+
+def _checked(path: Path, file: str, expected: str) -> bytes:
+    """The contents of a file of the pack, which must be those that the index speaks of."""
+    content = _read(path / file, missing=f"{file} is missing")
+    if hashlib.sha256(content).hexdigest() != expected:
+        raise _Unusable(f"{file} is damaged: its checksum is not the one in {INDEX}")
+    return content
+
+
+def _lists(content: bytes, file: str) -> tuple[list[str], dict[str, Indices]]:
+    """The names of a domain's images, which need not be text, and its official subsets."""
+    try:
+        listed: Any = parse(content)
+        names, subsets = listed["names"], listed["subsets"]
+        if not (isinstance(names, list) and all(map(_is_file_name, names))):
+            raise ValueError("names are not those of files")
+        chosen = {key: np.array(numbers) for key, numbers in subsets.items()}
+        if any(len(part) and (part.ndim, part.dtype.kind) != (1, "i") for part in chosen.values()):
+            raise ValueError("subsets are not lists of numbers")
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise _Unusable(f"{file} is not valid: {reason(error)}") from None
+    return names, {key: part.astype(np.int64) for key, part in chosen.items()}
+
+
+def _is_file_name(text: object) -> bool:
+    try:
+        return isinstance(text, str) and bool(text.encode(errors="surrogateescape"))
+    except UnicodeEncodeError:
+        return False
+
+
+def _rows(content: bytes, file: str) -> NDArray[np.void]:
+    """The rows of a ``.npy`` file, whose own word for how many there are makes no room."""
+    stream = io.BytesIO(content)
+    try:
+        np.lib.format.read_magic(stream)
+        shape, _, kind = np.lib.format.read_array_header_1_0(stream)
+        rows: NDArray[np.void] = np.frombuffer(content, ROW, offset=stream.tell())
+    except Exception as error:  # numpy's reader raises anything when the header is wrong
+        raise _Unusable(f"{file} is not valid: {reason(error)}") from None
+    if kind != ROW or shape != rows.shape:
+        raise _Unusable(f"{file} is not valid: it holds other values than those of a pack")
+    return rows
+
+
+def _agree(
+    index: Index,
+    entry: PackedDomain,
+    names: Sequence[str],
+    rows: NDArray[np.void],
+    subsets: Mapping[str, Indices],
+) -> None:
+    """Raises `_Unusable` where the parts of a domain contradict each other."""
+    areas, labels = rows["height"].astype(np.int64) * rows["width"], rows["label"]
+    counts = {len(names), len(rows), sum(shard.images for shard in entry.shards)}
+    if len(counts) > 1 or not len(rows):
+        wrong = f"has {len(names)} names and {len(rows)} rows"
+    elif min(rows["height"].min(), rows["width"].min()) < 1 or areas.max() > _LARGEST:
+        wrong = "has an image of an impossible shape"
+    elif labels.min() < 0 or labels.max() >= len(index.classes):
+        wrong = f"has labels that are not among its {len(index.classes)} classes"
+    elif any(len(c) and (c.min() < 0 or c.max() >= len(rows)) for c in subsets.values()):
+        wrong = "has official subsets with images that it does not have"
+    else:
+        starts = np.cumsum([0, *(shard.images for shard in entry.shards[:-1])])
+        filled = np.add.reduceat(3 * areas, starts)
+        odd = [s.file for s, n in zip(entry.shards, filled, strict=True) if n != s.bytes]
+        if not odd:
+            return
+        wrong = f"has images that do not fill {odd[0]}"
+    raise _Unusable(f"domain {entry.name!r} {wrong}")
 
 
 def _shard_problem(path: Path, shard: Shard) -> str | None:

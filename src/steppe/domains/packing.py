@@ -6,12 +6,10 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
-import tempfile
 import urllib.parse
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,7 @@ from PIL import Image
 from steppe.durable import durable, sync_folder
 from steppe.errors import UserError
 
-from .dataset import Dataset, Domain, Files, Pixels, UnreadableImage, decode
+from .dataset import Dataset, Domain, Files, Pixels, UnreadableImage, decode, reason
 from .pack import (
     FORMAT,
     INDEX,
@@ -35,16 +33,13 @@ from .pack import (
     checksum,
     location,
     plain_subsets,
+    present,
 )
 from .pool import map_files
+from .workshop import OLD, workshop
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-try:
-    import fcntl
-except ImportError:  # Windows, which refuses to remove a folder with an open file anyway
-    fcntl = None  # type: ignore[assignment]
 
 SIZE = 256
 """The longest that a shorter side may be, unless another length is asked for."""
@@ -80,14 +75,14 @@ def make(
     path = location(dataset.spec, home)
     if size < 1:
         raise UserError(f"the size of a pack is a length in pixels, not {size}")
-    if path.exists() and not force:
+    if present(dataset.spec, home) and not force:
         raise UserError(f"there is a pack in {path} already: replace it with --force")
     files = [_files(domain) for domain in dataset.domains]
     paths = [f"{file.root}/{name}" for file in files for name in file.names]
     unreadable: list[str] = []
     try:
         with (
-            _workshop(path) as folder,
+            workshop(path) as folder,
             closing(
                 map_files(
                     partial(_load, size=size),
@@ -142,6 +137,8 @@ def _load(path: str, size: int) -> _Loaded | str:
         return _Loaded(pixels, shrunk, zlib.crc32(pixels.data), os.stat(path).st_size)
     except UnreadableImage as error:
         return str(error)
+    except OSError as error:  # deleted this moment
+        return f"image {path} cannot be read: {reason(error)}"
 
 
 def _shrink(pixels: Pixels, size: int) -> Pixels:
@@ -223,44 +220,13 @@ def _write(path: Path, content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-@contextmanager
-def _workshop(path: Path) -> Iterator[Path]:
-    """A new folder to build a pack in, near where it will be; gone at the end, whatever happens.
-
-    Folders of packers that were killed are removed. A living packer holds a lock on its own, which
-    the system takes back however the packer ends.
-    """
-    prefix = f".{path.name}."
-    for entry in path.parent.iterdir():
-        if entry.name.startswith(prefix) and _abandoned(entry):
-            shutil.rmtree(entry)
-    workshop = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
-    try:
-        with open(workshop / "lock", "w") as lock:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            (workshop / "new").mkdir()
-            yield workshop / "new"
-    finally:
-        shutil.rmtree(workshop, ignore_errors=True)
-
-
-def _abandoned(workshop: Path) -> bool:
-    try:
-        with open(workshop / "lock") as lock:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:  # killed before it took the lock
-        return True
-    except OSError:
-        return False
-    return True
-
-
 def _put(folder: Path, path: Path) -> None:
-    """Moves a finished pack to its place; the one that was there goes with the workshop."""
+    """Moves a finished pack to its place; the one that was there goes with the workshop.
+
+    Whoever is killed in between leaves the old one where `put_back` finds it.
+    """
     sync_folder(folder)
     if path.exists():
-        os.rename(path, folder.with_name("old"))
+        os.rename(path, folder.with_name(OLD))
     os.rename(folder, path)
     sync_folder(path.parent)

@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from steppe.errors import UserError
+from steppe.strangers import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,8 +79,8 @@ def _pooled(work: Callable[[str], T], paths: Sequence[str], jobs: int) -> Iterat
                 yield from waiting.popleft().result()
     except BrokenProcessPool:
         raise UserError(
-            "a process that decodes images was killed, for want of memory perhaps: try again with "
-            "fewer jobs"
+            "a process that decodes images was killed, possibly because memory ran out: rerun with "
+            "fewer --jobs"
         ) from None
 
 
@@ -111,7 +112,7 @@ def progress(title: str, total: int, console: Console | None) -> Iterator[Callab
 
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console) as bar:
-            task = bar.add_task(escape(title), total=total)
+            task = bar.add_task(escape(printable(title)), total=total)
             yield lambda: bar.advance(task)
     else:
         yield _lines(title, total, console)
@@ -127,7 +128,7 @@ def _lines(title: str, total: int, console: Console) -> Callable[[], None]:
         now = time.monotonic()
         if now - last >= _LINES_EVERY or done == total:
             left = timedelta(seconds=round((total - done) * (now - start) / done))
-            line = f"{title}: {done:,} of {total:,}, {left} left"
+            line = f"{printable(title)}: {done:,} of {total:,}, {left} left"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
             last = now
 

@@ -17,6 +17,7 @@ import numpy as np
 from steppe.errors import UserError
 
 from .dataset import Dataset, Domain, Indices
+from .folder import lines as lines_of
 
 SPLITS = ("domainbed", "appendix")
 HOLDOUT = 0.2
@@ -142,7 +143,7 @@ def _pacs_lists(domain: Domain, root: Path | None) -> tuple[Indices, Indices]:
                 "'splits'). They come with the original download; or use --split domainbed."
             )
         # A line is "domain/class/image label", the label counted from 1.
-        lines = [line.split() for line in path.read_text().splitlines()]
+        lines = [line.split() for line in lines_of(path)]
         names = [line[0].partition("/")[2] for line in lines if line]
         unknown = [name for name in names if name not in index]
         if unknown:

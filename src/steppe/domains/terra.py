@@ -6,7 +6,6 @@ seen on them. DomainBed takes four cameras and ten categories.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections import defaultdict
@@ -15,6 +14,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from steppe.errors import UserError
+from steppe.strangers import parse, read
+
+from .dataset import reason
 
 LOCATIONS = ("38", "43", "46", "100")
 CATEGORIES = (
@@ -77,7 +79,13 @@ def arrange(unpacked: Path) -> Path:
     files = list(unpacked.rglob("*_annotations.json"))
     if not files:
         raise UserError(f"no *_annotations.json among the files unpacked in {unpacked}")
-    where = places(json.loads(file.read_text()) for file in files)
+    try:
+        where = places(parse(read(file)) for file in files)
+    except (ValueError, TypeError, LookupError) as error:
+        raise UserError(
+            f"the annotations unpacked in {files[0].parent} are not those of CCT-20: "
+            f"{reason(error)}"
+        ) from None
     images = {path.name: path for path in unpacked.rglob("*.jpg")}
     missing = sorted(where.keys() - images.keys())
     if missing:
