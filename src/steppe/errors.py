@@ -39,6 +39,26 @@ class Interrupted(BaseException):
         return signal.Signals(self.args[0]).name
 
 
+LONGEST = 80
+"""Characters of a value that a message shows."""
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: as Python writes it, and never longer than a line.
+
+    Examples:
+        >>> print(shown("sketch"), shown(10**30_000), shown(list(range(1000))), sep="; ")
+        'sketch'; a number of thousands of digits; [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write it
+        return "a number of thousands of digits"
+    except RecursionError:
+        return "a value that is nested too deeply"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}..."
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the message for a name that is not in a table, with the closest one that is.
 
@@ -51,4 +71,4 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name.lower().replace("_", "-"), by_lower, n=1)
     close = close or difflib.get_close_matches(name.lower(), by_lower, n=1)
     hint = f", did you mean {by_lower[close[0]]!r}?" if close else "."
-    return f"unknown {kind} {name!r}{hint} Known: {', '.join(names)}"
+    return f"unknown {kind} {shown(name)}{hint} Known: {', '.join(names)}"

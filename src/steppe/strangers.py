@@ -59,6 +59,10 @@ def parse(data: bytes | str) -> Any:
         return json.loads(data)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:
+        raise ValueError("a number has thousands of digits") from None
 
 
 def is_name(text: object) -> bool:

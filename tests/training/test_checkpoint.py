@@ -127,10 +127,10 @@ def test_a_newer_format_is_not_taken_for_damage(tmp_path, monkeypatch):
 def test_an_unreadable_one_is_not_taken_for_damage(tmp_path, monkeypatch):
     put(tmp_path, 10)
 
-    def refuse(path):
+    def refuse(path, *_):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)  # root may read everything
+    monkeypatch.setattr(checkpoint, "read", refuse)  # root may read everything
     with pytest.raises(PermissionError):
         load_last(tmp_path)
 

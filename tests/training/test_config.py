@@ -132,6 +132,7 @@ def test_a_run_of_before_is_resumed_with_the_values_it_has():
     begun = RunConfig(**values)
     again = configure({"optimizer": "FAD", "dataset": "PACS"}, resumed=begun)
     assert again == begun
+    assert configure({}, ["optimizer=FAD"], resumed=begun) == begun
     changed = configure({"optimizer": "sam"}, resumed=begun)
     assert changed.optimizer.options["lr"] == 1e-3
 
@@ -198,6 +199,9 @@ def test_the_later_override_the_earlier(tmp_path):
     assert config.optimizer.options["alpha"] == 0.9
     # Another optimizer brings its own options.
     assert "alpha" not in configure({"optimizer": "sam"}, file=file).optimizer.options
+    assert configure({}, file=file, space="fair").space == "fair"
+    with pytest.raises(UserError, match="--space fad would change none"):
+        configure({}, file=file, space="fad")
     # What is drawn comes after options and before overrides; names may be in any case.
     drawn = configure({"optimizer": "FAD", "steps": 8}, ["dropout=0.3"], file=file, draw=1)
     assert (drawn.steps, drawn.dropout, drawn.optimizer.name) == (8, 0.3, "fad")

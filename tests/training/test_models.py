@@ -23,7 +23,7 @@ from torchvision import transforms as T
 
 from steppe.algorithms import ERM
 from steppe.domains import Arrays, Domain, catalog, load, register_dataset
-from steppe.errors import UserError
+from steppe.errors import RunError, UserError
 from steppe.training import (
     RunDirectory,
     TrainedModel,
@@ -342,8 +342,8 @@ def test_what_is_no_finished_run_says_so(run, own, tmp_path):
     RunDirectory(tmp_path / "new").create(config(own))
     with pytest.raises(UserError, match="was not begun yet"):
         load_model(tmp_path / "new")
-    with pytest.raises(UserError, match="which='first': expected last or best"):
-        load_model(run, "first")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="which='first': expected last, best, or step:N"):
+        load_model(run, "first")
     with pytest.raises(UserError, match="nonesuch: no such folder, and no dataset"):
         evaluate_run(run, "nonesuch")
 
@@ -355,7 +355,7 @@ def test_what_is_no_finished_run_says_so(run, own, tmp_path):
     (broken / "config.json").write_text(json.dumps(text))
     weights = broken / "checkpoint" / "best" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
-    with pytest.raises(UserError, match="damaged.*the last one"):
+    with pytest.raises(RunError, match=r"damaged.*whole: step 24, step 21\. .*--which step:24"):
         load_model(broken, "best")
     shutil.rmtree(broken / "checkpoint")
     with pytest.raises(UserError, match="no checkpoint yet"):

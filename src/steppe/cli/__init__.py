@@ -4,13 +4,18 @@ Exit codes: 0 success; 1 a run that failed, data with problems, a missing extra,
 user's mistake; 130 interrupted by Ctrl-C, 143 by SIGTERM.
 """
 
+import io
+import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from steppe import __version__
 from steppe.errors import Interrupted, RunError, UserError
+from steppe.strangers import printable
 
 from .extras import missing
 
@@ -78,13 +83,18 @@ for name, group in (
 
 def main() -> None:
     """Run the command line; the `steppe` script and `python -m steppe` call this."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files may be no text
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app(prog_name="steppe")
+        with _printed():
+            app(prog_name="steppe")
     except UserError as error:
         _fail(str(error), code=2)
     except OSError as error:
         if error.filename is None:
-            raise
+            what = " ".join(["steppe", *sys.argv[1:2]])
+            _fail(f"'{what}' could not go on: {error.strerror or error}", code=1)
         _fail(f"{error.filename}: {error.strerror}", code=2)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "steppe":
@@ -98,6 +108,25 @@ def main() -> None:
         _fail(str(error), code=1)
 
 
+@contextmanager
+def _printed() -> Iterator[None]:
+    """Has all output out when the block ends, and not only when Python does.
+
+    A reader that has seen enough (``| head``) ends the command without a word.
+    """
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            # Python would try again to write what is left.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if isinstance(error, BrokenPipeError):
+                sys.exit(1)
+            raise OSError(error.errno, error.strerror, "standard output") from error
+
+
 def _fail(message: str, code: int) -> None:
-    print(f"steppe: {message}", file=sys.stderr)
+    print(printable(f"steppe: {message}"), file=sys.stderr)
     sys.exit(code)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import typer
+
+from steppe.strangers import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 JSON = typer.Option("--json", help="Print the result as JSON, for programs.")
-Which = Literal["last", "best"]
 ROOT = typer.Option("--root", metavar="DIR", help="The data folder: $STEPPE_DATA or ./data.")
 PLUGINS = typer.Option(
     "--plugin", help="A module that registers datasets or algorithms of your own."
@@ -21,7 +23,11 @@ PLUGINS = typer.Option(
 BACKBONE = typer.Option(help="resnet18, resnet50, resnet50-v1, or any name in timm.")
 WEIGHTS = typer.Option(help="imagenet, none, or a safetensors or checkpoint file.")
 OVERRIDES = typer.Option("--set", metavar="KEY=VALUE", help="Any key of every run's config.")
-WHICH = typer.Option("--which", help="The weights after the last step, or those validated best.")
+WHICH = typer.Option(
+    "--which",
+    metavar="last|best|step:N",
+    help="The weights after the last step, those validated best, or those after step N.",
+)
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -30,14 +36,24 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def writable(path: Path | None) -> Path | None:
-    """Finds out before the measurement, not after it, whether its result can be stored."""
+    """Finds out before the work, not after it, whether its result can be stored.
+
+    Makes the folder, and leaves the file as it is: it is written when there is something to write.
+    """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        path.open("a").close()
-        if new:
-            path.unlink()
+        if path.is_dir():
+            raise _refused(errno.EISDIR, path)
+        # A plain file is replaced by a rename, for which its folder counts; others are written to.
+        plain = path.is_file() or not path.exists()
+        needed = Path(os.path.realpath(path)).parent if plain else path
+        if not os.access(needed, os.W_OK):
+            raise _refused(errno.EACCES, path)
     return path
+
+
+def _refused(code: int, path: Path) -> OSError:
+    return OSError(code, os.strerror(code), str(path))
 
 
 def talk() -> Console:
@@ -48,7 +64,8 @@ def talk() -> Console:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            console.print(self.format(record), highlight=False, markup=False, soft_wrap=True)
+            text = printable(self.format(record))
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     # Of several processes, one talks; the others only when something is wrong.
     handler = Handler(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)

@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from .common import JSON, ROOT, WHICH, Which, talk, writable
+from steppe.strangers import printable
+
+from .common import JSON, ROOT, WHICH, talk, writable
 
 
 class _MeasuresUnlessTold(TyperGroup):
@@ -40,7 +42,7 @@ def curvature_measure(
     images: Annotated[
         int, typer.Option(min=0, help="Drawn evenly from the domains; 0: all of them.")
     ] = 1024,
-    which: Annotated[Which, WHICH] = "last",
+    which: Annotated[str, WHICH] = "last",
     rho: Annotated[
         float | None,
         typer.Option(help="The radius of R0, R1 and R_FAD; the optimizer's own or 0.05 else."),
@@ -111,9 +113,9 @@ def curvature_measure(
             continue
         Console().print(curvature.measured_table(measured))
         for remark in curvature.remarks(measured):
-            print(f"note: {remark}")
+            print(printable(f"note: {remark}"))
         where = measurement_file(run_folder(run), measured.name)
-        print(f"{where}: written after {measured.seconds:.0f} s")
+        print(printable(f"{where}: written after {measured.seconds:.0f} s"))
 
 
 @app.command("compare")
@@ -136,7 +138,7 @@ def curvature_compare(
             help="Only runs that hold out exactly this target, may be repeated; all unless given.",
         ),
     ] = None,
-    which: Annotated[Which, WHICH] = "last",
+    which: Annotated[str, WHICH] = "last",
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Draw the spectra of measured runs by method, their largest eigenvalues and traces."""
@@ -147,12 +149,12 @@ def curvature_compare(
     loaded = load_runs(paths)
     compared = curvature.compare(loaded.runs, domain, which, target)
     spectra.draw(compared, out)
-    print(f"{out}: drawn", file=sys.stderr)
+    print(printable(f"{out}: drawn"), file=sys.stderr)
     if as_json:
         print(json.dumps(compared.to_json(), indent=2))
     else:
         print(printed([curvature.comparison_table(compared)]), end="")
     for note in compared.notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(printable(f"note: {note}"), file=sys.stderr)
     for problem in loaded.problems:
-        print(f"steppe: {problem}", file=sys.stderr)
+        print(printable(f"steppe: {problem}"), file=sys.stderr)

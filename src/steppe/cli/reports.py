@@ -1,11 +1,13 @@
 """`steppe report`, and results of other programs for it."""
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+from steppe.durable import replace
+from steppe.strangers import command, printable
 
 from .common import writable
 
@@ -40,19 +42,19 @@ def report(
     """Make tables of many runs: the mean over trials of what the selection chooses."""
     from steppe import reports
 
-    command = shlex.join(["steppe", *sys.argv[1:]])
-    title = ", ".join(str(path) for path in paths)
-    made = reports.build_report(reports.load_runs(paths), selection, command, title)
+    title = printable(", ".join(str(path) for path in paths))
+    asked = command("steppe", *sys.argv[1:])
+    made = reports.build_report(reports.load_runs(paths), selection, asked, title)
     text = reports.write(made, form)
     if out is not None:
-        out.write_text(text, encoding="utf-8")
-        print(f"{out}: {len(made.selected.runs):,} runs", file=sys.stderr)
+        replace(out, text.encode())
+        print(printable(f"{out}: {len(made.selected.runs):,} runs"), file=sys.stderr)
     else:
         print(text, end="" if text.endswith("\n") else "\n")
     if best is not None:
-        best.write_text(reports.best_json(made.best), encoding="utf-8")
+        replace(best, reports.best_json(made.best).encode())
     for problem in made.problems:
-        print(f"steppe: {problem}", file=sys.stderr)
+        print(printable(f"steppe: {problem}"), file=sys.stderr)
 
 
 @import_app.command("domainbed")
@@ -65,5 +67,6 @@ def import_domainbed(
 
     imported = reports.import_domainbed(source, target)
     for problem in imported.problems:
-        print(f"steppe: {problem}", file=sys.stderr)
-    print(f"{target}: {imported.n:,} runs; see them with 'steppe report {target}'")
+        print(printable(f"steppe: {problem}"), file=sys.stderr)
+    show = command("steppe", "report", target)
+    print(printable(f"{target}: {imported.n:,} runs; see them with: {show}"))

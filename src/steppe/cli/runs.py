@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from steppe.errors import UserError
+from steppe.strangers import printable
 
-from .common import JSON, PLUGINS, ROOT, WHICH, Which, talk
+from .common import JSON, PLUGINS, ROOT, WHICH, talk
 
 _RUN = typer.Argument(metavar="RUN", help="The folder of a run.")
 
@@ -56,7 +57,7 @@ def train(
     trial_seed: Annotated[int | None, typer.Option(help="Of the split, as in DomainBed.")] = None,
     draw: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Draw hyper-parameters as DomainBed's hparams_seed N."),
+        typer.Option(metavar="N", help="Draw hyperparameters: sample N (0: the defaults)."),
     ] = None,
     space: Annotated[
         str | None,
@@ -137,8 +138,8 @@ def train(
         title = "best by validation" if validated else "last (no validation images)"
         if best.get("averaged") and not records[0].get("averaged"):
             title = "the average"  # made at the end, of what the other records are of
-        print(f"{title}: {summary(best)}")
-        console.print(f"{out}: done", highlight=False)
+        print(printable(f"{title}: {summary(best)}"))
+        console.print(printable(f"{out}: done"), highlight=False, markup=False, soft_wrap=True)
 
 
 def evaluate(
@@ -154,7 +155,7 @@ def evaluate(
             "target domains unless given.",
         ),
     ] = None,
-    which: Annotated[Which, WHICH] = "last",
+    which: Annotated[str, WHICH] = "last",
     root: Annotated[Path | None, ROOT] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     as_json: Annotated[bool, JSON] = False,
@@ -163,7 +164,7 @@ def evaluate(
     from rich.console import Console
 
     from steppe.training import evaluate_ensemble, evaluate_run
-    from steppe.training.progress import ensemble_table, score_table
+    from steppe.training.progress import ensemble_table, score_table, weights
 
     home = str(root) if root else None
     if ensemble:
@@ -172,7 +173,9 @@ def evaluate(
         if as_json:
             print(json.dumps({d: value.to_json(names) for d, value in found.items()}, indent=2))
         else:
-            Console().print(ensemble_table(found, names, f"{which} weights, all images"))
+            members = [member for value in found.values() for member in value.members]
+            title = f"{weights(which, members)}, all images"
+            Console().print(ensemble_table(found, names, title))
         return
     if len(runs) > 1:
         raise UserError(f"{len(runs)} runs were given: add --ensemble, or evaluate one at a time")
@@ -180,17 +183,18 @@ def evaluate(
     if as_json:
         print(json.dumps({domain: value.to_json() for domain, value in scores.items()}, indent=2))
     else:
-        title = f"{runs[0].name}: {which} weights, all images"
+        title = f"{runs[0].name}: {weights(which, scores.values())}, all images"
         Console().print(score_table(scores, title))
 
 
 def export(
     run: Annotated[Path, _RUN],
     out: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors file to write.")],
-    which: Annotated[Which, WHICH] = "last",
+    which: Annotated[str, WHICH] = "last",
 ) -> None:
     """Write a run's network as one safetensors file that timm or torchvision can load."""
     from steppe.training import export_run
 
     facts = export_run(run, out, which)
-    print(f"{out}: {facts['backbone']}, {len(json.loads(facts['classes']))} classes")
+    classes = f"{len(json.loads(facts['classes']))} classes"
+    print(printable(f"{out}: {facts['backbone']}, {classes}, step {facts['step']}"))

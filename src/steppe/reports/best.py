@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from steppe.durable import replace
+
 from .runs import Run, plain
 from .tables import Runs, select_runs
 
@@ -52,7 +54,7 @@ def rerunnable(run: Run) -> dict[str, Any]:
 
 def write_best(path: Path, runs: Runs, selection: str = "train-val") -> None:
     """Writes `best_configs` as JSON."""
-    path.write_text(best_json(best_configs(runs, selection)), encoding="utf-8")
+    replace(path, best_json(best_configs(runs, selection)).encode())
 
 
 def best_json(best: list[dict[str, Any]]) -> str:

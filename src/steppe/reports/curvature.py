@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from steppe.errors import UserError
+from steppe.strangers import command, printable
 
 from .runs import MEASUREMENTS, Row, Run
 
@@ -113,7 +114,7 @@ class Comparison:
         found = [one.measured for method in self.methods for one in method.runs]
         averaged = all(measured.weights.averaged for measured in found)
         weights = replace(found[0].weights, averaged=averaged)
-        return described(replace(found[0], weights=weights))
+        return described(replace(found[0], weights=weights), {one.weights.step for one in found})
 
     @property
     def rho(self) -> float | None:
@@ -159,6 +160,7 @@ class Comparison:
                     "runs": [
                         {
                             "run": str(one.run.path),
+                            "step": one.measured.weights.step,
                             "lambda_max": one.measured.lambda_max,
                             "trace": one.measured.trace.value,
                             "zeroth": one.measured.flatness.zeroth,
@@ -186,11 +188,13 @@ def compare(
     Args:
         runs: from `load_runs`; every one that is compared must have been measured.
         domains: the domains of the measurements; those that each run was trained on unless given.
-        which: the weights that were measured, last or best.
+        which: the weights that were measured, ``last``, ``best`` or ``step:N``.
         targets: only runs that hold out exactly these; all unless given.
     """
     from steppe.training import load_measurements
+    from steppe.training.which import chosen_step
 
+    chosen_step(which)  # refuses what is no choice
     if targets:
         runs = _holding_out(runs, targets)
     found, missing = [], []
@@ -290,14 +294,14 @@ def _name(known: Mapping[str, Measured], domains: Sequence[str] | None, which: s
 
 
 def _not_measured(missing: Sequence[Path], domains: Sequence[str] | None, which: str) -> str:
-    options = "".join(f" --domain {shlex.quote(name)}" for name in domains or ())
-    options += "" if which == "last" else f" --which {which}"
-    what = f" with{options}" if options else ""
+    options = [word for name in domains or () for word in ("--domain", name)]
+    options += [] if which == "last" else ["--which", which]
+    what = f" with {command(*options)}" if options else ""
     listed = "\n".join(f"  {path}" for path in missing[:NAMED])
     more = f"\n  and {len(missing) - NAMED:,} more" if len(missing) > NAMED else ""
-    command = f"steppe curvature {shlex.quote(str(missing[0]))}{options}"
+    hint = command("steppe", "curvature", missing[0], *options)
     count = f"{len(missing):,} run{'s were' if len(missing) > 1 else ' was'}"
-    return f"{count} not measured{what}:\n{listed}{more}\nMeasure each, for instance: {command}"
+    return f"{count} not measured{what}:\n{listed}{more}\nMeasure each, for instance: {hint}"
 
 
 def _conditions(measured: Measured) -> dict[str, object]:
@@ -340,7 +344,7 @@ def _choose_targets(found: Sequence[MeasuredRun]) -> str:
     """The options that keep as many runs as any choice of targets does."""
     counts = Counter(tuple(sorted(one.run.target_set)) for one in found)
     ((targets, _),) = counts.most_common(1)
-    options = " ".join(f"--target {shlex.quote(name)}" for name in targets)
+    options = command(*(word for name in targets for word in ("--target", name)))
     which = "one target" if len(targets) == 1 else "the same targets"
     return f"choose runs with {which}: {options}"
 
@@ -351,17 +355,23 @@ def _spread(values: Sequence[float], alone: float | None) -> Spread:
     return Spread(float(np.mean(values)), float(np.std(values) / np.sqrt(len(values))))
 
 
-def described(measured: Measured) -> str:
-    """What was measured, in words.
+def described(measured: Measured, steps: Collection[int] = ()) -> str:
+    """What was measured, in words: the loss, the images and the weights.
 
-    Names the loss, the images and the weights.
+    Args:
+        measured: the measurement, or one of several that were made in the same way.
+        steps: of all of them.
     """
     samples = measured.domains
     parts = {"train": "training images", "all": "images"}
     kinds = {sample.part for sample in samples}
     kind = parts[kinds.pop()] if len(kinds) == 1 else "images"
     names = ", ".join(sample.domain for sample in samples)
-    weights = f"{measured.weights.which} weights"
+    after = sorted({*steps, measured.weights.step})
+    which = measured.weights.which
+    weights = "weights" if which.startswith("step:") else f"{which} weights"
+    if len(after) == 1:  # runs may have been validated best at any step
+        weights += f" after step {after[0]}"
     if measured.weights.averaged:
         weights += ", averaged"
     return (
@@ -372,7 +382,7 @@ def described(measured: Measured) -> str:
 
 def comparison_table(comparison: Comparison) -> Table:
     """A comparison for the terminal."""
-    table = Table(title=f"Hessian of the {comparison.about}", caption=comparison.legend)
+    table = Table(title=_title(comparison.about), caption=comparison.legend)
     table.add_column("method", overflow="fold")
     largest, *others = comparison.shown
     for heading in ("runs", largest, f"λ_2 ... λ_{SHOWN}", *others):
@@ -380,14 +390,19 @@ def comparison_table(comparison: Comparison) -> Table:
     for method in comparison.methods:
         rest = "  ".join(f"{value:.3g}" for value in method.spectrum[1:SHOWN])
         first, *cells = (_plus_minus(getattr(method, name)) for name in comparison.shown.values())
-        table.add_row(method.row.name, str(len(method.runs)), first, rest or "–", *cells)
+        name = Text(printable(method.row.name))
+        table.add_row(name, str(len(method.runs)), first, rest or "–", *cells)
     return table
+
+
+def _title(about: str) -> Text:
+    return Text(printable(f"Hessian of the {about}"))  # names are neither markup nor orders
 
 
 def measured_table(measured: Measured) -> Table:
     """A measurement for the terminal."""
     flat, trace, spectrum = measured.flatness, measured.trace, measured.eigenvalues
-    table = Table(title=f"Hessian of the {described(measured)}")
+    table = Table(title=_title(described(measured)))
     table.add_column("")
     table.add_column("value", justify="right")
     table.add_column("how exact", overflow="fold")

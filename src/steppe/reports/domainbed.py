@@ -17,9 +17,11 @@ from typing import Any
 
 from steppe.algorithms import algorithm_names, algorithm_spec
 from steppe.domains import dataset_names, dataset_spec
+from steppe.durable import replace
 from steppe.errors import UserError
+from steppe.strangers import read
 
-from .runs import finite, parse, plain, unreadable_lines
+from .runs import finite, parse, plain, reason, unreadable_lines
 
 _STEPS = 5001
 """Of every dataset in DomainBed, unless a run says otherwise."""
@@ -53,7 +55,9 @@ def import_domainbed(src: Path | str, dst: Path | str) -> Imported:
     """
     src, dst = Path(src), Path(dst)
     if not src.is_dir():
-        raise UserError(f"{src} is no folder: expected DomainBed's output, RUN/results.jsonl below")
+        raise UserError(
+            f"{src} is not a folder: expected DomainBed's output, RUN/results.jsonl below"
+        )
     n, unchanged, unreadable = 0, 0, 0
     problems: list[str] = []
     folders = list(_results(src))
@@ -98,9 +102,9 @@ def _convert(folder: Path) -> _Converted:
     """The files of a run, empty where DomainBed's cannot be made sense of."""
     file = folder / "results.jsonl"
     try:
-        lines = file.read_bytes().split(b"\n")
+        lines = read(file).split(b"\n")
     except OSError as error:
-        return _Converted({}, (f"{file}: {error}",))
+        return _Converted({}, (f"{file}: {reason(error)}",))
     problems: list[str] = []
     wrong: list[int] = []
     first: dict[str, Any] | None = None
@@ -266,8 +270,8 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> str | None:
         if all(_read(folder / name) == data for name, data in files.items()):
             return None
         try:
-            foreign = "imported" not in parse((folder / "config.json").read_bytes())
-        except (ValueError, TypeError):
+            foreign = "imported" not in parse(read(folder / "config.json"))
+        except (OSError, ValueError, TypeError):
             foreign = True
         if foreign:
             return _FOREIGN
@@ -275,9 +279,12 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> str | None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").unlink(missing_ok=True)
     for name, data in files.items():  # config.json last: it makes the folder a run
-        (folder / name).write_bytes(data)
+        replace(folder / name, data)
     return told
 
 
 def _read(path: Path) -> bytes | None:
-    return path.read_bytes() if path.exists() else None
+    try:
+        return read(path)
+    except OSError:  # not there, or not what was written
+        return None

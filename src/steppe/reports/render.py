@@ -14,6 +14,8 @@ import rich.text
 from rich import box
 from rich.table import Table as RichTable
 
+from steppe.strangers import printable
+
 from .runs import Row
 from .tables import ALL, Cell, Cost, Matrix, Paired, Table
 
@@ -231,16 +233,20 @@ def paired_grid(comparisons: Sequence[Paired], selection: str | None = None) -> 
 def to_terminal(given: Table | Grid) -> RichTable:
     """For a console of rich."""
     grid = _grid(given)
-    shown = RichTable(title=rich.text.Text(grid.title), box=box.SIMPLE_HEAVY, title_justify="left")
+    shown = RichTable(title=_text(grid.title), box=box.SIMPLE_HEAVY, title_justify="left")
     if grid.note:
-        shown.caption = rich.text.Text(grid.note)
+        shown.caption = _text(grid.note)
     for number, heading in enumerate(grid.headings):
         justify: Literal["left", "right"] = "left" if number < grid.names else "right"
-        shown.add_column(rich.text.Text(heading), justify=justify, no_wrap=True)
+        shown.add_column(_text(heading), justify=justify, no_wrap=True)
     for line in grid.lines:
-        # Not as str: names may hold what rich would take for markup.
-        shown.add_row(*(rich.text.Text(text, style="bold" * best) for text, best in line))
+        shown.add_row(*(_text(text, style="bold" * best) for text, best in line))
     return shown
+
+
+def _text(text: str, style: str = "") -> rich.text.Text:
+    # Not as str: names may hold what rich would take for markup, or a terminal for orders.
+    return rich.text.Text(printable(text), style=style)
 
 
 def to_markdown(given: Table | Grid) -> str:
@@ -287,7 +293,7 @@ def _grid(given: Table | Grid) -> Grid:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 def _latex(text: str) -> str:

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from steppe.errors import UserError
+from steppe.sealed import broken
+from steppe.strangers import read
 
 Key = tuple[str, str]
 """A domain and a part of it: ``("sketch", "test")``."""
@@ -31,6 +33,8 @@ _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
 MEASUREMENTS = "curvature"
 """The folder of a run in which `steppe curvature` keeps its results."""
 _LINES_NAMED = 5
+_LONGEST_STATE = 1000
+"""Bytes; it is one word."""
 
 
 class Row(NamedTuple):
@@ -198,25 +202,29 @@ class _Found(NamedTuple):
 def _read_run(folder: Path) -> _Found:
     file = folder / "config.json"
     try:
-        config = parse(file.read_bytes())
+        config = parse(read(file))
         if not isinstance(config, dict):
             raise ValueError("expected an object with keys")
         facts = _facts(config)
     except (OSError, ValueError) as error:
-        return _Found(None, [f"{file}: {error}"])
+        return _Found(None, [f"{file}: {reason(error)}"])
     file = folder / "records.jsonl"
     try:
-        data = file.read_bytes()
+        data = read(file)
     except FileNotFoundError:
         return _Found(None, [])
     except OSError as error:
-        return _Found(None, [f"{file}: {error}"])
+        return _Found(None, [f"{file}: {reason(error)}"])
+    state, problems = "planned", []
     try:
-        state = (folder / "state").read_text().strip()
-    except (OSError, ValueError):
-        state = "planned"
+        state = read(folder / "state", _LONGEST_STATE).decode(errors="replace").strip()
+    except FileNotFoundError:
+        pass  # imported, or made by hand
+    except OSError as error:
+        problems.append(f"{folder / 'state'}: {reason(error)}")
     records, wrong = _read_records(data, whole=state == "done")
-    problems = [f"{file}: {unreadable_lines(wrong)}"] if wrong else []
+    if wrong:
+        problems.append(f"{file}: {unreadable_lines(wrong)}")
     if not records:
         return _Found(None, problems, len(wrong))
     steps = facts.pop("steps") or records[-1].step + 1
@@ -224,22 +232,32 @@ def _read_run(folder: Path) -> _Found:
     return _Found(run, problems, len(wrong))
 
 
-def parse(text: bytes) -> Any:
-    """Read JSON; NaN and Infinity are let through, as Python's own writer has them.
+def reason(error: Exception) -> str:
+    """What is wrong, without the name of the file, which messages begin with."""
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
-    Half a character (a lone surrogate) is not: no file could be written with it.
+
+def parse(text: bytes) -> Any:
+    r"""Read JSON; NaN and Infinity are let through, as Python's own writer has them.
+
+    Half a character (a lone surrogate), which stands for a byte of a name that is not UTF-8, is
+    spelled out as ``\udcff``: no file could be written with it.
     """
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
         try:
-            value = json.loads(text)
-            json.dumps(value, ensure_ascii=False).encode()
+            return _spelled_out(json.loads(text))
         except RecursionError:
             raise ValueError("nested too deeply") from None
-        except UnicodeEncodeError:
-            raise ValueError("a name or value holds half a character (a lone surrogate)") from None
-        return value
+
+
+def _spelled_out(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_spelled_out(key): _spelled_out(item) for key, item in value.items()}
+    return [_spelled_out(item) for item in value] if isinstance(value, list) else value
 
 
 def plain(value: Any) -> Any:
@@ -284,6 +302,8 @@ def _read_records(data: bytes, whole: bool) -> tuple[tuple[Record, ...], list[in
         if not line or line.isspace():
             continue
         try:
+            if broken(line):
+                raise ValueError("it differs from its checksum")
             record = _record(parse(line))
         except (ValueError, TypeError, KeyError, AttributeError):
             # What a crash cut off is no damage while a resumed run may write it again.

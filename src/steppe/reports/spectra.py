@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from steppe.durable import replace
 from steppe.errors import UserError
 
 from .curvature import Comparison, MethodCurvature, Spread
@@ -54,7 +56,9 @@ def save_figure(figure: Figure, path: Path) -> None:
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "steppe", "font.size": 9}
     with matplotlib.rc_context(settings):
         stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)
-        figure.savefig(path, format=ending, dpi=160, metadata=stamp)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=ending, dpi=160, metadata=stamp)
+    replace(path, drawn.getvalue())
 
 
 def make_figure(comparison: Comparison) -> Figure:

@@ -11,6 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 
 from steppe.errors import UserError
+from steppe.strangers import printable
 
 from .page import render_page
 from .render import (
@@ -81,7 +82,9 @@ FORMATS: dict[str, Callable[[Report], str]] = {
     "terminal": _terminal,
     "markdown": lambda report: "\n".join(to_markdown(section) for section in _sections(report)),
     "latex": lambda report: "\n".join(to_latex(section) for section in _sections(report)),
-    "csv": lambda report: to_csv([*report.tables, *([report.across] if report.across else [])]),
+    "csv": lambda report: printable(
+        to_csv([*report.tables, *([report.across] if report.across else [])])
+    ),
     "json": _json,
     "html": lambda report: render_page(report.page_data()),
 }

@@ -55,7 +55,7 @@ def ensembles(sweep: Sweep, device: str = "auto") -> Iterator[Ensemble]:
             groups[key].append(name)
     if not groups:
         look = command("steppe", "sweep", "status", sweep.path)
-        raise UserError(f"{sweep.path} has no finished runs yet: see: {look}")
+        raise UserError(f"{sweep.path} has no finished runs yet: see {look}")
     for key, names in groups.items():
         folders = [Job(sweep.folder(name)).result for name in names]
         found = evaluate_ensemble(folders, which="best", device=device)

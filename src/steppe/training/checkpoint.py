@@ -15,18 +15,21 @@ import json
 import logging
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from steppe.durable import durable, sync_folder
-from steppe.errors import RunError
+from steppe.errors import RunError, UserError
+from steppe.strangers import is_name, parse, read
 
 from . import tree
 
@@ -39,6 +42,16 @@ _INDEX = "state.json"
 _TEMPORARY = ".writing-"
 _REPLACED = ".replaced-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+# What reading files that we did not write may raise.
+_NOT_OURS = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+)
 
 log = logging.getLogger("steppe")
 
@@ -109,6 +122,52 @@ def load_last(root: Path) -> Checkpoint | None:
     return None
 
 
+def load_chosen(root: Path, step: int | None = None) -> Checkpoint | None:
+    """The checkpoint after a step, and no other; None if there is none at all.
+
+    For what depends on the weights: a result of another step must not pass for this one's.
+
+    Args:
+        root: the folder of checkpoints.
+        step: None for the last.
+
+    Raises:
+        UserError: there is no checkpoint after that step.
+        RunError: it is damaged; says which ones are whole.
+    """
+    while found := _folders(root):
+        path = found[0] if step is None else root / folder_name(step)
+        if path not in found:
+            saved = ", ".join(str(_step(each)) for each in reversed(found))
+            raise UserError(f"{root} has no checkpoint after step {step}: it has {saved}")
+        try:
+            return load(path)
+        except Damaged as error:
+            if path.exists():
+                raise RunError(f"{error}; {whole_ones(root)}") from None
+            # A run that is still going has made newer ones, and removed this one.
+    return None
+
+
+def whole_ones(root: Path) -> str:
+    """Which checkpoints are whole, and how to choose one."""
+    steps = [found.step for path in _folders(root) if (found := _if_whole(path))]
+    choices = {f"step:{step}": f"step {step}" for step in steps}
+    if best := _if_whole(root / "best"):
+        choices["best"] = f"best (step {best.step})"
+    if not choices:
+        return "no other checkpoint is whole"
+    whole = ", ".join(choices.values())
+    return f"whole: {whole}. Choose one, for instance with --which {next(iter(choices))}"
+
+
+def _if_whole(path: Path) -> Checkpoint | None:
+    try:
+        return load(path)
+    except Damaged:
+        return None
+
+
 def any_saved(root: Path) -> bool:
     """Whether there is a checkpoint to go on from, whole or not."""
     return bool(_folders(root))
@@ -117,7 +176,7 @@ def any_saved(root: Path) -> bool:
 def load(path: Path) -> Checkpoint:
     """Reads a checkpoint folder and checks every checksum."""
     try:
-        index = json.loads((path / _INDEX).read_bytes())
+        index = parse(read(path / _INDEX))
         claimed = index.pop("checksum")
         if claimed != _digest(_dump(index)):
             raise Damaged(f"checkpoint {path} is damaged: {_INDEX} differs from its checksum")
@@ -128,19 +187,23 @@ def load(path: Path) -> Checkpoint:
             )
         parts = {}
         for name, checksum in index["files"].items():
-            data = (path / name).read_bytes()
+            if not is_name(name):
+                raise ValueError(f"{name!r} is not the name of a file")
+            data = read(path / name, sys.maxsize)  # a model may have any size
             if _digest(data) != checksum:
                 raise Damaged(f"checkpoint {path} is damaged: {name} differs from its checksum")
             parts[name] = load_tensors(data)
-    except PermissionError:
-        raise  # nothing is damaged, but for a person to mend
+        if type(index["step"]) is not int:
+            raise ValueError(f"step {index['step']!r} is not a number")
+        state = tree.from_json(index.get("state"), parts[_STATE])
+        return Checkpoint(path, index["step"], parts[MODEL], state or {}, index["format"])
+    except (PermissionError, RunError):
+        raise  # nothing is damaged, but for a person to fix
     except OSError as error:  # missing, or on a broken disk
         reason = f"{Path(error.filename or path).name}: {error.strerror}"
         raise Damaged(f"checkpoint {path} is damaged: {reason}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # not the JSON we wrote
+    except _NOT_OURS as error:
         raise Damaged(f"checkpoint {path} is damaged: {_INDEX} is broken ({error})") from None
-    state = tree.from_json(index.get("state"), parts[_STATE])
-    return Checkpoint(path, index["step"], parts[MODEL], state or {}, index["format"])
 
 
 def clean(root: Path) -> None:
@@ -204,8 +267,12 @@ def _write(path: Path, files: Mapping[str, bytes]) -> None:
 
 def _folders(root: Path) -> list[Path]:
     """The step checkpoints, newest first."""
-    found = (path for path in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name))
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+    found = (path for path in root.glob("step-*") if re.fullmatch(r"step-[0-9]{6,18}", path.name))
+    return sorted(found, key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name[5:])
 
 
 def _remove(path: Path) -> None:
@@ -222,7 +289,7 @@ def full_disk_explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "make room" if error.errno in _FULL else "mend that"
+        remedy = "make room" if error.errno in _FULL else "fix that"
         raise RunError(
             f"{path} could not be written: {error.strerror or error}. What was written before is "
             f"whole: {remedy}, then continue with --resume."

@@ -16,9 +16,10 @@ from pydantic.config import JsonDict
 from steppe.algorithms import algorithm_spec
 from steppe.averaging import averaging_spec
 from steppe.domains import DatasetSpec, dataset_spec, import_plugins
-from steppe.errors import UserError, unknown
+from steppe.errors import LONGEST, UserError, shown, unknown
 from steppe.optim import optimizer_spec
 from steppe.optim.search import DEFAULT_SPACE, get_space
+from steppe.strangers import parse, read
 
 from .draws import draw_hparams
 from .loggers import check_loggers
@@ -42,6 +43,10 @@ _GIVE = {
 
 KEYWORDS = ("imagenet", "none")
 """What `weights` may be, other than a file."""
+
+
+_LONGEST_TEXT, _LONGEST_LIST, _DEEPEST = 4000, 10_000, 10
+"""What no value exceeds: characters, items, and lists in lists."""
 
 
 class Named(BaseModel):
@@ -78,7 +83,7 @@ class RunConfig(BaseModel):
     )
     split: Literal["domainbed", "appendix"] = "domainbed"
     trial_seed: int = Field(
-        0, ge=0, description="seeds the split, as in DomainBed", json_schema_extra=RUN
+        0, ge=0, lt=2**64, description="seeds the split, as in DomainBed", json_schema_extra=RUN
     )
     seed: int = Field(
         0,
@@ -89,7 +94,11 @@ class RunConfig(BaseModel):
     )
 
     draw: int | None = Field(
-        None, ge=0, description="DomainBed's hparams_seed, if one was drawn", json_schema_extra=RUN
+        None,
+        ge=0,
+        lt=2**64,
+        description="DomainBed's hparams_seed, if one was drawn",
+        json_schema_extra=RUN,
     )
     space: str | None = Field(
         None,
@@ -105,16 +114,20 @@ class RunConfig(BaseModel):
     weights: str = Field(description="imagenet, none, or a file")
     freeze_bn: bool = Field(description="keep batch-norm statistics as they are")
     dropout: float = Field(0.0, ge=0, lt=1, description="before the classifier")
-    image_size: int = Field(gt=0)
+    image_size: int = Field(gt=0, le=8192)
     augment: bool = Field(description="crop, flip and jitter training images")
     augment_validation: bool = Field(
         False, description="validate on augmented images, as DomainBed does"
     )
 
-    steps: int = Field(gt=0, description="updates; the last record is at steps - 1")
-    checkpoint_every: int = Field(gt=0, description="steps between evaluations and checkpoints")
-    batch_size: int = Field(gt=0, description="images of each source domain in a step")
-    accumulate: int = Field(1, gt=0, description="parts that a batch is cut into, to save memory")
+    steps: int = Field(gt=0, le=10**9, description="updates; the last record is at steps - 1")
+    checkpoint_every: int = Field(
+        gt=0, le=10**9, description="steps between evaluations and checkpoints"
+    )
+    batch_size: int = Field(gt=0, le=10**5, description="images of each source domain in a step")
+    accumulate: int = Field(
+        1, gt=0, le=10**5, description="parts that a batch is cut into, to save memory"
+    )
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = Field(
         "auto", description="fp32 on a CPU; on a GPU the fastest that is true to the gradients"
     )
@@ -137,7 +150,11 @@ class RunConfig(BaseModel):
         "auto", description="auto, cpu, cuda, cuda:1, ...", json_schema_extra=MACHINE
     )
     workers: int | None = Field(
-        None, ge=0, description="processes that read images; none: auto", json_schema_extra=MACHINE
+        None,
+        ge=0,
+        le=1024,
+        description="processes that read images; none: auto",
+        json_schema_extra=MACHINE,
     )
     root: str | None = Field(
         None, description="the data folder; none: $STEPPE_DATA or ./data", json_schema_extra=MACHINE
@@ -181,8 +198,11 @@ class RunConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_it_was(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        _refuse_monsters(values)
         # A run that was begun before there was an engine goes on without one.
-        if isinstance(values, dict) and values.get("version", VERSION) in (1, 2):
+        if values.get("version", VERSION) in (1, 2):
             return {"engine": "off", **values}
         return values
 
@@ -235,13 +255,14 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         steppe.errors.UserError: unknown config key 'stepz', did you mean 'steps'? ...
     """
     given = dict(values)
+    _refuse_monsters(given)
     _refuse_newer(given.get("version", VERSION))
     for key in given:
         if key not in RunConfig.model_fields:
             raise UserError(unknown("config key", key, RunConfig.model_fields))
     import_plugins(_texts(given.get("plugins")))
     check_loggers(_texts(given.get("loggers")))
-    if given.get("root") is not None:
+    if isinstance(given.get("root"), str | os.PathLike):
         given["root"] = str(Path(given["root"]).resolve())  # to be found from another folder too
     for key in ("dataset", "targets"):
         if given.get(key) in (None, "", (), []):  # 0 is a domain's name
@@ -254,7 +275,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     pretrained = given["weights"] != "none"
     given.setdefault("space", DEFAULT_SPACE)  # an older run has None, and options of its own
     space = given["space"] or DEFAULT_SPACE
-    get_space(space)
+    get_space(space if isinstance(space, str) else shown(space))
     defaults = {
         "freeze_bn": pretrained,
         **{k: getattr(spec, k) for k in ("steps", "checkpoint_every", "batch_size")},
@@ -274,7 +295,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         message = first["msg"].removeprefix("Value error, ")
-        value = "" if not where else f" {where}={first['input']!r}:"
+        value = "" if not where else f" {where}={shown(first['input'])}:"
         raise UserError(f"config:{value} {message}") from None
     algorithm.check_batch(config.batch_size // config.accumulate)
     sources = config.sources or [name for name in spec.domains if name not in config.targets]
@@ -285,9 +306,39 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     return config
 
 
+def _refuse_monsters(values: Mapping[str, Any], above: str = "") -> None:
+    """Refuses values that no setting has, before anything computes with them or prints them."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and not above:
+            _refuse_monsters(value, f"{key}.")
+        elif (wrong := _monster([key, value])) is not None:
+            where = f"{above}{key}"[:LONGEST]
+            raise UserError(f"config: {where}={shown(value)}: {wrong}")
+
+
+def _monster(value: Any, depth: int = 0) -> str | None:
+    if isinstance(value, str):
+        if "\0" in value:
+            return "no name has a null character"
+        return "too long" if len(value) > _LONGEST_TEXT else None
+    if isinstance(value, int):
+        return "an integer of more than 64 bits" if abs(value) >= 2**64 else None
+    if isinstance(value, Mapping):
+        value = [item for pair in value.items() for item in pair]
+    if not isinstance(value, list | tuple):
+        return None
+    if len(value) > _LONGEST_LIST:
+        return "too many values"
+    if depth == _DEEPEST:
+        return "nested too deeply"
+    return next((wrong for item in value if (wrong := _monster(item, depth + 1))), None)
+
+
 def _refuse_newer(version: Any) -> None:
     if not isinstance(version, int) or version < 1:
-        raise UserError(f"config has version={version!r}: expected a number from 1 to {VERSION}")
+        raise UserError(
+            f"config has version={shown(version)}: expected a number from 1 to {VERSION}"
+        )
     if version > VERSION:
         raise UserError(
             f"this config was written by a newer steppe (format {version}; this one reads up to "
@@ -309,8 +360,8 @@ def _split_name(value: Any, kind: str) -> tuple[str, dict[str, Any]]:
     if isinstance(value, str):
         return value, {}
     if not isinstance(value, Mapping):
-        raise UserError(f"config: {kind}={value!r}: expected a name, or a name with options")
-    options = {key: _plain(f"{kind}.{key}", option) for key, option in value.items()}
+        raise UserError(f"config: {kind}={shown(value)}: expected a name, or a name with options")
+    options = {str(key): _plain(f"{kind}.{key}", option) for key, option in value.items()}
     return str(options.pop("name", _DEFAULTS[kind])), options
 
 
@@ -320,7 +371,7 @@ def _plain(where: str, value: Any) -> Any:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError):
         raise UserError(
-            f"config: {where}={value!r}: expected a finite number, a text, or a list of them"
+            f"config: {where}={shown(value)}: expected a finite number, a text, or a list of them"
         ) from None
 
 
@@ -350,8 +401,8 @@ def _complete_optimizer(value: Any, space: str, pretrained: bool) -> dict[str, A
     chosen: dict[str, Any] = {**spec.defaults(space, pretrained), **options}
     try:  # what is wrong with a value, only the optimizer knows
         spec.build([torch.nn.Parameter(torch.zeros(1))], **chosen)
-    except (TypeError, ValueError) as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        given = ", ".join(f"{key}={shown(value)}" for key, value in options.items())
         raise UserError(f"config: optimizer {spec.name!r} refuses {given}: {error}") from None
     return {"name": spec.name, **chosen}
 
@@ -367,17 +418,20 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
-            raise UserError(f"--set {override}: expected KEY=VALUE, such as optimizer.rho=0.1")
+            given = override[:LONGEST]
+            raise UserError(f"--set {given}: expected KEY=VALUE, such as optimizer.rho=0.1")
         outer, dot, inner = key.strip().partition(".")
         try:
-            value = json.loads(text)
+            value = parse(text)
         except json.JSONDecodeError:
             value = text
+        except ValueError as error:  # JSON that nobody means
+            raise UserError(f"--set {key}={text[:20]}...: {error}") from None
         if not dot:
             result[outer] = value
             continue
         if outer not in _DEFAULTS:
-            raise UserError(f"--set {override}: only {', '.join(_DEFAULTS)} have a dot")
+            raise UserError(f"--set {override[:LONGEST]}: only {', '.join(_DEFAULTS)} have a dot")
         old = result.get(outer, {})
         result[outer] = {**({"name": old} if isinstance(old, str) else old), inner: value}
     return result
@@ -403,11 +457,14 @@ def configure(
         space: where defaults and draws come from (default: `fair`, the tuned ones).
     """
     values: dict[str, Any] = {}
+    texts = list(overrides)
     if resumed is not None:
         values = resumed.model_dump()
         # A name alone asks for nothing new: the run keeps the options it was begun with.
         same = {axis for axis in _DEFAULTS if _names(options.get(axis), values[axis]["name"])}
         options = {key: value for key, value in options.items() if key not in same}
+        kept = {f"{axis}={values[axis]['name'].lower()}" for axis in _DEFAULTS}
+        texts = [text for text in texts if text.replace(" ", "").lower() not in kept]
     elif file is not None:
         values = read_config(file).model_dump(exclude={"version", "resolved"})  # written anew
         for key in ("dataset", "weights"):
@@ -416,10 +473,14 @@ def configure(
                     f"{file} is for {key}={values[key]!r}, and other settings in it follow from "
                     f"that: change them there, or give options without --config"
                 )
+        if draw is None and space not in (None, values["space"]):
+            raise UserError(
+                f"{file} has all its values, from space={values['space']!r}: --space {space} would "
+                "change none of them. Leave out --config, or add --draw."
+            )
     values |= options
     if space is not None:
         values["space"] = space
-    texts = list(overrides)
     config = make_config(apply_overrides(values, texts))
     if draw is None:
         return config
@@ -454,7 +515,7 @@ def _names(given: Any, name: str) -> bool:
 def read_config(path: Path) -> RunConfig:
     """Read a `config.json`; the dataset of a complete one need not be there any more."""
     try:
-        values = json.loads(path.read_text())
+        values = parse(read(path))
     except ValueError as error:  # not JSON, or no text at all
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):

@@ -51,9 +51,10 @@ from .measured import (
     prepare_folder,
     save_measurement,
 )
-from .models import TrainedModel, Which, load_model
+from .models import TrainedModel, load_model
 from .phases import Advance, Phases
 from .processes import find_device
+from .which import Which
 
 Precision = Literal["float32", "float64"]
 
@@ -105,7 +106,8 @@ def measure_run(
             of all domains that it was trained on.
         top: how many eigenvalues of the Hessian, the largest first.
         images: how many to draw, over all domains; 0: all.
-        which: the weights after the last step, or those validated best.
+        which: ``last``, the weights after the last step; ``best``, those validated best; or
+            ``step:N``, those of the checkpoint after step N.
         rho: the radius of the paper's flatness; that of the run's optimizer unless given, or 0.05
             where it has none.
         alpha: the share of the zeroth order in R_FAD; that of FAD unless given, or 0.5. (GAM's

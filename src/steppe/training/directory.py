@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any
 
 from steppe.durable import replace
 from steppe.errors import RunError, UserError
+from steppe.sealed import seal, unseal
+from steppe.strangers import parse, printable, read
 from steppe.validation import first_best, mean
 
 from .checkpoint import full_disk_explained
@@ -20,6 +22,26 @@ from .config import RunConfig, read_config
 
 VOLATILE = ("seconds_per_step", "evaluation_seconds", "memory_gb")
 """Fields of a record that measure the machine: two equal runs may differ in them."""
+
+_LONGEST_STATE = 1000
+"""Bytes; it is one word."""
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+_FACTS: dict[str, Callable[[Any], bool]] = {
+    "dataset": lambda value: isinstance(value, str),
+    "classes": lambda value: _names(value) and bool(value),
+    "channels": lambda value: type(value) is int and 0 < value < 1000,
+    "sources": lambda value: _names(value) and bool(value),
+}
+"""What every `data.json` says, and how it is told from damage."""
+
+
+def _entry(facts: Any, key: str) -> Any:
+    return facts.get(key) if isinstance(facts, dict) else None
 
 
 @dataclass(frozen=True)
@@ -74,9 +96,12 @@ class RunDirectory:
         if not self.data_file.exists():
             raise UserError(f"{self.path} was not begun yet: it has no data.json")
         try:
-            facts: dict[str, Any] = json.loads(self.data_file.read_text())
+            facts: dict[str, Any] = parse(read(self.data_file))
         except ValueError as error:
             raise UserError(f"{self.data_file} is damaged, not JSON: {error}") from None
+        wrong = [key for key, check in _FACTS.items() if not check(_entry(facts, key))]
+        if wrong:
+            raise UserError(f"{self.data_file} is damaged: it has no {', no '.join(wrong)}")
         return facts
 
     def write_data(self, facts: Mapping[str, Any]) -> None:
@@ -86,8 +111,10 @@ class RunDirectory:
     @property
     def state(self) -> str:
         """`planned`, `running`, `done` or `failed`; a run that was interrupted is planned again."""
-        path = self.path / "state"
-        return path.read_text().strip() if path.exists() else "planned"
+        try:
+            return read(self.path / "state", _LONGEST_STATE).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return "planned"
 
     def set_state(self, state: str) -> None:
         """Writes the state."""
@@ -102,8 +129,12 @@ class RunDirectory:
                 file.truncate(file.write(f"{state}\n".encode()))
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Adds a record, flushed to the disk; a write that fails leaves no half line."""
-        rest = (json.dumps(record, allow_nan=False) + "\n").encode()
+        """Adds a record with its checksum, flushed to the disk; a failed write leaves no half line.
+
+        A checksum covers its own line alone, so that lines without one, of earlier versions, may
+        come before it.
+        """
+        rest = seal(json.dumps(record, allow_nan=False)) + b"\n"
         path = self.records_file
         # Unbuffered, so that a failed write fails here and not in a later flush.
         with full_disk_explained(path), path.open("ab", buffering=0) as file:
@@ -117,18 +148,36 @@ class RunDirectory:
                 raise
 
     def records(self) -> list[dict[str, Any]]:
-        """All complete records; a last line cut off by a crash is left out."""
-        if not self.records_file.exists():
-            return []
+        """All complete records; a last line cut off by a crash is left out.
+
+        Raises:
+            RunError: a line is damaged.
+        """
         records = []
-        for number, line in enumerate(self.records_file.read_bytes().split(b"\n")[:-1], start=1):
+        for number, line in enumerate(self._lines(), start=1):
             try:
-                records.append(json.loads(line))
+                records.append(unseal(line))
             except ValueError as error:
                 raise RunError(
-                    f"{self.records_file}, line {number} is damaged, not JSON: {error}"
+                    f"{self.records_file}, line {number} is damaged: {error}. Put the file back "
+                    f"from a copy, or remove {self.path} to start anew."
                 ) from None
         return records
+
+    def last_step(self) -> int | None:
+        """The step of the last record, as far as that line is whole."""
+        *_, line = b"", *self._lines()
+        try:
+            step = unseal(line).get("step")
+        except ValueError:
+            return None
+        return step if isinstance(step, int) else None
+
+    def _lines(self) -> list[bytes]:
+        try:
+            return read(self.records_file).split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
 
     def records_size(self) -> int:
         """The length of the records in bytes, which a checkpoint remembers."""
@@ -170,12 +219,14 @@ class _LogFile(logging.Handler):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
+        if path.exists() and not path.is_file():  # a FIFO would be waited for
+            raise UserError(f"{path} is not a plain file: remove it")
         with full_disk_explained(path):
             self._file = path.open("ab", buffering=0)
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
-            self._file.write(f"{self.format(record)}\n".encode(errors="backslashreplace"))
+            self._file.write(f"{printable(self.format(record))}\n".encode())
 
     def close(self) -> None:
         self._file.close()

@@ -30,16 +30,18 @@ class Scores:
         calibration_error: the expected calibration error, over 15 bins of equal width: the mean
             over images of the difference between confidence and accuracy in the image's bin.
         images: how many there were.
+        step: after which the weights were saved, where they are a checkpoint's.
     """
 
     accuracy: float
     cross_entropy: float
     calibration_error: float
     images: int
+    step: int | None = None
 
     def to_json(self) -> dict[str, float | int]:
         """Plain values."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)

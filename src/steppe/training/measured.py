@@ -10,13 +10,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from steppe.durable import durable, sync_folder
 from steppe.errors import RunError, UserError
+from steppe.strangers import parse, read
+
+from .which import PATTERN
 
 VERSION = 1
 """Of the format of these files; raised when an older steppe would misread them."""
@@ -52,12 +55,12 @@ class Weights:
     """Which weights of a run.
 
     Attributes:
-        which: the last ones, or those validated best.
+        which: ``last``, ``best`` (those validated best) or ``step:N``.
         step: after which they were saved.
         averaged: whether they are an average.
     """
 
-    which: Literal["last", "best"]
+    which: Annotated[str, Field(pattern=PATTERN)]
     step: int
     averaged: bool
 
@@ -223,21 +226,24 @@ def measurement_name(domains: Sequence[str] | None, which: str) -> str:
 
     Args:
         domains: names, in the dataset's order; None for what the run was trained on.
-        which: the last or the best weights.
+        which: of the weights, ``last``, ``best`` or ``step:N``.
 
     Examples:
         >>> measurement_name(None, "last"), measurement_name(["art_painting", "sketch"], "best")
         ('train', 'art_painting+sketch@best')
+        >>> measurement_name(None, "step:300")
+        'train@step-300'
     """
     name = TRAINING
     if domains is not None:
         # Quoted, so that no domain's name reads as another name, or as a path.
-        name = "+".join(quote(domain, safe=" ") for domain in domains)
+        name = "+".join(quote(domain, safe=" ", errors="surrogateescape") for domain in domains)
         if name == TRAINING:
             name += "+"
     if len(name) > _LONGEST:
         name = f"{name[:_LONGEST]}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    return name if which == "last" else f"{name}@{which}"
+    # Not every file system has colons.
+    return name if which == "last" else f"{name}@{which.replace(':', '-')}"
 
 
 def prepare_folder(run: Path) -> None:
@@ -289,7 +295,7 @@ def load_measurements(run: str | os.PathLike[str]) -> dict[str, Measured]:
 
     Returns:
         The measurements by name: ``train``, or names of domains joined by ``+``; with ``@best`` at
-        the end for the weights validated best.
+        the end for the weights validated best, ``@step-300`` for those after step 300.
 
     Examples:
         >>> import tempfile
@@ -307,8 +313,8 @@ _FORGOTTEN = 3600.0
 
 def _read(path: Path) -> Measured:
     try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text)
+        text = read(path)
+        values = parse(text)
         version = values.get("version") if isinstance(values, dict) else None
         if isinstance(version, int) and version > VERSION:
             raise UserError(
@@ -318,9 +324,11 @@ def _read(path: Path) -> Measured:
         measured = _adapter.validate_json(text, strict=True)
         if (wrong := _contradiction(measured, path.stem)) is not None:
             raise ValueError(wrong)
-    except (ValidationError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         reason = f"{error.errors()[0]['msg']}" if isinstance(error, ValidationError) else str(error)
         raise UserError(
             f"{path} is damaged ({reason}): remove it and measure again with 'steppe curvature'"

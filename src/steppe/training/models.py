@@ -8,13 +8,12 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from steppe.algorithms import Algorithm
@@ -23,7 +22,8 @@ from steppe.domains.augment import resize
 from steppe.domains.batches import Batch, View, evaluation_batches
 from steppe.domains.dataset import Pixels
 from steppe.domains.folder import read_domain, read_folder, subfolders
-from steppe.errors import UserError
+from steppe.durable import replace as replace_file
+from steppe.errors import RunError, UserError
 
 from . import checkpoint, setup
 from .backbones import library_state
@@ -31,8 +31,7 @@ from .config import MACHINE, keys
 from .directory import RunDirectory
 from .evaluation import BATCH, EnsembleScores, Scores, Tally, evaluate
 from .processes import find_device
-
-Which = Literal["last", "best"]
+from .which import Which, chosen_step
 
 log = logging.getLogger("steppe")
 
@@ -94,8 +93,13 @@ def load_model(
 
     Args:
         run: the run's folder.
-        which: the weights after the last step, or those of the best record by validation accuracy.
+        which: ``last``, the weights after the last step; ``best``, those of the best record by
+            validation accuracy; or ``step:N``, those of the checkpoint after step N.
         device: where to put it.
+
+    Raises:
+        UserError: there is no such run, or no such checkpoint.
+        RunError: the checkpoint is damaged; says which ones are whole.
 
     Examples:
         >>> import tempfile
@@ -114,11 +118,17 @@ def load_model(
     # The weights of the file replace those it was begun with.
     start = config.model_copy(update={"weights": "none"})
     algorithm = setup.build(start, len(data["classes"]), data["channels"], len(data["sources"]))
-    algorithm.load_state_dict(found.model)
     # What a run goes on from is not what it predicts with, where weights are averaged. What was
     # validated best is: only averages are candidates then.
     served = found.state.get("averaging", {}).get("served") or {}
-    algorithm.load_state_dict(served, strict=False)
+    try:
+        algorithm.load_state_dict(found.model)
+        algorithm.load_state_dict(served, strict=False)
+    except RuntimeError:
+        raise RunError(
+            f"{found.path} is not a checkpoint of this run: its weights are not those of "
+            f"{config.algorithm.name} with {config.backbone} for {len(data['classes'])} classes"
+        ) from None
     averaged = bool(served) or (which == "best" and config.averaging.name != "none")
     classes = tuple(data["classes"])
     model = TrainedModel(algorithm, classes, config.image_size, found.step, averaged)
@@ -126,8 +136,7 @@ def load_model(
 
 
 def _checkpoint(directory: RunDirectory, which: Which) -> checkpoint.Checkpoint:
-    if which not in get_args(Which):
-        raise UserError(f"which={which!r}: expected {' or '.join(get_args(Which))}")
+    step = chosen_step(which)
     if which == "best":
         path = directory.checkpoints / "best"
         if not path.exists():
@@ -135,10 +144,18 @@ def _checkpoint(directory: RunDirectory, which: Which) -> checkpoint.Checkpoint:
         try:
             return checkpoint.load(path)
         except checkpoint.Damaged as error:
-            raise UserError(f"{error}; the last one can be used instead") from None
-    found = checkpoint.load_last(directory.checkpoints)
+            whole = checkpoint.whole_ones(directory.checkpoints)
+            raise RunError(f"{error}; {whole}") from None
+    found = checkpoint.load_chosen(directory.checkpoints, step)
     if found is None:
         raise UserError(f"{directory.path} has no checkpoint yet: continue it with --resume")
+    if step is None and directory.state == "done":
+        last = directory.last_step()
+        if last is not None and last > found.step:
+            raise RunError(
+                f"{directory.checkpoints} lacks the last checkpoint, after step {last}; "
+                + checkpoint.whole_ones(directory.checkpoints)
+            )
     return found
 
 
@@ -156,7 +173,7 @@ def evaluate_run(
         run: the run's folder.
         data: a folder DOMAIN/CLASS/IMAGE or CLASS/IMAGE, or a dataset's name; the run's own target
             domains unless given.
-        which: the last or the best weights.
+        which: ``last``, ``best`` or ``step:N``, as in `load_model`.
         device: where to compute.
         root: the data folder, for datasets by name.
 
@@ -166,7 +183,7 @@ def evaluate_run(
     where = find_device(device)
     model = load_model(run, which).to(where)
     return {
-        domain.name: evaluate(model, batches, where)
+        domain.name: replace(evaluate(model, batches, where), step=model.step)
         for domain, batches in _whole_domains(run, model, data, root)
     }
 
@@ -188,7 +205,7 @@ def evaluate_ensemble(
     Args:
         runs: the runs' folders.
         data: as in `evaluate_run`.
-        which: the last or the best weights of each.
+        which: of each, ``last``, ``best`` or ``step:N``, as in `load_model`.
         device: where to compute.
         root: the data folder, for datasets by name.
 
@@ -209,7 +226,9 @@ def evaluate_ensemble(
                 logits = [model(images) for model in models]
             for tally, of_one in zip(tallies, (*logits, sum(logits)), strict=True):
                 tally.add(of_one, labels)
-        *members, ensemble = (tally.scores() for tally in tallies)
+        *alone, ensemble = (tally.scores() for tally in tallies)
+        steps = (model.step for model in models)
+        members = (replace(one, step=step) for one, step in zip(alone, steps, strict=True))
         results[domain.name] = EnsembleScores(ensemble, tuple(members))
     return results
 
@@ -351,9 +370,9 @@ def export_run(
     }
     plain = {name: value.contiguous().clone() for name, value in weights.items()}
     try:
-        save_file(plain, out, metadata=metadata)
-    except SafetensorError as error:
-        raise UserError(f"{os.fspath(out)} could not be written: {error}") from None
+        replace_file(Path(out), save(plain, metadata=metadata))
+    except OSError as error:
+        raise UserError(f"{os.fspath(out)} could not be written: {error.strerror}") from None
     return metadata
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
+
+from steppe.strangers import printable
 
 from .directory import validation_accuracy
 from .evaluation import EnsembleScores, Scores
@@ -94,7 +97,7 @@ class Bar:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
@@ -106,6 +109,7 @@ class Bar:
         """Draws the bar."""
         self._remaining = Remaining(steps, records)
         self._progress.start()
+        title = printable(title)
         self._task = self._progress.add_task(title, total=steps, completed=done, note="")
 
     def step(self, done: int) -> None:
@@ -120,7 +124,8 @@ class Bar:
     def record(self, record: Mapping[str, Any]) -> None:
         """Prints the record above the bar."""
         self._remaining.note(record)
-        self._console.print(summary(record), highlight=False, markup=False, soft_wrap=True)
+        text = printable(summary(record))
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def stop(self) -> None:
         """Removes the bar."""
@@ -162,12 +167,24 @@ class Lines:
 
     def _print(self, text: str) -> None:
         self._last = time.monotonic()
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def display(console: Console) -> Display:
     """A bar on a terminal, lines elsewhere."""
     return Bar(console) if console.is_terminal else Lines(console)
+
+
+def weights(which: str, scores: Iterable[Scores]) -> str:
+    """Which weights the scores are of, in words.
+
+    Examples:
+        >>> weights("last", [Scores(0.9, 0.1, 0.1, 8, step=30), Scores(0.8, 0.2, 0.1, 8, step=20)])
+        'last weights (steps 20, 30)'
+    """
+    steps = sorted({score.step for score in scores if score.step is not None})
+    after = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+    return f"weights after {after}" if which.startswith("step:") else f"{which} weights ({after})"
 
 
 def score_table(scores: Mapping[str, Scores], title: str) -> Table:
@@ -190,14 +207,15 @@ def ensemble_table(scores: Mapping[str, EnsembleScores], runs: Sequence[str], ti
 def _score_table(
     names: Sequence[str], rows: Sequence[tuple[Sequence[str], Scores]], title: str
 ) -> Table:
-    table = Table(title=title)
+    table = Table(title=Text(printable(title)))
     for name in names:
         table.add_column(name, overflow="fold")
     for heading in ("images", "accuracy", "cross-entropy", "calibration error"):
         table.add_column(heading, justify="right")
     for of_row, s in rows:
         accuracy, error = f"{100 * s.accuracy:.1f}", f"{100 * s.calibration_error:.1f}"
-        table.add_row(*of_row, str(s.images), accuracy, f"{s.cross_entropy:.3f}", error)
+        names_of_row = (Text(printable(name)) for name in of_row)  # none of it is markup
+        table.add_row(*names_of_row, str(s.images), accuracy, f"{s.cross_entropy:.3f}", error)
     return table
 
 

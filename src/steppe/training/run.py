@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from steppe.errors import Interrupted, RunError, UserError
 
@@ -65,7 +69,7 @@ def train(
         if resume and run.state == "done":
             log.info("%s is done already", run.path)
             return run.records()
-        with Interrupts() as interrupts, _state_of(run, processes):
+        with Interrupts() as interrupts, _state_of(run, processes), _memory_explained(config):
             Trainer(config, run, processes, display or Silent()).run(interrupts)
         return run.records()
 
@@ -92,13 +96,43 @@ def _open(run: RunDirectory, config: RunConfig, resume: bool) -> None:
 def _lock(run: RunDirectory) -> Iterator[None]:
     """Keeps two processes from writing one run; the system lets go of it when a process dies."""
     run.path.mkdir(parents=True, exist_ok=True)
-    with (run.path / ".lock").open("w") as file:
+    with os.fdopen(_open_lock(run.path / ".lock"), "r+b", buffering=0) as file:
         try:
             # Not `flock`: processes that read images would inherit it and outlive a killed trainer.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # the system chooses which
             raise UserError(f"{run.path} is being trained by another process") from None
         yield
+
+
+def _open_lock(path: Path) -> int:
+    """A file of our own to lock: somebody's link would lead to a file that is none of ours."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UserError(f"{path} is a link, which steppe never makes: remove it") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path} is not a plain file: remove it")
+    return descriptor
+
+
+@contextmanager
+def _memory_explained(config: RunConfig) -> Iterator[None]:
+    """Turns a failed allocation into an error that says what to make smaller."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not out_of_memory and "can't allocate memory" not in str(error):  # torch's, on a CPU
+            raise
+        raise RunError(
+            f"out of memory with batch_size={config.batch_size} and image_size="
+            f"{config.image_size}: make one of them smaller, or raise accumulate "
+            f"({config.accumulate}), in another --out"
+        ) from error
 
 
 @contextmanager

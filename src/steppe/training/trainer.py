@@ -186,7 +186,7 @@ class Trainer:
         method = ", ".join(name for name in axes if name not in ("ERM", "none"))
         title = f"{Path(config.dataset).name}, {'+'.join(config.targets)} held out, {method}"
         first_due = self.done if self.recorded else self.done - 1
-        due = sum(self._due(step) for step in range(first_due, config.steps))
+        due = records_due(first_due, config.steps, config.checkpoint_every)
         self.display.start(title, self.done, config.steps, due)
         state = "failed"
         try:
@@ -491,6 +491,19 @@ class Trainer:
         self.losses.load_state_dict(losses, self.device)
         randomness.set_state(state["generators"][self.processes.rank], self.device)
         log.info("resumed after step %d from %s", found.step, found.path)
+
+
+def records_due(first: int, steps: int, every: int) -> int:
+    """How many records are made from a step on: of every so many steps one, and of the last.
+
+    Examples:
+        >>> records_due(0, 21, 10), records_due(0, 22, 10), records_due(11, 22, 10)
+        (3, 4, 2)
+    """
+    if first >= steps:
+        return 0
+    regular = (steps - 1) // every - (first - 1) // every
+    return regular + ((steps - 1) % every > 0)
 
 
 @contextmanager
