@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from steppe.cli import app
-from steppe.reports import load_runs
+from steppe.errors import UserError
+from steppe.reports import build_report, load_runs, write
 from steppe.sealed import seal
 from tests.reports.trees import config, record, write_run
 
@@ -46,6 +47,14 @@ def test_what_is_no_plain_file_is_named_and_not_read(tmp_path, name, make):
     loaded = load_runs(tmp_path)
     assert loaded.problems == (f"{bad / name}: is not a plain file",)
     assert "good" in [run.path.name for run in loaded.runs]
+
+
+def test_a_report_of_nothing_says_what_could_not_be_read(tmp_path):
+    bad = write_run(tmp_path / "bad", config(TARGETS), lines())
+    (bad / "records.jsonl").unlink()
+    os.mkfifo(bad / "records.jsonl")
+    with pytest.raises(UserError, match=r"no run .* yet: .*records.jsonl: is not a plain file"):
+        write(build_report(load_runs(tmp_path)), "terminal")
 
 
 def test_a_line_that_differs_from_its_checksum_is_unreadable(tmp_path):
