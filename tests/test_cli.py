@@ -88,10 +88,16 @@ def test_from_images_to_an_exported_model(
     own = json.loads(steppe("evaluate", run, "--json").stdout)
     assert scores["oil"]["images"] == own["oil"]["images"] == 16
     assert scores["oil"] == pytest.approx(own["oil"])
+    assert own["oil"]["step"] == 2
+    assert "last weights (step 2)" in steppe("evaluate", run).stdout
+    chosen = steppe("evaluate", run, "--which", "step:2").stdout
+    assert "weights after step 2" in chosen
+    with pytest.raises(UserError, match="which='first': expected last, best, or step:N"):
+        steppe("evaluate", run, "--which", "first")
     assert "accuracy" in steppe("evaluate", run, "--which", "best").stdout
 
     out = tmp_path / "out.safetensors"
-    assert "small-cnn, 2 classes" in steppe("export", run, out).stdout
+    assert "small-cnn, 2 classes, step 2" in steppe("export", run, out).stdout
     assert load_file(out)["classifier.weight"].shape[0] == 2
 
 

@@ -39,6 +39,12 @@ class Interrupted(BaseException):
         return signal.Signals(self.args[0]).name
 
 
+def reason(error: Exception) -> str:
+    """What an error says, on one line, without the name of the file that a message begins with."""
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
 LONGEST = 80
 """Characters of a value that a message shows."""
 

@@ -112,7 +112,8 @@ def test_means_and_errors_by_method(tree: Path) -> None:
     assert plain["methods"][0]["trace"]["mean"] == 115.0
     assert [len(m["runs"]) for m in plain["methods"]] == [2, 1]
     assert found.about == (
-        "cross-entropy on 100 training images of art_painting, photo (PACS); last weights, float32"
+        "cross-entropy on 100 training images of art_painting, photo (PACS); last weights "
+        "after step 300, float32"
     )
     assert comparison_table(found).row_count == 2
 
@@ -276,12 +277,12 @@ def test_averaged_weights_are_named_only_where_all_are(tmp_path: Path) -> None:
     averaged = made(weights=Weights("last", 300, averaged=True))
     write(tmp_path, "a", "adam", averaged)
     write(tmp_path, "b", "fad", averaged)
-    assert "last weights, averaged, " in compare(load_runs(tmp_path).runs).about
+    assert "last weights after step 300, averaged, " in compare(load_runs(tmp_path).runs).about
     write(tmp_path, "c", "sgd", made())
     found = compare(load_runs(tmp_path).runs)
     assert not found.methods[-1].runs[0].measured.weights.averaged
-    assert "last weights, float32" in found.about
-    assert comparison_table(found).title == f"Hessian of the {found.about}"
+    assert "last weights after step 300, float32" in found.about
+    assert str(comparison_table(found).title) == f"Hessian of the {found.about}"
 
 
 OVER_RUNS = "over runs (standard error)"
@@ -358,7 +359,7 @@ def test_domains_and_weights_are_chosen(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--domain sketch --which best"):
         compare(runs, ["sketch"], "best")
     assert described(target).startswith("cross-entropy on 20 images of cartoon, sketch")
-    assert described(best).endswith("best weights, averaged, float32")
+    assert described(best).endswith("best weights after step 100, averaged, float32")
 
 
 def test_the_figure(tree: Path, tmp_path: Path) -> None:

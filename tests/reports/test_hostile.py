@@ -49,12 +49,23 @@ def test_what_is_no_plain_file_is_named_and_not_read(tmp_path, name, make):
     assert "good" in [run.path.name for run in loaded.runs]
 
 
-def test_a_report_of_nothing_says_what_could_not_be_read(tmp_path):
-    bad = write_run(tmp_path / "bad", config(TARGETS), lines())
-    (bad / "records.jsonl").unlink()
-    os.mkfifo(bad / "records.jsonl")
-    with pytest.raises(UserError, match=r"no run .* yet: .*records.jsonl: is not a plain file"):
+def test_a_report_of_nothing_but_devices_says_so(tmp_path):
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "config.json")
+    with pytest.raises(
+        UserError, match="no run there has a record yet .*config.json: is not a plain"
+    ):
         write(build_report(load_runs(tmp_path)), "terminal")
+
+
+def test_a_measurement_that_is_no_plain_file_is_named(tmp_path):
+    run = write_run(tmp_path / "run", config(TARGETS), lines())
+    (run / "curvature").mkdir()
+    os.mkfifo(run / "curvature" / "train.json")
+    report = build_report(load_runs(tmp_path))
+    assert (
+        f"{run / 'curvature' / 'train.json'} cannot be read: is not a plain file" in report.problems
+    )
 
 
 def test_a_line_that_differs_from_its_checksum_is_unreadable(tmp_path):

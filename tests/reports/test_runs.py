@@ -177,7 +177,6 @@ WRONG_LINES = [
     b'{"step": 1, "domains": {"a": {"val": {"accuracy": true}}}}',
     b'{"step": 1, "domains": {"a": {"val": {"accuracy": 1.5}}}}',
     b'{"step": 1, "domains": {"a": {"val": {"accuracy": -0.1}}}}',
-    b'{"step": 1, "domains": {"\\ud800": {"val": {"accuracy": 0.5}}}}',
     b'{"step": 1, "domains": {"a": {"val": {"accuracy": 1%s}}}}' % (b"0" * 400),
 ]
 
@@ -188,7 +187,7 @@ def test_unreadable_lines_are_counted_and_named(tmp_path):
     loaded = load_runs(tmp_path)
     assert loaded.unreadable_lines == len(WRONG_LINES)
     assert loaded.problems == (
-        f"{tmp_path / 'a' / 'records.jsonl'}: 18 unreadable lines (1, 2, 3, 4, 5, ...)",
+        f"{tmp_path / 'a' / 'records.jsonl'}: 17 unreadable lines (1, 2, 3, 4, 5, ...)",
     )
     assert [r.step for r in loaded.runs[0].records] == [0, 100, 200]
 

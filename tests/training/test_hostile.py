@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from steppe.errors import RunError, UserError
+from steppe.reports.curvature import described
 from steppe.sealed import KEY
 from steppe.training import (
     RunConfig,
@@ -20,8 +21,10 @@ from steppe.training import (
     evaluate_ensemble,
     evaluate_run,
     export_run,
+    load_measurements,
     load_model,
     make_config,
+    measure_run,
     read_config,
     train,
 )
@@ -158,6 +161,17 @@ def test_no_other_step_passes_for_the_last(run, use, state):
         use(run, which="step:7")
     with pytest.raises(RunError, match="is damaged"):
         use(run, which="step:30")
+
+
+def test_curvature_measures_the_step_that_was_asked_for(run):
+    quick = {"top": 1, "images": 16, "trace_rtol": 0.5, "device": "cpu"}
+    damage(run)
+    with pytest.raises(RunError, match="whole: step 20"):
+        measure_run(run, **quick)
+    measured = measure_run(run, **quick, which="step:20")
+    assert measured.to_json()["weights"]["step"] == 20
+    assert load_measurements(run) == {"train@step-20": measured}
+    assert "; weights after step 20, " in described(measured)
 
 
 def test_a_finished_run_without_its_last_checkpoint_says_so(run):

@@ -15,9 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 from typing import IO, cast
 
-from steppe.errors import UserError
-
-from .dataset import reason
+from steppe.errors import UserError, reason
 
 Member = tuple[str, IO[bytes] | None]
 """A member's name in the archive and its contents, or None for a folder."""

@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from steppe.errors import UserError
+from steppe.errors import UserError, reason
 from steppe.strangers import plain, printable
 
 from . import pack
 from .catalog import DUPLICATES, DatasetSpec
-from .dataset import Domain, Files, UnreadableImage, decode, reason
+from .dataset import Domain, Files, UnreadableImage, decode
 from .folder import SUFFIXES, read_folder, subfolders
 from .pool import map_files
 

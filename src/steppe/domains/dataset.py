@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from steppe.errors import UserError
+from steppe.errors import UserError, reason
 from steppe.strangers import plain
 
 if TYPE_CHECKING:
@@ -113,12 +113,6 @@ def decode(path: Path) -> Pixels:
         ) from None
     except Exception as error:  # Pillow's decoders raise anything when the bytes are wrong
         raise UnreadableImage(f"image {path} cannot be read: {reason(error)}") from None
-
-
-def reason(error: Exception) -> str:
-    """What an error says, on one line; some say nothing."""
-    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return " ".join(text.split()) or type(error).__name__
 
 
 @dataclass(frozen=True)

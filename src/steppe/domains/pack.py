@@ -29,10 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from steppe.errors import UserError
+from steppe.errors import UserError, reason
 from steppe.strangers import is_name, parse, printable, read
 
-from .dataset import Dataset, Domain, Files, Indices, Pixels, reason
+from .dataset import Dataset, Domain, Files, Indices, Pixels
 from .pool import progress
 from .workshop import abandoned, put_back, workshops
 

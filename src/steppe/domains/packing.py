@@ -19,9 +19,9 @@ import numpy as np
 from PIL import Image
 
 from steppe.durable import durable, sync_folder
-from steppe.errors import UserError
+from steppe.errors import UserError, reason
 
-from .dataset import Dataset, Domain, Files, Pixels, UnreadableImage, decode, reason
+from .dataset import Dataset, Domain, Files, Pixels, UnreadableImage, decode
 from .pack import (
     FORMAT,
     INDEX,

@@ -13,10 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict
 
-from steppe.errors import UserError
+from steppe.errors import UserError, reason
 from steppe.strangers import parse, read
-
-from .dataset import reason
 
 LOCATIONS = ("38", "43", "46", "100")
 CATEGORIES = (

@@ -18,10 +18,10 @@ from typing import Any
 from steppe.algorithms import algorithm_names, algorithm_spec
 from steppe.domains import dataset_names, dataset_spec
 from steppe.durable import replace
-from steppe.errors import UserError
+from steppe.errors import UserError, reason
 from steppe.strangers import read
 
-from .runs import finite, parse, plain, reason, unreadable_lines
+from .runs import finite, parse, plain, unreadable_lines
 
 _STEPS = 5001
 """Of every dataset in DomainBed, unless a run says otherwise."""

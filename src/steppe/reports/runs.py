@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from steppe.errors import UserError
+from steppe.errors import UserError, reason
 from steppe.sealed import broken
 from steppe.strangers import read
 
@@ -230,11 +230,6 @@ def _read_run(folder: Path) -> _Found:
     steps = facts.pop("steps") or records[-1].step + 1
     run = Run(path=folder, steps=steps, state=state, config=config, records=records, **facts)
     return _Found(run, problems, len(wrong))
-
-
-def reason(error: Exception) -> str:
-    """What is wrong, without the name of the file, which messages begin with."""
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def parse(text: bytes) -> Any:

@@ -37,8 +37,8 @@ def write(report: Report, form: str) -> str:
         form: `terminal`, `markdown`, `latex`, `csv`, `json` or `html`.
     """
     if not report.selected.runs and form != "html":
-        why = "; ".join(report.problems[:3])
-        raise UserError(f"{report.title}: no run there has a record yet{': ' * bool(why)}{why}")
+        why = f" ({report.problems[0]})" if report.problems else ""
+        raise UserError(f"{report.title}: no run there has a record yet{why}")
     return FORMATS[form](report)
 
 
