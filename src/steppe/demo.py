@@ -29,6 +29,7 @@ from rich.table import Table
 from steppe import __version__
 from steppe.domains import DatasetSpec, dataset_spec
 from steppe.domains.pool import cores, start_worker
+from steppe.durable import replace
 from steppe.optim import optimizer_spec
 from steppe.training import make_config, select, train
 
@@ -117,7 +118,7 @@ def run(out: Path, dataset: str = DATASET, steps: int = STEPS, seeds: int = SEED
     console.print(table(spec, targets, results))
     console.print(NOTE.format(seeds=seeds))
     path = out / "report.html"
-    path.write_text(_report(spec, targets, results, steps, seeds), encoding="utf-8")
+    replace(path, _report(spec, targets, results, steps, seeds).encode())
     console.print(
         f"{len(jobs)} runs in {time.monotonic() - began:.0f} s, in {out}", highlight=False
     )

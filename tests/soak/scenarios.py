@@ -375,14 +375,12 @@ class Repack(Pack):
 
 def pack_digest(folder: Path) -> str | None:
     """The pixels of a pack; None if there is none, and what is wrong if it cannot be used."""
-    if not (folder / "images.pack").exists():
-        return None
     log = logging.getLogger("steppe")
     log.addHandler(logging.NullHandler())
     try:
-        dataset = load(folder / "images")
+        dataset = load(folder / "images")  # puts back what a killed packer had moved away
         if "pack in" not in dataset.origin:
-            return "a pack that is not used"
+            return "a pack that is not used" if (folder / "images.pack").exists() else None
         digest = hashlib.sha256(repr(dataset.classes).encode())
         for domain in dataset.domains:
             digest.update(repr((domain.name, list(map(int, domain.labels)))).encode())

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from steppe import __version__
+from steppe.durable import replace
 
 PACKAGES = ("torch", "torchvision", "timm", "pillow", "pytorch_optimizer")
 
@@ -39,7 +40,7 @@ def environment(device: torch.device, program: str = "steppe") -> dict[str, Any]
 
 def write(result: dict[str, Any], path: Path) -> None:
     """Stores a result as JSON."""
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    replace(path, (json.dumps(result, indent=2) + "\n").encode())
 
 
 def _command(program: str, arguments: list[str]) -> str:

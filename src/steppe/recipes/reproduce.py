@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from steppe import durable
 from steppe.reports import build_report, compare, draw, load_runs, to_markdown, write
 from steppe.reports.spectra import save_figure
 from steppe.sweeps import Grid, Job, Sweep, jobs, look, write_plan
@@ -161,7 +162,8 @@ def write_results(
     if not found.variants:  # nothing to write, and perhaps something of before to keep
         return []
     values = out / "results.json"
-    values.write_text(json.dumps({"environment": dict(facts), **to_json(found)}, indent=1) + "\n")
+    stored = {"environment": dict(facts), **to_json(found)}
+    durable.replace(values, (json.dumps(stored, indent=1) + "\n").encode())
     pictures = []
     if found.order.recipe.figure:
         pictures.append(out / "figure.svg")
@@ -170,11 +172,13 @@ def write_results(
         pictures.append(out / "spectra.svg")
         draw(found.curvature, pictures[-1])
     text = out / "results.md"
-    text.write_text(markdown(found, [path.name for path in pictures], command))
+    durable.replace(text, markdown(found, [path.name for path in pictures], command).encode())
     runs = tuple(run for variant in found.variants for run in variant.selected.runs)
     loaded = load_runs([run.path for run in runs])
     page = out / "report.html"
-    page.write_text(write(build_report(loaded, "train-val", command, out.name), "html"))
+    durable.replace(
+        page, write(build_report(loaded, "train-val", command, out.name), "html").encode()
+    )
     return [values, *pictures, text, page]
 
 
