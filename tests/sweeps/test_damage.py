@@ -412,7 +412,7 @@ def test_a_damaged_attempt_is_started_anew(
     with caplog.at_level("WARNING", "steppe"):
         assert Worker(sweep, "cpu").work() == 1
     assert "attempt 1 cannot be resumed: " in caplog.text
-    assert "starts anew" in caplog.text
+    assert "starting over" in caplog.text
     assert outside(tmp_path) == before
     train(config, sweep.path / "alone")
     assert_same_run(job.result, sweep.path / "alone")

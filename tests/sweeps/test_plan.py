@@ -164,7 +164,7 @@ RUN = {
     ("changes", "message"),
     [
         *(
-            ({"runs": {name: RUN}}, "is not a name of a run")
+            ({"runs": {name: RUN}}, "is not a valid run name")
             for name in ("../../mine", "..", "/tmp/mine", "", "a/b", "a\0b", "\ud800")
         ),
         ({"runs": [RUN]}, "'runs' of the plan is"),

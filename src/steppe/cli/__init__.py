@@ -94,7 +94,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is None:
             what = " ".join(["steppe", *sys.argv[1:2]])
-            _fail(f"'{what}' could not go on: {error.strerror or error}", code=1)
+            _fail(f"'{what}' stopped: {error.strerror or error}", code=1)
         _fail(f"{error.filename}: {error.strerror}", code=2)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "steppe":

@@ -327,7 +327,7 @@ def read_plan(path: Path) -> Sweep:
     runs: dict[str, Any] = facts.pop("runs")
     for name, axes in runs.items():
         if not strangers.is_name(name):
-            raise UserError(f"{file} is damaged: {name!r:.200} is not a name of a run")
+            raise UserError(f"{file} is damaged: {name!r:.200} is not a valid run name")
         if not isinstance(axes, dict):
             raise UserError(f"{file} is damaged: run {name} is {axes!r:.60}")
         _check_shape(file, f"run {name}", axes, _RUN_SHAPE)

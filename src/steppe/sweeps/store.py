@@ -361,7 +361,7 @@ def claim(job: Job, events: list[Event], **facts: Any) -> Claim | None:
             log.warning("%s: attempt %d is gone: %s", job.name, event.number, error)
     else:
         if earlier:
-            log.warning("%s: starts anew", job.name)
+            log.warning("%s: starting over", job.name)
     taken.folder.mkdir(exist_ok=True)
     (taken.folder / "heartbeat").touch()
     return taken

@@ -45,7 +45,7 @@ def train(
 
     Raises:
         UserError: something given is wrong, and nothing was started; or an image cannot be read.
-        RunError: the run could not go on: the loss diverged, the disk is full.
+        RunError: the run stopped: the loss diverged, the disk is full.
         Interrupted: SIGTERM or Ctrl-C; the state was saved.
 
     Examples:
