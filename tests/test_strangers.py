@@ -89,6 +89,7 @@ def test_no_flipped_bit_of_a_sealed_object_is_another_value():
 
 def test_printable_leaves_ordinary_texts_alone():
     assert printable("Größe 三\tx\n") == "Größe 三\tx\n"
+    assert printable("a\u00a0b\u3000c\u200d") == "a\u00a0b\u3000c\u200d"
     assert printable("\x1b]0;title\x07\udcff\u202e") == r"\x1b]0;title\x07\udcff\u202e"
 
 
@@ -117,6 +118,46 @@ def test_replace_follows_links_and_writes_into_devices(tmp_path):
     assert (tmp_path / "link").is_symlink()
     replace(Path("/dev/null"), b"x")
     assert not Path("/dev/null").is_file()
+
+
+def test_replace_writes_into_a_pipe_under_its_usual_name(tmp_path):
+    reader, writer = os.pipe()
+    replace(Path(f"/dev/fd/{writer}"), b"to whoever reads")
+    os.close(writer)
+    with open(reader, "rb") as file:
+        assert file.read() == b"to whoever reads"
+
+
+def test_replace_keeps_the_mode_and_takes_long_names(tmp_path):
+    path = tmp_path / ("x" * 251 + ".csv")
+    replace(path, b"old")
+    path.chmod(0o600)
+    replace(path, b"new")
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o600)
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_two_writers_at_once_leave_a_whole_file(tmp_path):
+    path, sizes = tmp_path / "report", (10, 500_000)
+    children = []
+    for size in sizes:
+        child = os.fork()
+        if not child:
+            for _ in range(50):
+                replace(path, b"x" * size)
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        assert os.waitpid(child, 0)[1] == 0  # none failed
+    assert path.stat().st_size in sizes
+    assert os.listdir(tmp_path) == ["report"]
+
+
+def test_what_a_killed_writer_left_is_used_again(tmp_path):
+    (tmp_path / ".state.writing").write_bytes(b"half of something longer")
+    replace(tmp_path / "state", b"done")
+    assert (tmp_path / "state").read_bytes() == b"done"
+    assert os.listdir(tmp_path) == ["state"]
 
 
 def test_replace_does_not_write_through_a_link_that_lies_in_wait(tmp_path):

@@ -1,11 +1,18 @@
 """Files that are on the disk when a block ends, and not only on their way to it."""
 
+import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 @contextmanager
@@ -31,23 +38,73 @@ def sync_folder(path: Path) -> None:
 def replace(path: Path, data: bytes) -> None:
     """Writes a file in one piece: readers see the old one or the new one, whatever happens.
 
-    A link is followed, and what is not a plain file (``/dev/stdout``) is written to as it is. An
-    `OSError` names `path`, also where the system names nothing.
+    A link is followed, the mode of the old file stays, and what is not a plain file
+    (``/dev/stdout``) is written to as it is. An `OSError` names `path`, also where the system names
+    nothing.
     """
-    path = Path(os.path.realpath(path))
-    temporary = path.with_name(f".{path.name}.writing")
     try:
-        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        folder = os.path.realpath(path.parent)
+        # What is below /dev, and what a shell has open, is no file of ours to replace.
+        if path.exists() and (not path.is_file() or folder == "/dev" or folder.endswith("/fd")):
             path.write_bytes(data)
             return
-        try:
-            temporary.unlink(missing_ok=True)  # a link that somebody left there is not followed
-            with durable(temporary) as file:
-                file.write(data)
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        path = Path(os.path.realpath(path))
+        with _temporary(path) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         sync_folder(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from error
+
+
+def temporary_name(path: Path) -> Path:
+    """What a file is called while `replace` writes it; shorter where there is no room for more."""
+    return path.with_name(f".{os.fsdecode(os.fsencode(path.name)[:200])}.writing")
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` when the block ends, or is gone after an error.
+
+    What a killed writer left is used again, so that it does not pile up. Another writer that is at
+    work holds a lock on its own.
+    """
+    temporary = temporary_name(path)
+    while not _take(descriptor := _open(temporary), temporary):
+        os.close(descriptor)
+        temporary = temporary.with_name(f"{temporary.name}-{secrets.token_hex(4)}")
+    with open(descriptor, "wb") as file:
+        try:
+            file.truncate()
+            if path.exists():
+                os.fchmod(descriptor, stat.S_IMODE(path.stat().st_mode))
+            yield file
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _open(temporary: Path) -> int:
+    flags = os.O_CREAT | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        return os.open(temporary, flags, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        temporary.unlink()  # a link that somebody left there leads elsewhere
+        return os.open(temporary, flags, 0o666)
+
+
+def _take(descriptor: int, temporary: Path) -> bool:
+    """Whether nobody else writes to an open file, and it still has its name."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(descriptor), os.stat(temporary))
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError:  # of a file system without locks
+        return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import stat
 from io import BufferedReader
@@ -23,7 +24,7 @@ def read(path: Path | str, limit: int = LIMIT) -> bytes:
     with plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise _refused(path, f"has {size:,} bytes, more than the {limit:,} expected")
+            raise _refused(path, f"{size:,} bytes, more than the {limit:,} expected")
         # Python makes room for all that is asked for; what /proc has is said to be empty.
         return file.read(size or limit)
 
@@ -38,7 +39,7 @@ def plain(path: Path | str) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _refused(path, "is not a plain file")
+            raise _refused(path, "not a plain file")
         return open(descriptor, "rb")
     except OSError:
         os.close(descriptor)
@@ -65,6 +66,12 @@ def parse(data: bytes | str) -> Any:
         raise ValueError("a number has thousands of digits") from None
 
 
+# Control codes but for tab and newline; bidirectional marks; line separators; half characters.
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
 def is_name(text: object) -> bool:
     r"""Whether a text is one name of a file or folder, and leads nowhere else.
 
@@ -89,7 +96,7 @@ def printable(text: object) -> str:
         a\x1b[31mred
         b
     """
-    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in str(text))
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
 def command(*words: object) -> str:

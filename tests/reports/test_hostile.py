@@ -45,16 +45,14 @@ def test_what_is_no_plain_file_is_named_and_not_read(tmp_path, name, make):
     make(bad / name)
     write_run(tmp_path / "good", config(TARGETS), lines())
     loaded = load_runs(tmp_path)
-    assert loaded.problems == (f"{bad / name}: is not a plain file",)
+    assert loaded.problems == (f"{bad / name}: not a plain file",)
     assert "good" in [run.path.name for run in loaded.runs]
 
 
 def test_a_report_of_nothing_but_devices_says_so(tmp_path):
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / "config.json")
-    with pytest.raises(
-        UserError, match="no run there has a record yet .*config.json: is not a plain"
-    ):
+    with pytest.raises(UserError, match="no run there has a record yet .*config.json: not a plain"):
         write(build_report(load_runs(tmp_path)), "terminal")
 
 
@@ -63,9 +61,7 @@ def test_a_measurement_that_is_no_plain_file_is_named(tmp_path):
     (run / "curvature").mkdir()
     os.mkfifo(run / "curvature" / "train.json")
     report = build_report(load_runs(tmp_path))
-    assert (
-        f"{run / 'curvature' / 'train.json'} cannot be read: is not a plain file" in report.problems
-    )
+    assert f"{run / 'curvature' / 'train.json'} cannot be read: not a plain file" in report.problems
 
 
 def test_a_line_that_differs_from_its_checksum_is_unreadable(tmp_path):
@@ -155,3 +151,12 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(tmp_path, runs):
     os.close(writing)
     assert result.stderr == ""
     assert result.returncode == 1
+
+
+def test_names_in_a_csv_file_stay_as_they_are(tmp_path):
+    odd = "a\u00a0b\x1b"
+    write_run(tmp_path / "run", config((odd,)), [record(0, (odd,), lambda domain, part: 0.5)])
+    assert odd in write(build_report(load_runs(tmp_path)), "csv")
+    shown = CliRunner().invoke(app, ["report", str(tmp_path), "--format", "csv"])
+    assert r"a b\x1b".encode().decode("unicode_escape")[:-4] in shown.stdout
+    assert "\x1b" not in shown.stdout

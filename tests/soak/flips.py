@@ -69,12 +69,16 @@ def see_sweep(path: Path) -> Seen:
 
 
 def see_records(path: Path) -> Seen:
-    """The records of every run, and the report."""
-    loaded = load_runs(path)
-    report = build_report(loaded, "train-val", "", "")
+    """The records of every run, as runs and their evaluation read them."""
     sweep = read_plan(path)
     records = [RunDirectory(Job(sweep.folder(n)).result).records() for n in sweep.names[:-1]]
-    return Seen([records, report.to_json()], frozenset(report.problems))
+    return Seen(records, frozenset())
+
+
+def see_report(path: Path) -> Seen:
+    """The report of all runs."""
+    report = build_report(load_runs(path), "train-val", "", "")
+    return Seen(report.to_json(), frozenset(report.problems))
 
 
 def see_checkpoints(path: Path) -> Seen:
@@ -127,6 +131,7 @@ def make(base: Path) -> list[Group]:
     return [
         Group("events", path, "runs/*/events/*.json", see_sweep),
         Group("records", path, "runs/*/result/records.jsonl", see_records),
+        Group("records, reported", path, "runs/*/result/records.jsonl", see_report),
         Group("sweep.json", path, "sweep.json", see_sweep),
         Group("state.json", run, "checkpoint/*/state.json", see_checkpoints),
         Group("pack index", images, "../images.pack/index.json*", see_pack),

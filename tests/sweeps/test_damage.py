@@ -351,10 +351,30 @@ def test_linked_attempts_and_results_are_left_alone(sweep, job, tmp_path) -> Non
     assert store.is_folder(job.result)
 
 
-def test_a_done_run_without_a_result_is_told(sweep: Sweep, job: Job) -> None:
-    assert job.note(1, "claim")
-    assert job.note(2, "done", attempt=1)
-    assert look(sweep).problems == (f"{job.name} is done, but result is missing",)
+def test_a_done_run_without_a_result_has_failed_and_can_be_retried(sweep: Sweep, job: Job) -> None:
+    assert Worker(sweep, "cpu").work() == 1
+    shutil.rmtree(job.result)
+    found = look(sweep)
+    assert (found.counts["done"], found.counts["failed"]) == (0, 1)
+    assert found.failures[0].error == "it was done, but its result is missing"
+    assert retry(sweep, (job.name,)) == [job.name]
+    assert Worker(sweep, "cpu").work() == 1
+    assert look(sweep).complete
+
+
+def test_an_attempt_that_no_worker_made_is_not_used(sweep: Sweep, job: Job, tmp_path: Path) -> None:
+    """Its links would lead the run's own writes elsewhere."""
+    (tmp_path / "mine/ck/.writing-precious").mkdir(parents=True)
+    (tmp_path / "mine/records.jsonl").write_text("precious")
+    job.attempt(1).mkdir()
+    (job.attempt(1) / "records.jsonl").symlink_to(tmp_path / "mine/records.jsonl")
+    (job.attempt(1) / "heartbeat").symlink_to(tmp_path / "mine/heartbeat")
+    (job.attempt(1) / "checkpoint").symlink_to(tmp_path / "mine/ck")
+    assert Worker(sweep, "cpu").work() == 1
+    assert (tmp_path / "mine/records.jsonl").read_text() == "precious"
+    assert sorted(os.listdir(tmp_path / "mine")) == ["ck", "records.jsonl"]
+    assert os.listdir(tmp_path / "mine/ck") == [".writing-precious"]
+    assert not any(path.is_symlink() for path in job.result.rglob("*"))
 
 
 def break_line(attempt: Path) -> None:
@@ -449,21 +469,23 @@ def test_left_overs_of_the_killed_are_removed_and_those_of_the_living_are_not(
     assert job.note(2, "claim")
     (tmp_path / "mine").write_text("keep")
     old = [
-        sweep.path / ".clock-node-1-abcd",
+        sweep.path / ".clock-node-1-abcd1234",
         sweep.path / ".sweep.json.writing",
-        job.path / ".clock-node-1-abcd",
-        job.path / "events/.00001.node-1-abcd",
+        job.path / ".clock-node-1-abcd1234",
+        job.path / "events/.00001.node-1-abcd1234",
         job.path / "events/.00007.node-1",  # of an earlier version
     ]
-    new = [path.with_name(path.name + "-alive") for path in old if "writing" not in path.name]
+    new = [path.with_name(path.name.replace("node-1", "node-2")) for path in old]
+    new.remove(old[1])  # a plan, whose planner holds no claim
     for path in (*old, *new):
         path.touch()
-    linked = job.path / "events/.00003.node-1-abcd"
+    linked = job.path / "events/.00003.node-1-abcd1234"
     linked.symlink_to(tmp_path / "mine")
     for path in (*old, linked):
         age(path)
     copies = [job.path / f".attempt-0000{number}.copying" for number in (1, 2)]
     foreign = [sweep.path / ".git", job.path / "events/.hidden", job.path / "notes.txt"]
+    foreign += [sweep.path / ".20260101.notes.txt", job.path / ".12345.backup"]
     for path in (*copies, *foreign):
         path.mkdir()
         age(path)

@@ -220,8 +220,8 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "prepare", "words"),
     [
-        ("gone.pt", lambda path: None, "no such file"),
-        ("folder.pt", lambda path: path.mkdir(), "no such file"),
+        ("gone.pt", lambda path: None, "not a file"),
+        ("folder.pt", lambda path: path.mkdir(), "not a file"),
         ("empty.pt", lambda path: path.touch(), "cannot be read"),
         ("empty.safetensors", lambda path: path.touch(), "cannot be read"),
         ("cut.pt", cut, "cannot be read"),

@@ -65,7 +65,7 @@ WRONG = [
     ({"augment": True}, "augment=true needs images of 3 channels; RotatedDigits has 1"),
     ({"plugins": "no_such_module_of_mine"}, "plugin 'no_such_module_of_mine'"),
     ({"plugins": "no_such_package.datasets"}, "plugin 'no_such_package.datasets'"),
-    ({"plugins": "./mine.py"}, "plugin './mine.py' is no module's name"),
+    ({"plugins": "./mine.py"}, "plugin './mine.py' is not a module name"),
     ({"plugins": [3]}, "plugins.0=3"),
     ({"plugins": 3}, "plugins=3"),
     ({"version": VERSION + 1}, f"newer steppe \\(format {VERSION + 1}.*pip install -U steppe"),

@@ -182,6 +182,12 @@ def test_a_finished_run_without_its_last_checkpoint_says_so(run):
     assert load_model(run).step == 20
 
 
+def test_a_checkpoint_under_another_name_is_damage(run):
+    (run / "checkpoint" / "step-000020").rename(run / "checkpoint" / "step-000025")
+    with pytest.raises(RunError, match=r"is broken \(it is of step 20\)"):
+        load_model(run, "step:25")
+
+
 @pytest.mark.parametrize("which", ["first", "step:", "step:-1", "step:x", "step:30\n", "Best", ""])
 def test_which_is_one_of_three(run, which):
     with pytest.raises(UserError, match="expected last, best, or step:N"):
@@ -241,7 +247,7 @@ def test_a_fifo_in_a_checkpoint_is_damage(run, name):
     file = run / "checkpoint" / "step-000030" / name
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(RunError, match=f"{name}: is not a plain file; whole: step 20"):
+    with pytest.raises(RunError, match=f"{name}: not a plain file; whole: step 20"):
         load_model(run)
 
 
@@ -250,7 +256,7 @@ def test_a_fifo_in_a_run_is_not_waited_for(run, name):
     (run / name).unlink()
     os.mkfifo(run / name)
     with pytest.raises(OSError, match="not a plain file"):
-        load_model(run)
+        RunDirectory(run).records() if name == "records.jsonl" else load_model(run)
 
 
 def test_the_weights_of_another_model_are_told(run):
@@ -271,7 +277,10 @@ def test_a_changed_record_is_told_by_its_line(run):
     assert not any(KEY in record for record in records)
     changed = lines[1].replace(b'"accuracy": 0.', b'"accuracy": 0.1', 1)
     directory.records_file.write_bytes(b"\n".join([lines[0], changed, *lines[2:]]))
-    with pytest.raises(RunError, match=r"line 2 is damaged: it differs from its checksum\. Put"):
+    with pytest.raises(RunError, match=r"line 2 is damaged: it differs .* checksum\. Restore"):
+        directory.records()
+    directory.records_file.write_bytes(b"\n".join(lines[:-1]) + b"\x0b")  # a flipped newline
+    with pytest.raises(RunError, match=f"line {len(records)} is damaged: its end is missing"):
         directory.records()
     older = [json.dumps(record).encode() for record in records]
     directory.records_file.write_bytes(b"\n".join([*older, b""]))

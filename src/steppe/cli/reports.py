@@ -50,7 +50,8 @@ def report(
         replace(out, text.encode())
         print(printable(f"{out}: {len(made.selected.runs):,} runs"), file=sys.stderr)
     else:
-        print(text, end="" if text.endswith("\n") else "\n")
+        shown = printable(text) if form == "csv" else text  # the others escape names themselves
+        print(shown, end="" if text.endswith("\n") else "\n")
     if best is not None:
         replace(best, reports.best_json(made.best).encode())
     for problem in made.problems:

@@ -371,7 +371,9 @@ def import_plugins(modules: Iterable[str]) -> None:
         sys.path.append(here)  # as `python -m` has it, but last
     for module in modules:
         if not all(part.isidentifier() for part in str(module).split(".")):
-            raise UserError(f"plugin {module!r} is no module's name: expected such as my.datasets")
+            raise UserError(
+                f"plugin {module!r} is not a module name; expected for example my.datasets"
+            )
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steppe.errors import UserError, reason
-from steppe.strangers import plain, printable
+from steppe.strangers import command, plain, printable
 
 from . import pack
 from .catalog import DUPLICATES, DatasetSpec
@@ -329,7 +329,8 @@ def _check_pack(
 ) -> Iterator[Finding]:
     if spec.folder is None or (path := pack.present(spec, home)) is None:
         return
-    remedy = f"Make it again with 'steppe data pack {spec.name} --force', or delete it."
+    again = command("steppe", "data", "pack", spec.name, "--force")
+    remedy = f"Delete it, or make it again: {again}"
     problems = pack.verify(path, console)
     files = [item for item in listed if isinstance(item.domain.images, Files)]
     if not problems and files:

@@ -60,7 +60,9 @@ def class_names(root: Path, domains: Sequence[str]) -> tuple[str, ...]:
 
 
 def require_text(path: Path) -> None:
-    """Refuses a folder whose name, or one above it, is not UTF-8: records and reports are text."""
+    """Refuses a folder whose name, or one above it, is not one line of UTF-8, as records are."""
+    if len(str(path).splitlines()) > 1:
+        raise UserError(f"the folder {str(path)!r} has a line break in its name: rename it")
     try:
         str(path).encode()
     except UnicodeEncodeError:

@@ -18,7 +18,6 @@ import hashlib
 import io
 import logging
 import os
-import shlex
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from steppe.errors import UserError, reason
-from steppe.strangers import is_name, parse, printable, read
+from steppe.strangers import command, is_name, parse, printable, read
 
 from .dataset import Dataset, Domain, Files, Indices, Pixels
 from .pool import progress
@@ -181,10 +180,8 @@ def present(spec: DatasetSpec, home: Path) -> Path | None:
 
 def remedy(dataset: str) -> str:
     """What to do about a pack that cannot be used."""
-    return (
-        f"Make it again with 'steppe data pack {shlex.quote(dataset)} --force', or copy it again "
-        "from where it was made."
-    )
+    again = command("steppe", "data", "pack", dataset, "--force")
+    return f"Copy it again from where it was made, or make it again: {again}"
 
 
 def find(spec: DatasetSpec, home: Path) -> Dataset | None:

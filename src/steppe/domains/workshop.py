@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -60,10 +61,9 @@ def workshops(path: Path) -> list[Path]:
         entries = [*os.scandir(path.parent)]
     except OSError:
         return []
-    prefix = f".{path.name}."
-    return [
-        Path(e) for e in entries if e.name.startswith(prefix) and e.is_dir(follow_symlinks=False)
-    ]
+    name = re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]{{8}}")  # as mkdtemp ends it
+    found = [Path(e) for e in entries if e.is_dir(follow_symlinks=False) and name.fullmatch(e.name)]
+    return [folder for folder in found if {*os.listdir(folder)} <= {LOCK, NEW, OLD}]
 
 
 def abandoned(workshop: Path) -> bool:

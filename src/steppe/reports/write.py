@@ -11,7 +11,6 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 
 from steppe.errors import UserError
-from steppe.strangers import printable
 
 from .page import render_page
 from .render import (
@@ -83,9 +82,7 @@ FORMATS: dict[str, Callable[[Report], str]] = {
     "terminal": _terminal,
     "markdown": lambda report: "\n".join(to_markdown(section) for section in _sections(report)),
     "latex": lambda report: "\n".join(to_latex(section) for section in _sections(report)),
-    "csv": lambda report: printable(
-        to_csv([*report.tables, *([report.across] if report.across else [])])
-    ),
+    "csv": lambda report: to_csv([*report.tables, *([report.across] if report.across else [])]),
     "json": _json,
     "html": lambda report: render_page(report.page_data()),
 }

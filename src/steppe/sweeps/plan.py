@@ -16,7 +16,7 @@ from steppe import __version__, strangers
 from steppe.algorithms import algorithm_spec
 from steppe.averaging import averaging_spec
 from steppe.domains import DatasetSpec, dataset_spec, import_plugins, seed_hash
-from steppe.durable import replace
+from steppe.durable import replace, temporary_name
 from steppe.errors import RunError, UserError, unknown
 from steppe.optim import optimizer_spec
 from steppe.optim.search import DEFAULT_SPACE, get_space
@@ -29,7 +29,7 @@ AXES = ("dataset", "targets", "algorithm", "optimizer", "averaging")
 """What a sweep varies, besides trials and draws."""
 RETRIES = 1
 _FILE = "sweep.json"
-WRITING = f".{_FILE}.writing"
+WRITING = temporary_name(Path(_FILE)).name
 """What `durable.replace` calls the plan while it is written."""
 _SHAPE: Mapping[str, Any] = {"retries": int, "grids": list, "commands": list, "runs": dict}
 _RUN_SHAPE: Mapping[str, Any] = {

@@ -99,15 +99,12 @@ def look(sweep: Sweep, stale: float = store.STALE_SECONDS) -> Status:
         if state == "done":
             with suppress(OSError):  # of someone who may only look
                 job.settle(events[-1])
-            if not job.result.exists() and not job.attempt(events[-1].number - 1).exists():
-                problems.append(f"{name} is done, but {store.RESULT} is missing")
             seconds[name] = _worked(events)
             ends.append(events[-1].time)
         elif state == "running":
             running[name] = max(0.0, now - events[-1].time)
         elif state == "failed":
-            facts = events[-1].facts
-            failures.append(Failure(name, len(claims), facts["error"], facts["traceback"]))
+            failures.append(_failure(name, len(claims), events[-1]))
     span = min(RECENT_SECONDS, max(now - first, 1.0))
     recent = sum(end > now - span for end in ends)
     axes: dict[str, dict[str, Counter[str]]] = {axis: defaultdict(Counter) for axis in AXES}
@@ -124,6 +121,12 @@ def look(sweep: Sweep, stale: float = store.STALE_SECONDS) -> Status:
         tuple(failures),
         tuple(problems),
     )
+
+
+def _failure(name: str, attempts: int, last: Event) -> Failure:
+    if last.kind == "done":
+        return Failure(name, attempts, "it was done, but its result is missing", "")
+    return Failure(name, attempts, last.facts["error"], last.facts["traceback"])
 
 
 def _worked(events: list[Event]) -> float:
@@ -239,5 +242,7 @@ def _change(sweep: Sweep, names: tuple[str, ...], states: tuple[str, ...], kind:
         if state in states and job.note(events[-1].number + 1 if events else 1, kind):
             changed.append(name)
         elif names:
-            raise UserError(f"{name} is {state}: only runs that are {', '.join(states)} can be")
+            verb = "retried" if kind == "retry" else "cancelled"
+            which = f"{', '.join(states[:-1])} or {states[-1]}"
+            raise UserError(f"{name} is {state}; only {which} runs can be {verb}")
     return changed

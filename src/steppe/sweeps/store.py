@@ -201,6 +201,10 @@ class Job:
                 return
             self.clear()
 
+    def has_result(self, done: Event) -> bool:
+        """Whether what was committed is still there."""
+        return self.result.exists() or self.attempt(done.facts["attempt"]).exists()
+
     def clear(self) -> None:
         """Removes the attempts beside a result."""
         if is_folder(self.result):
@@ -258,6 +262,8 @@ def state_of(job: Job, events: list[Event], now: float, retries: int, stale: flo
     if last.kind == "failed":
         again = _failures(events) <= retries and not last.facts.get("diverged")
         return "planned" if again else "failed"
+    if last.kind == "done" and not job.has_result(last):
+        return "failed"
     return last.kind
 
 
@@ -347,8 +353,7 @@ def claim(job: Job, events: list[Event], **facts: Any) -> Claim | None:
     taken = Claim(job, number)
     for left_over in job.path.glob(f".attempt-*{COPYING}"):  # by those who had it before
         shutil.rmtree(left_over, ignore_errors=True)
-    if taken.folder.is_symlink():
-        taken.folder.unlink()
+    _remove(taken.folder)  # the number was nobody's so far, so what has its name is not a worker's
     for event in earlier:
         try:
             take_over(job.attempt(event.number), taken.folder, _gone(event, events))
@@ -362,9 +367,18 @@ def claim(job: Job, events: list[Event], **facts: Any) -> Claim | None:
     else:
         if earlier:
             log.warning("%s: starting over", job.name)
-    taken.folder.mkdir(exist_ok=True)
+    if not taken.folder.exists():
+        taken.folder.mkdir()
     (taken.folder / "heartbeat").touch()
     return taken
+
+
+def _remove(path: Path) -> None:
+    """Removes a file, a link or a folder, whichever it is; what a link leads to stays."""
+    if is_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _gone(claim: Event, events: list[Event]) -> bool:
@@ -394,4 +408,5 @@ def _new_token() -> None:
 
 _token = ""
 _new_token()
-os.register_at_fork(after_in_child=_new_token)  # a child is another worker, whatever its pid
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_token)  # a child is another worker, whatever its pid

@@ -16,7 +16,9 @@ from .takeover import COPYING
 
 log = logging.getLogger("steppe")
 
-_TEMPORARY = re.compile(r"\.clock-.+|\.[0-9]{5,}\..+")
+_WORKER = r".+-[0-9]+(-[0-9a-f]{8})?"
+_CLOCK = re.compile(rf"\.clock-{_WORKER}")
+_EVENT = re.compile(rf"\.[0-9]{{5,}}\.{_WORKER}")
 """Files that exist for an instant: probes of the clock, and events before they have a number."""
 _COPY = re.compile(rf"\.attempt-([0-9]{{5,}}){re.escape(COPYING)}")
 
@@ -30,12 +32,12 @@ def tidy(sweep: Sweep, stale: float = store.STALE_SECONDS) -> None:
     """
     now = store.clock(sweep.path)
     removed = 0
-    found = [path for path in _entries(sweep.path) if _is_temporary(path) or path.name == WRITING]
+    found = [p for p in _entries(sweep.path) if _CLOCK.fullmatch(p.name) or p.name == WRITING]
     for name in sweep.names:
         job = Job(sweep.folder(name))
         inside = list(_entries(job.path))
-        found += [path for path in inside if _is_temporary(path)]
-        found += [path for path in _entries(job.path / "events") if _is_temporary(path)]
+        found += [path for path in inside if _CLOCK.fullmatch(path.name)]
+        found += [path for path in _entries(job.path / "events") if _EVENT.fullmatch(path.name)]
         removed += _tidy_attempts(job, inside)
     for path in found:
         with suppress(OSError):  # another one was quicker, or may do what this one may not
@@ -43,11 +45,7 @@ def tidy(sweep: Sweep, stale: float = store.STALE_SECONDS) -> None:
                 path.unlink()
                 removed += 1
     if removed:
-        log.info("%s: %d left-overs of workers that were killed are removed", sweep.path, removed)
-
-
-def _is_temporary(path: Path) -> bool:
-    return _TEMPORARY.fullmatch(path.name) is not None
+        log.info("%s: removed %d files that killed workers left behind", sweep.path, removed)
 
 
 def _entries(folder: Path) -> Iterator[Path]:

@@ -247,7 +247,7 @@ def _reason(error: Exception) -> str:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Reads a state dict from a safetensors or torch checkpoint file, unpickling no objects."""
     if not path.is_file():
-        raise UserError(f"weights {path}: no such file")
+        raise UserError(f"weights {path}: not a file")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

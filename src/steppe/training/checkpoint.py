@@ -195,6 +195,8 @@ def load(path: Path) -> Checkpoint:
             parts[name] = load_tensors(data)
         if type(index["step"]) is not int:
             raise ValueError(f"step {index['step']!r} is not a number")
+        if path.name != "best" and path.name != folder_name(index["step"]):
+            raise ValueError(f"it is of step {index['step']}")
         state = tree.from_json(index.get("state"), parts[_STATE])
         return Checkpoint(path, index["step"], parts[MODEL], state or {}, index["format"])
     except (PermissionError, RunError):

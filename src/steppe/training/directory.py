@@ -153,31 +153,28 @@ class RunDirectory:
         Raises:
             RunError: a line is damaged.
         """
+        *lines, rest = self._lines()
+        if rest and self.state == "done":  # nothing was cut off
+            lines.append(rest)
         records = []
-        for number, line in enumerate(self._lines(), start=1):
+        for number, line in enumerate(lines, start=1):
             try:
+                if line is rest:
+                    raise ValueError("its end is missing")
                 records.append(unseal(line))
             except ValueError as error:
                 raise RunError(
-                    f"{self.records_file}, line {number} is damaged: {error}. Put the file back "
-                    f"from a copy, or remove {self.path} to start anew."
+                    f"{self.records_file}, line {number} is damaged: {error}. Restore the file "
+                    f"from a copy, or remove {self.path} to start over."
                 ) from None
         return records
 
-    def last_step(self) -> int | None:
-        """The step of the last record, as far as that line is whole."""
-        *_, line = b"", *self._lines()
-        try:
-            step = unseal(line).get("step")
-        except ValueError:
-            return None
-        return step if isinstance(step, int) else None
-
     def _lines(self) -> list[bytes]:
+        """The lines of the records; the last one is empty unless it was cut off."""
         try:
-            return read(self.records_file).split(b"\n")[:-1]
+            return read(self.records_file).split(b"\n")
         except FileNotFoundError:
-            return []
+            return [b""]
 
     def records_size(self) -> int:
         """The length of the records in bytes, which a checkpoint remembers."""

@@ -150,8 +150,8 @@ def _checkpoint(directory: RunDirectory, which: Which) -> checkpoint.Checkpoint:
     if found is None:
         raise UserError(f"{directory.path} has no checkpoint yet: continue it with --resume")
     if step is None and directory.state == "done":
-        last = directory.last_step()
-        if last is not None and last > found.step:
+        last = directory.config().steps - 1
+        if last > found.step:
             raise RunError(
                 f"{directory.checkpoints} lacks the last checkpoint, after step {last}; "
                 + checkpoint.whole_ones(directory.checkpoints)
