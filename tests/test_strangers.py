@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,9 @@ def test_a_file_larger_than_any_of_ours_is_refused_before_it_fills_the_memory(tm
         read(tmp_path / "x")
     (tmp_path / "y").write_bytes(b"12345")
     assert read(tmp_path / "y", 5) == b"12345"
+    (tmp_path / "z").touch()
+    assert read(tmp_path / "z", sys.maxsize) == b""
+    assert read("/proc/self/status").startswith(b"Name:")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def read(path: Path | str, limit: int = LIMIT) -> bytes:
         if size > limit:
             raise _refused(path, f"{size:,} bytes, more than the {limit:,} expected")
         # Python makes room for all that is asked for; what /proc has is said to be empty.
-        return file.read(size or limit)
+        return file.read(size or min(limit, 2**20))
 
 
 def plain(path: Path | str) -> BufferedReader:
