@@ -150,7 +150,8 @@ def _checkpoint(directory: RunDirectory, which: Which) -> checkpoint.Checkpoint:
     if found is None:
         raise UserError(f"{directory.path} has no checkpoint yet: continue it with --resume")
     if step is None and directory.state == "done":
-        last = directory.config().steps - 1
+        records = directory.records()
+        last = records[-1]["step"] if records else found.step
         if last > found.step:
             raise RunError(
                 f"{directory.checkpoints} lacks the last checkpoint, after step {last}; "
