@@ -132,6 +132,15 @@ def test_replace_writes_into_a_pipe_under_its_usual_name(tmp_path):
         assert file.read() == b"to whoever reads"
 
 
+def test_a_folder_of_ones_own_may_be_called_fd(tmp_path):
+    (tmp_path / "fd").mkdir()
+    path = tmp_path / "fd" / "report"
+    path.write_bytes(b"old")
+    with path.open("rb") as reader:
+        replace(path, b"new")
+        assert reader.read() == b"old"  # another file has taken its name
+
+
 def test_replace_keeps_the_mode_and_takes_long_names(tmp_path):
     path = tmp_path / ("x" * 251 + ".csv")
     replace(path, b"old")

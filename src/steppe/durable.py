@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -44,8 +45,9 @@ def replace(path: Path, data: bytes) -> None:
     """
     try:
         folder = os.path.realpath(path.parent)
-        # What is below /dev, and what a shell has open, is no file of ours to replace.
-        if path.exists() and (not path.is_file() or folder == "/dev" or folder.endswith("/fd")):
+        # A name in these folders stands for what a process has open, which is not ours to replace.
+        opened = folder in ("/dev", "/dev/fd") or re.fullmatch(r"/proc/.+/fd", folder)
+        if path.exists() and (opened or not path.is_file()):
             path.write_bytes(data)
             return
         path = Path(os.path.realpath(path))
