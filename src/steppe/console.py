@@ -1,0 +1,227 @@
+"""What people see: lines, tables, and how far long work is.
+
+Only this module and `steppe.cli` import rich: what the others show, they build from what is here.
+Text goes through `printable`, and is never markup: names of files and domains come from anywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Literal, Self
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from steppe.strangers import printable
+
+__all__ = [
+    "Console",
+    "Group",
+    "Live",
+    "Meter",
+    "RenderableType",
+    "Table",
+    "Text",
+    "decimal",
+    "say",
+    "stderr",
+    "stdout",
+    "table",
+    "text",
+]
+
+QUIET_SECONDS = 30.0
+"""Without a terminal, a line about long work at least this often."""
+
+Unit = Literal["count", "bytes", "share"]
+
+
+def stdout() -> Console:
+    """For results."""
+    return Console()
+
+
+def stderr() -> Console:
+    """For progress and messages, so that results can be piped."""
+    return Console(stderr=True)
+
+
+def text(value: object, style: str = "") -> Text:
+    """A text as it is: no markup, no control codes."""
+    return Text(printable(str(value)), style=style)
+
+
+def say(console: Console, line: object) -> None:
+    """Prints a line as it is, however long: a terminal folds it, a file keeps it."""
+    console.print(printable(str(line)), highlight=False, markup=False, soft_wrap=True)
+
+
+def table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    title: str = "",
+    labels: int = 1,
+    plain: bool = False,
+) -> Table:
+    """A table of plain texts.
+
+    Args:
+        headings: of its columns.
+        rows: their cells.
+        title: above it.
+        labels: so many columns are words, on the left and folded where the terminal is narrow; the
+            others are numbers, on the right.
+        plain: with a rule below the headings and no other lines.
+    """
+    made = Table(title=text(title) if title else None)
+    if plain:
+        made.box, made.show_edge, made.pad_edge, made.padding = SIMPLE_HEAD, False, False, (0, 1)
+    for place, heading in enumerate(headings):
+        words = place < labels
+        made.add_column(
+            text(heading),
+            justify="left" if words else "right",
+            overflow="fold",
+            no_wrap=not words,
+        )
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else text(cell) for cell in row))
+    return made
+
+
+class Meter:
+    """How far long work is: a bar on a terminal, and elsewhere a line now and then.
+
+    The time left supposes that the rest goes as fast as what was done since the meter began; where
+    the caller knows better, its note takes that place.
+
+    Args:
+        title: what is being done.
+        total: how much there is, or None if nobody knows.
+        console: where it is shown; None: nowhere.
+        unit: what is counted. A share goes from 0 to 1.
+        done: what was done before.
+        every: seconds between two lines, where there is no terminal.
+
+    Examples:
+        >>> import sys
+        >>> console = Console(file=sys.stdout, width=80)
+        >>> with Meter("decoding", 2, console=console) as meter:
+        ...     meter.advance()
+        ...     meter.advance()
+        decoding: 2 of 2
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: float | None = None,
+        *,
+        console: Console | None,
+        unit: Unit = "count",
+        done: float = 0,
+        every: float = QUIET_SECONDS,
+    ) -> None:
+        self.title, self.total, self.done, self.note = title, total, done, ""
+        self._console, self._show, self._every = console, _SHOWN[unit], every
+        self._bytes = unit == "bytes"
+        self._first = done
+        self._began = self._said = time.monotonic()
+        self._bar: Progress | None = None
+        if console is not None and console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                TextColumn("{task.fields[state]}", markup=False),
+                console=console,
+                transient=True,
+            )
+            self._task = self._bar.add_task(printable(title), total=total, state="")
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, by: float = 1) -> None:
+        """So much more is done."""
+        self.update(self.done + by)
+
+    def update(
+        self,
+        done: float,
+        *,
+        total: float | None = None,
+        title: str | None = None,
+        note: str = "",
+    ) -> None:
+        """So much is done in all.
+
+        Args:
+            done: of the total.
+            total: if it has become known, or changed.
+            title: if something else is being done now; said at once.
+            note: in words, in place of the time left.
+        """
+        anew = title is not None and title != self.title
+        self.done, self.note = done, note
+        self.total = self.total if total is None else total
+        self.title = title if title is not None else self.title
+        if self._bar is not None:
+            self._bar.update(
+                self._task,
+                description=printable(self.title),
+                completed=done,
+                total=self.total,
+                state=printable(self._state()),
+            )
+        elif anew or done == self.total or time.monotonic() - self._said > self._every:
+            self.say(f"{self.title}: {self._state()}")
+
+    def say(self, line: str) -> None:
+        """Prints a line, above the bar if there is one."""
+        self._said = time.monotonic()
+        if self._console is not None:
+            say(self._console, line)
+
+    def _state(self) -> str:
+        show = self._show
+        parts = [show(self.done, self.total)]
+        elapsed, gained = time.monotonic() - self._began, self.done - self._first
+        rate = gained / elapsed if elapsed > 0 else 0.0
+        if self._bytes and rate:
+            parts.append(f"{decimal(int(rate))}/s")
+        if self.note:
+            parts.append(self.note)
+        elif rate and self.total is not None and self.done < self.total:
+            parts.append(f"{timedelta(seconds=round((self.total - self.done) / rate))} left")
+        return ", ".join(parts)
+
+
+def _of(show: Callable[[float], str]) -> Callable[[float, float | None], str]:
+    return lambda done, total: show(done) if total is None else f"{show(done)} of {show(total)}"
+
+
+_SHOWN: dict[Unit, Callable[[float, float | None], str]] = {
+    "count": _of(lambda n: f"{n:,.0f}"),
+    "bytes": _of(lambda n: decimal(int(n))),
+    "share": lambda done, total: f"{100 * done:.0f} % done",
+}
