@@ -30,8 +30,8 @@ class Registry(Generic[E]):
         entries: the first ones; gone through when a name is first asked for.
 
     Examples:
-        >>> from steppe.search import Space, spaces
-        >>> [name for name in spaces]
+        >>> from steppe.search import spaces
+        >>> list(spaces)
         ['fair', 'fad', 'domainbed']
         >>> spaces["fiar"]
         Traceback (most recent call last):
