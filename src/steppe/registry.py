@@ -42,11 +42,13 @@ class Registry(Generic[E]):
         self.kind = kind
         self._first = entries
         self._entries: dict[str, E] | None = None
+        self._added: set[str] = set()
 
     def add(self, entry: E) -> E:
-        """Adds an entry; its name must be new."""
-        if entry.name in self:
+        """Adds an entry, or replaces one that was added: a notebook's cell may run again."""
+        if entry.name in self and entry.name.lower() not in self._added:
             raise UserError(f"{self.kind} {entry.name!r} is known already: choose another name")
+        self._added.add(entry.name.lower())
         self._table[entry.name.lower()] = entry
         return entry
 

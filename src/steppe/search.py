@@ -222,7 +222,12 @@ ADAM_LR_FROM_SCRATCH = 3e-3  # with 1e-3 the Adam family is two points behind on
 SGD_LR = Hyperparameter(1e-3, LogUniform(-4, -2))
 
 RHO = Choice((0.01, 0.05, 0.1, 0.2, 0.5, 1.0))
-"""Radii of SAM and GAM in the FAD paper's appendix B, which prints no defaults."""
+"""Radii of SAM and GAM in the FAD paper's appendix B.
+
+It prints what is searched but no default for rho, alpha and beta: those are ours. (It prints FAD's
+three sets under the name of GAM.)
+"""
+GAM_ALPHA = Choice((0.1, 0.2, 0.5, *map(float, range(1, 11))))
 
 _LR = ADAM_LR
 _NO_DROPOUT = Hyperparameter(0.0, Fixed(0.0))

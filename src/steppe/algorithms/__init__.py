@@ -11,16 +11,10 @@ if TYPE_CHECKING:
         Objective as Objective,
         Prepared as Prepared,
     )
-    from .erm import (
-        ERM as ERM,
-    )
-    from .network import (
-        Network as Network,
-        Stage as Stage,
-    )
+    from .erm import ERM as ERM
+    from .network import Network as Network, Stage as Stage
     from .registry import (
         AlgorithmSpec as AlgorithmSpec,
-        Option as Option,
         algorithm_names as algorithm_names,
         algorithm_spec as algorithm_spec,
         build_algorithm as build_algorithm,

@@ -5,16 +5,9 @@ from typing import TYPE_CHECKING
 from steppe.lazy import attach
 
 if TYPE_CHECKING:
-    from .averaging import (
-        Averaging as Averaging,
-    )
-    from .batchnorm import (
-        reestimate as reestimate,
-        unfrozen as unfrozen,
-    )
-    from .none import (
-        NoAveraging as NoAveraging,
-    )
+    from .averaging import Averaging as Averaging
+    from .batchnorm import reestimate as reestimate, unfrozen as unfrozen
+    from .none import NoAveraging as NoAveraging
     from .registry import (
         AveragingSpec as AveragingSpec,
         averaging_names as averaging_names,
@@ -22,11 +15,7 @@ if TYPE_CHECKING:
         build_averaging as build_averaging,
         register_averaging as register_averaging,
     )
-    from .sma import (
-        SMA as SMA,
-    )
-    from .swad import (
-        SWAD as SWAD,
-    )
+    from .sma import SMA as SMA
+    from .swad import SWAD as SWAD
 
 __getattr__, __all__ = attach(__name__)
