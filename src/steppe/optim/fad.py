@@ -10,10 +10,9 @@ from torch.optim import Optimizer
 
 from . import sam
 from .engine import FlatnessOptimizer, Hyper
-from .excursion import PLAIN
 from .still import Models
 from .vectors import Vector
-from .walk import Held, Visit, Walk
+from .walk import PLAIN, Held, Visit, Walk
 
 
 class FAD(FlatnessOptimizer):

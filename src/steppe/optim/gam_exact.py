@@ -11,10 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .engine import FlatnessOptimizer, Hyper
-from .excursion import PLAIN
 from .still import Models
 from .vectors import Vector
-from .walk import Held, Visit, Walk
+from .walk import PLAIN, Held, Visit, Walk
 
 
 class GAMExact(FlatnessOptimizer):

@@ -9,10 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from .engine import FlatnessOptimizer, Hyper
-from .excursion import PLAIN
 from .still import Models
 from .vectors import Vector
-from .walk import Held, Visit, Walk
+from .walk import PLAIN, Held, Visit, Walk
 
 
 class SAM(FlatnessOptimizer):

@@ -7,10 +7,14 @@ A trailing underscore means that the first argument is overwritten.
 
 from __future__ import annotations
 
+import functools
+import operator
+import sys
+from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Vector = list[Tensor]
 
@@ -40,6 +44,11 @@ def dot(xs: Vector, ys: Vector, *, scratch: Vector) -> Tensor:
 def like(xs: Vector) -> Vector:
     """Uninitialised memory for a vector of the same shape, strides and type."""
     return [torch.empty_like(x) for x in xs]
+
+
+def differ(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists hold different objects, or the same in another order."""
+    return len(some) != len(others) or any(map(operator.is_not, some, others))
 
 
 def add_(xs: Vector, ys: Vector, scale: float | Tensor, *, spend: bool = False) -> None:
@@ -100,4 +109,45 @@ def _dotted(xs: Vector) -> bool:
         and xs[0].dtype in (torch.float32, torch.float64)
         and all(x.dtype == xs[0].dtype and x.is_contiguous() for x in xs)
         and not torch.compiler.is_compiling()
+    )
+
+
+def are_ours(grads: list[Tensor], params: list[Tensor]) -> bool:
+    """Whether the engine may keep and overwrite these gradients of `params` beyond their pass.
+
+    That saves two parameter-sized allocations per step. But a DDP bucket is written again by the
+    next backward, and a user may have kept a reference (``before = p.grad``) to compare with later.
+    Counting references tells both from a gradient that only `.grad` refers to. The caller holds
+    them in one list and nowhere else.
+    """
+    alone = _alone()
+    return all(counts == alone for counts in _references(grads)) and all(map(_plain, grads, params))
+
+
+def _references(grads: list[Tensor]) -> list[tuple[int, int]]:
+    """References to each tensor from Python, and to its memory (views, detached twins, NumPy)."""
+    count = torch._C._storage_Use_Count
+    return [(sys.getrefcount(g), count(g.untyped_storage()._cdata)) for g in grads]
+
+
+@functools.cache
+def _alone() -> tuple[int, int]:
+    """What `_references` gives for a gradient that only its parameter holds.
+
+    Measured rather than written down: the numbers are CPython's and torch's own business.
+    """
+    p = nn.Parameter(torch.zeros(1))
+    p.grad = torch.zeros(1)
+    return _references([p.grad])[0]
+
+
+def _plain(grad: Tensor, p: Tensor) -> bool:
+    """Laid out like its parameter in memory of its own, outside any graph."""
+    return (
+        type(grad) is Tensor  # not a DTensor
+        and not grad.requires_grad
+        and not grad._is_view()
+        and grad.dtype == p.dtype
+        and grad.stride() == p.stride()
+        and grad.untyped_storage().nbytes() == grad.nbytes
     )

@@ -17,8 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import vectors
-from .ownership import are_ours
-from .vectors import Vector
+from .vectors import Vector, are_ours
+
+CPU_BLOCK = 2**20
+"""Bytes after which a span ends on a CPU. An accelerator wants few large launches instead."""
+
+Coefficients = Mapping[str, float]
+"""The numbers that a group's stages use, by name."""
 
 Held = tuple[Vector, ...]
 """What a recipe keeps from one visit to the next."""
@@ -44,7 +49,46 @@ class Span:
     """Neighbouring tensors that share their coefficients: a parameter group, or a part of one."""
 
     tensors: slice
-    coefficients: Mapping[str, float]
+    coefficients: Coefficients
+
+
+PLAIN: tuple[Visit, ...] = (Visit(lambda walk, g0: (g0,)),)
+"""The recipe of a step that does not pay for flatness: the gradient itself."""
+
+
+class Layout:
+    """Divides parameters into spans, by coefficients and, on a CPU, into blocks that fit a cache.
+
+    The same for most steps, and then not worked out again.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[float, Sequence[Coefficients]] = (0.0, ())
+        self._params: list[Any] = []
+        self._spans: list[Span] = []
+
+    def spans(
+        self, groups: Sequence[Mapping[str, Any]], coefficients: Sequence[Coefficients], params: Any
+    ) -> list[Span]:
+        limit = CPU_BLOCK if params[0].device.type == "cpu" else math.inf
+        if self._key != (limit, coefficients) or vectors.differ(self._params, params):
+            owner = {p: c for g, c in zip(groups, coefficients, strict=True) for p in g["params"]}
+            self._spans = _divided(params, [owner[p] for p in params], limit)
+            self._key, self._params = (limit, coefficients), params
+        return self._spans
+
+
+def _divided(params: list[Any], owners: list[Coefficients], limit: float) -> list[Span]:
+    spans: list[Span] = []
+    filled = math.inf
+    for i, (p, coefficients) in enumerate(zip(params, owners, strict=True)):
+        if filled < limit and spans[-1].coefficients == coefficients:
+            start = spans.pop().tensors.start
+        else:
+            start, filled = i, 0
+        spans.append(Span(slice(start, i + 1), coefficients))
+        filled += p.nbytes
+    return spans
 
 
 class Walk:
@@ -70,8 +114,8 @@ class Walk:
         xi: float | Tensor,
         spare: Vector | None,
         adopt: bool,
-        groups: Sequence[dist.ProcessGroup] = (),
-        memory: dict[Tensor, dict[str, Tensor]] | None = None,
+        groups: Sequence[dist.ProcessGroup],
+        memory: dict[Tensor, dict[str, Tensor]],
     ) -> None:
         self.params = list(params)
         self.theta = theta
@@ -84,7 +128,7 @@ class Walk:
         self._saved = 0  # how many tensors the backup holds
         self._spare = spare
         self._groups = groups
-        self._memory = {} if memory is None else memory
+        self._memory = memory
 
     def remembered(self, name: str) -> Vector:
         """A vector that lives from step to step (an average of gradients, say); zero at first.
