@@ -13,7 +13,8 @@ import torch
 def rewinder(generator: Any) -> Callable[[], None]:
     """Remembers the state of a generator and returns a function that rewinds to it.
 
-    Takes a `torch.Generator`, a NumPy `Generator` or `RandomState`, and a `random.Random`.
+    Takes a `torch.Generator`, a NumPy `Generator` or `RandomState`, and a `random.Random`; the
+    modules `random` and `numpy.random`, too, are their global generators.
     """
     if hasattr(generator, "getstate"):  # random.Random
         state = generator.getstate()
@@ -31,31 +32,20 @@ def rewinder(generator: Any) -> Callable[[], None]:
     return lambda: setattr(bits, "state", state)
 
 
-def record_randomness(device: torch.device, generators: Sequence[Any] = ()) -> Callable[[], None]:
+def record_randomness(device: torch.device, generators: Sequence[Any]) -> Callable[[], None]:
     """Remembers every global random state and returns a function that rewinds to it.
 
     Covers torch on the CPU and on `device`, Python's `random`, NumPy's global state when NumPy is
     loaded, and the `generators` given. While a CUDA graph is being captured the device generator
     cannot be rewound and is left alone: capture a whole step only where the loss draws nothing.
     """
-    rewinders: list[Callable[[], None]] = []
-
-    cpu = torch.get_rng_state()
-    rewinders.append(lambda: torch.set_rng_state(cpu))
-
+    numpy = sys.modules.get("numpy")
+    known = [torch.default_generator, random, *([numpy.random] if numpy else []), *generators]
+    rewinders = list(map(rewinder, known))
     if device.type != "cpu" and not is_capturing(device):
         backend = torch.get_device_module(device)
         state = backend.get_rng_state(device)
         rewinders.append(lambda: backend.set_rng_state(state, device))
-
-    python = random.getstate()
-    rewinders.append(lambda: random.setstate(python))
-
-    if (numpy := sys.modules.get("numpy")) is not None:
-        legacy = numpy.random.get_state()
-        rewinders.append(lambda: numpy.random.set_state(legacy))
-
-    rewinders += map(rewinder, generators)
 
     def rewind() -> None:
         for one in rewinders:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -91,51 +91,43 @@ def _divided(params: list[Any], owners: list[Coefficients], limit: float) -> lis
     return spans
 
 
+@dataclass(eq=False)
 class Walk:
     """The weights of one step and the operations recipes are written in.
 
-    Args:
+    Attributes:
         params: the parameters that got a gradient, in group order.
         theta: their tensors in this process (`params` unless they are sharded).
         spans: the parts of the list that operations work through one after the other.
         xi: the small constant of Algorithm 1.
+        memory: what recipes keep from step to step, by parameter (see `remembered`).
         spare: memory for the backup, or None to allocate it.
         adopt: whether a gradient that is all ours may be held without a copy.
         groups: process groups over which squared norms add up (sharded parameters).
-        memory: what recipes keep from step to step, by parameter (see `remembered`).
+        backup: the weights at the start of the step, once they have left it.
     """
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        theta: Vector,
-        spans: Sequence[Span],
-        *,
-        xi: float | Tensor,
-        spare: Vector | None,
-        adopt: bool,
-        groups: Sequence[dist.ProcessGroup],
-        memory: dict[Tensor, dict[str, Tensor]],
-    ) -> None:
-        self.params = list(params)
-        self.theta = theta
-        self.spans = list(spans)
-        self.xi = xi
-        self.adopt = adopt
-        self.backup: Vector | None = None
-        half = any(t.dtype == torch.float16 for t in theta)
+    params: list[Any]
+    theta: Vector
+    spans: list[Span]
+    xi: float | Tensor
+    memory: dict[Tensor, dict[str, Tensor]]
+    spare: Vector | None
+    adopt: bool
+    groups: Sequence[dist.ProcessGroup]
+    backup: Vector | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        half = any(t.dtype == torch.float16 for t in self.theta)
         self._cap = torch.finfo(torch.float16).max if half else math.inf
         self._saved = 0  # how many tensors the backup holds
-        self._spare = spare
-        self._groups = groups
-        self._memory = memory
 
     def remembered(self, name: str) -> Vector:
         """A vector that lives from step to step (an average of gradients, say); zero at first.
 
         Write to it in place. It is part of the optimizer's `state_dict`.
         """
-        found = [self._memory.setdefault(p, {}) for p in self.params]
+        found = [self.memory.setdefault(p, {}) for p in self.params]
         return [
             memory[name] if name in memory else memory.setdefault(name, torch.zeros_like(t))
             for memory, t in zip(found, self.theta, strict=True)
@@ -148,7 +140,7 @@ class Walk:
         accelerator it stays on the device, because reading it would stall the host.
         """
         value = vectors.norm(d)
-        if self._groups:
+        if self.groups:
             value = self._total(value.square()).sqrt()
         return _readable(value)
 
@@ -157,7 +149,7 @@ class Walk:
         return _readable(self._total(vectors.dot(xs, ys, scratch=scratch)))
 
     def _total(self, value: Tensor) -> Tensor:
-        for group in self._groups:
+        for group in self.groups:
             dist.all_reduce(value, group=group)
         return value
 
@@ -179,8 +171,8 @@ class Walk:
     def _move(self, d: Vector, rho: str, norm: Any, *, spend: bool, home: bool) -> None:
         leaving = self.backup is None
         if leaving:
-            self.backup = vectors.like(self.theta) if self._spare is None else self._spare
-            self._spare = None
+            self.backup = vectors.like(self.theta) if self.spare is None else self.spare
+            self.spare = None
         assert self.backup is not None
         for span in self.spans:  # all of one span before the next: what it wrote is in the cache
             part = span.tensors
@@ -228,7 +220,7 @@ class Walk:
             torch._foreach_mul_(xs[span.tensors], span.coefficients[coefficient])
         return xs
 
-    def grow(self, params: Sequence[Tensor], theta: Vector, spans: Sequence[Span]) -> None:
+    def grow(self, params: list[Any], theta: Vector, spans: list[Span]) -> None:
         """Takes in parameters whose first gradient of this step appears in a later pass.
 
         They had no gradient so far, so nothing has moved them yet. The caller extends what is held.
@@ -241,8 +233,8 @@ class Walk:
                 for p, t in zip(params, theta, strict=True)
             ]
             saved = len(backup)
-        self._spare = None  # too short now
-        self.params, self.spans = list(params), list(spans)
+        self.spare = None  # too short now
+        self.params, self.spans = params, spans
         # Together and last: an interrupt must not find a backup of other tensors.
         self.theta, self.backup, self._saved = theta, backup, saved
 
