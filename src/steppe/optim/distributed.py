@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 BUCKET_BYTES = 32 * 2**20
@@ -84,21 +85,11 @@ def average(
 
 def _average(xs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Replaces every tensor by its mean over the group, in few large all-reduces."""
-    size = dist.get_world_size(group)
-    bucket: list[Tensor] = []
-    filled = 0
-    for i, x in enumerate(xs):
-        bucket.append(x)
-        filled += x.nbytes
-        last = i + 1 == len(xs)
-        if last or filled >= BUCKET_BYTES or xs[i + 1].dtype != x.dtype:
-            flat = torch.cat([b.flatten() for b in bucket])
-            dist.all_reduce(flat, group=group)
-            flat.div_(size)
-            parts = torch.split(flat, [b.numel() for b in bucket])
-            views = [p.view(b.shape) for p, b in zip(parts, bucket, strict=True)]
-            torch._foreach_copy_(bucket, views)
-            bucket, filled = [], 0
+    for bucket in _take_tensors(xs, BUCKET_BYTES):  # torch's own for this: one type in each
+        flat = _flatten_dense_tensors(bucket)
+        dist.all_reduce(flat, group=group)
+        flat.div_(dist.get_world_size(group))
+        torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
 
 
 def is_sharded(x: Tensor) -> bool:

@@ -237,9 +237,7 @@ class Excursion:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         if len(params) > len(walk.params):
-            theta = self._shards(params)
-            self._held = tuple(_extended(h, walk.params, params, theta) for h in self._held)
-            walk.grow(params, theta, self.spans(params))
+            self._held = walk.grow(params, self._shards(params), self.spans(params), self._held)
 
     def _shards(self, tensors: list[Any]) -> Vector:
         return [distributed.local(t) for t in tensors] if self._sharded else tensors
@@ -267,12 +265,3 @@ def one_device(params: Sequence[Tensor]) -> torch.device:
             "over all of them. Put the model on one device, or shard it with fully_shard."
         )
     return next(iter(devices), torch.device("cpu"))
-
-
-def _extended(held: Vector, known: list[Tensor], params: list[Tensor], theta: Vector) -> Vector:
-    """What is held, with zeros for the parameters that were not known before."""
-    old = {id(p): h for p, h in zip(known, held, strict=True)}
-    return [
-        old[id(p)] if id(p) in old else torch.zeros_like(t)
-        for p, t in zip(params, theta, strict=True)
-    ]

@@ -109,9 +109,8 @@ class StillState:
         self._comparing = self._due() and not self._capturing
         if self._comparing or self._rebuilt():
             self._find()
-        if (
-            self._capturing and not self._steps
-        ):  # nothing is known yet, and contents cannot be compared
+        # Nothing is known in a first step, and a capture cannot compare contents.
+        if self._capturing and not self._steps:
             self._move(self._constant)
         self._seen = self._look()
 

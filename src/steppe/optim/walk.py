@@ -220,23 +220,24 @@ class Walk:
             torch._foreach_mul_(xs[span.tensors], span.coefficients[coefficient])
         return xs
 
-    def grow(self, params: list[Any], theta: Vector, spans: list[Span]) -> None:
+    def grow(self, params: list[Any], theta: Vector, spans: list[Span], held: Held) -> Held:
         """Takes in parameters whose first gradient of this step appears in a later pass.
 
-        They had no gradient so far, so nothing has moved them yet. The caller extends what is held.
+        They had no gradient so far: nothing has moved them, and what is held is zero there.
         """
-        backup, saved = self.backup, self._saved
-        if backup is not None:
-            known = {id(p): b for p, b in zip(self.params, backup, strict=True)}
-            backup = [
-                known[id(p)] if id(p) in known else t.clone()
-                for p, t in zip(params, theta, strict=True)
-            ]
-            saved = len(backup)
+        old = {id(p): i for i, p in enumerate(self.params)}
+
+        def extended(known: Vector, new: Callable[[Tensor], Tensor]) -> Vector:
+            pairs = zip(params, theta, strict=True)
+            return [known[old[id(p)]] if id(p) in old else new(t) for p, t in pairs]
+
+        held = tuple(extended(vector, torch.zeros_like) for vector in held)
+        backup = None if self.backup is None else extended(self.backup, torch.clone)
         self.spare = None  # too short now
         self.params, self.spans = params, spans
         # Together and last: an interrupt must not find a backup of other tensors.
-        self.theta, self.backup, self._saved = theta, backup, saved
+        self.theta, self.backup, self._saved = theta, backup, len(backup or ())
+        return held
 
 
 def _readable(value: Tensor) -> Tensor | float:
