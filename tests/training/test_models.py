@@ -18,8 +18,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torchvision import models
-from torchvision import transforms as T
+from torchvision import models, transforms as T
 
 from steppe.algorithms import ERM
 from steppe.domains import Arrays, Domain, catalog, load, register_dataset

@@ -16,12 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from steppe.errors import UserError
-from steppe.strangers import parse
-from steppe.strangers import read as read_file
+from steppe.strangers import parse, read as read_file
 
 from .dataset import Domain, Files
-from .folder import lines as lines_of
-from .folder import read_folder, require_text
+from .folder import lines as lines_of, read_folder, require_text
 
 DOMAINS = ("autumn", "dim", "grass", "outdoor", "rock", "water")
 SUBSETS = ("train", "val", "test")
