@@ -92,6 +92,18 @@ def _average(xs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
 
 
+def one_device(params: Sequence[Tensor]) -> torch.device:
+    """The device all parameters share, or an error that names the several."""
+    devices = {p.device for p in params}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            f"Parameters are on several devices ({names}); a flatness-aware step needs one norm "
+            "over all of them. Put the model on one device, or shard it with fully_shard."
+        )
+    return next(iter(devices), torch.device("cpu"))
+
+
 def is_sharded(x: Tensor) -> bool:
     """Whether `x` is a DTensor, as FSDP2 (`fully_shard`) makes of parameters."""
     module = sys.modules.get("torch.distributed.tensor")  # not loaded: there can be none

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,8 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from . import distributed, frameworks, notices
-from .excursion import Excursion, Phase, one_device
-from .replay import rewinder
-from .still import Models, StillState
+from .excursion import Excursion, Phase
+from .still import Models, StillState, rewinder
 from .vectors import differ
 from .walk import PLAIN, Held, Layout, Visit
 from .wrapper import Wrapper
@@ -81,9 +80,6 @@ class FlatnessOptimizer(Wrapper, ABC):
             need not be named.
     """
 
-    needs_graph: ClassVar[bool] = False
-    """Whether the closure must call ``backward(create_graph=True)``."""
-
     _ready: bool
     """Whether the direction is in ``.grad`` and waits for the base's step."""
     _looked: bool
@@ -120,8 +116,7 @@ class FlatnessOptimizer(Wrapper, ABC):
         self.max_norm = max_norm
         self.xi = xi
         self.compile = compile
-        several = isinstance(generators, Iterable)
-        self.generators = tuple(generators) if several else (generators,)
+        self.generators = tuple(generators) if isinstance(generators, Iterable) else (generators,)
         for generator in self.generators:
             rewinder(generator)  # refuses what is not one
         self._check_parameters()
@@ -367,23 +362,10 @@ class FlatnessOptimizer(Wrapper, ABC):
         self._ready = False
         self.steps += 1
 
-    def _check_parameters(self) -> None:
-        method, params = type(self).__name__, self.parameters()
-        if any(p.is_complex() for p in params):
-            raise ValueError(
-                f"{method} does not take complex parameters: pass torch.view_as_real of them."
-            )
-        if self.needs_graph and any(map(distributed.is_sharded, params)):
-            raise TypeError(
-                f"{method} differentiates gradients, which sharded parameters (FSDP2) do not "
-                "allow. Use GAM, which needs only gradients."
-            )
-        one_device(params)
-
 
 def _scale(scaler: GradScaler, params: Sequence[Tensor]) -> float | Tensor:
     """The loss scale; on an accelerator it stays there, unlike that of `get_scale`."""
-    scale = scaler.scale(torch.ones((), device=one_device(params)))
+    scale = scaler.scale(torch.ones((), device=distributed.one_device(params)))
     return scale.item() if scale.device.type == "cpu" else scale
 
 

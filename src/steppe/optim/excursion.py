@@ -19,8 +19,7 @@ from torch._compile import _disable_dynamo
 
 from . import distributed
 from .graph import building_graph
-from .replay import is_capturing
-from .still import StillState
+from .still import StillState, is_capturing
 from .vectors import Vector, are_ours, differ
 from .walk import Held, Span, Visit, Walk
 
@@ -104,7 +103,7 @@ class Excursion:
                 "opt.phases() after an error."
             )
         if index == 0:
-            device = one_device(self.params)
+            device = distributed.one_device(self.params)
             # A graph must not keep writing to memory from outside it, which others will get.
             self._clear(recycle=self.still is not None and not is_capturing(device))
             if self.still is not None:
@@ -253,15 +252,3 @@ class Excursion:
                 distributed.local(p.grad).copy_(d)
             else:
                 p.grad = d.detach() if d.requires_grad else d  # a graph must not outlive the step
-
-
-def one_device(params: Sequence[Tensor]) -> torch.device:
-    """The device all parameters share, or an error that names the several."""
-    devices = {p.device for p in params}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(
-            f"Parameters are on several devices ({names}); a flatness-aware step needs one norm "
-            "over all of them. Put the model on one device, or shard it with fully_shard."
-        )
-    return next(iter(devices), torch.device("cpu"))

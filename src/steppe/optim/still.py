@@ -7,6 +7,8 @@ weights being optimized: in batch-norm statistics, a momentum encoder, the other
 from __future__ import annotations
 
 import operator
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,8 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from .distributed import is_sharded
 from .notices import tell
-from .replay import is_capturing, record_randomness
-from .vectors import differ
+from .vectors import differ, fingerprint
 
 Models = nn.Module | Iterable[nn.Module] | None
 """The module being trained, or several."""
@@ -33,7 +34,6 @@ SPARE = 2**20
 """Bytes that may always be kept for safety's sake."""
 
 _NOTHING = torch.empty(0)  # in a place that holds no tensor
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Place(NamedTuple):
@@ -249,7 +249,9 @@ class StillState:
         tensors = [_NOTHING if t is None else t for t in held]
         versions = _marks(_version, tensors)
         addresses = _marks(Tensor.data_ptr, tensors)
-        contents = [fingerprint(t) if self._comparing else () for t in tensors]
+        contents: list[tuple[int, ...]] = [()] * len(tensors)
+        if self._comparing:
+            contents = [fingerprint(t) if _is_plain(t) else () for t in tensors]
         return _Look(held, versions, addresses, contents)
 
     def _changed(self, contents: bool = True) -> list[_Place]:
@@ -283,30 +285,6 @@ class StillState:
             if place.key in keys or id(place.owner) in owners:
                 self._moving[place.key] = place
         self._constant = [place for place in self._constant if place.key not in self._moving]
-
-
-def fingerprint(x: Tensor) -> tuple[int, ...]:
-    """Numbers of which a change of any one entry changes some: sums of its bits along two axes."""
-    if not _is_plain(x):
-        return ()
-    flat = (torch.view_as_real(x) if x.is_complex() else x).detach().reshape(-1)
-    size = flat.element_size()
-    whole = len(flat) - len(flat) % (8 // size)
-    body, rest = flat[:whole], flat[whole:].view(_WORDS[size])
-    if body.storage_offset() * size % 8:
-        body = body.clone()
-    words = body.view(torch.int64)  # sums of 64 bits run at the speed of memory
-    cut = len(words) - len(words) % 4095
-    table = words[:cut].view(-1, 4095)
-    parts = (table.sum(0), table.sum(1), words[cut:], rest.to(torch.int64))
-    return tuple(map(_weighted, parts))
-
-
-def _weighted(x: Tensor) -> int:
-    """A sum with odd weights: a change of one term changes it, and so does almost any swap."""
-    x = x ^ (x >> 29)  # or an even number of changed signs, the top bit, would cancel
-    weights = torch.arange(1, len(x) + 1, device=x.device) * 0x9E3779B1 | 1
-    return int((x * weights).sum())
 
 
 def _marks(mark: Callable[[Tensor], int], tensors: list[Tensor]) -> list[int]:
@@ -367,3 +345,52 @@ def _is_plain(x: Tensor | None) -> bool:
         return False
     expanded = any(s == 0 and size > 1 for s, size in zip(x.stride(), x.shape, strict=True))
     return not expanded and not x.is_inference()
+
+
+def rewinder(generator: Any) -> Callable[[], None]:
+    """Remembers the state of a generator and returns a function that rewinds to it.
+
+    Takes a `torch.Generator`, a NumPy `Generator` or `RandomState`, and a `random.Random`; the
+    modules `random` and `numpy.random`, too, are their global generators.
+    """
+    if hasattr(generator, "getstate"):  # random.Random
+        state = generator.getstate()
+        return lambda: generator.setstate(state)
+    if hasattr(generator, "get_state"):  # torch.Generator, numpy.random.RandomState
+        state = generator.get_state()
+        return lambda: generator.set_state(state)
+    bits: Any = getattr(generator, "bit_generator", None)  # numpy.random.Generator
+    if not hasattr(bits, "state"):
+        raise TypeError(
+            "generators takes torch.Generator, numpy.random.Generator, numpy.random.RandomState "
+            f"and random.Random objects, got {type(generator).__name__}"
+        )
+    state = bits.state
+    return lambda: setattr(bits, "state", state)
+
+
+def record_randomness(device: torch.device, generators: Sequence[Any]) -> Callable[[], None]:
+    """Remembers every global random state and returns a function that rewinds to it.
+
+    Covers torch on the CPU and on `device`, Python's `random`, NumPy's global state when NumPy is
+    loaded, and the `generators` given. While a CUDA graph is being captured the device generator
+    cannot be rewound and is left alone: capture a whole step only where the loss draws nothing.
+    """
+    numpy = sys.modules.get("numpy")
+    known = [torch.default_generator, random, *([numpy.random] if numpy else []), *generators]
+    rewinders = list(map(rewinder, known))
+    if device.type != "cpu" and not is_capturing(device):
+        backend = torch.get_device_module(device)
+        state = backend.get_rng_state(device)
+        rewinders.append(lambda: backend.set_rng_state(state, device))
+
+    def rewind() -> None:
+        for one in rewinders:
+            one()
+
+    return rewind
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

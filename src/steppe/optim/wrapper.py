@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from numbers import Real
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from . import distributed
 
 
 class Wrapper(Optimizer):
@@ -27,6 +29,9 @@ class Wrapper(Optimizer):
     tear the two apart, because nothing is copied here. Hooks registered on the wrapper are the
     base's: they fire once per step, with the global ones, and are given the base.
     """
+
+    needs_graph: ClassVar[bool] = False
+    """Whether the closure must call ``backward(create_graph=True)``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuses another library's arguments in words, which `__init__` could not."""
@@ -164,7 +169,17 @@ class Wrapper(Optimizer):
                 raise ValueError(f"{name} must not be negative, got {value}")
 
     def _check_parameters(self) -> None:
-        """Raises for parameters that the method cannot train."""
+        method, params = type(self).__name__, self.parameters()
+        if any(p.is_complex() for p in params):
+            raise ValueError(
+                f"{method} does not take complex parameters: pass torch.view_as_real of them."
+            )
+        if self.needs_graph and any(map(distributed.is_sharded, params)):
+            raise TypeError(
+                f"{method} differentiates gradients, which sharded parameters (FSDP2) do not "
+                "allow. Use GAM, which needs only gradients."
+            )
+        distributed.one_device(params)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the base; hyper-parameters it does not name get the shared values."""
