@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steppe.optim import FAD, SAM, AdaHessian, GAMExact
-from steppe.optim.still import CHECK_EVERY, fingerprint
+from steppe.optim.still import CHECK_EVERY
+from steppe.optim.vectors import fingerprint
 from tests.optim.problems import sgd
 
 WRITES = {

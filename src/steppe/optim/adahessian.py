@@ -151,22 +151,16 @@ class AdaHessian(Optimizer):
         hessian_power: float = 1.0,
         average_kernels: bool = True,
     ) -> None:
-        for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        for name, value in numbers.items():
             if not value >= 0:
                 raise ValueError(f"AdaHessian: {name} must not be negative, got {value}")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"AdaHessian: betas must lie in [0, 1), got {betas}")
         if not 0 < hessian_power <= 1:
             raise ValueError(f"AdaHessian: hessian_power must lie in (0, 1], got {hessian_power}")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "hessian_power": hessian_power,
-            "average_kernels": average_kernels,
-        }
-        super().__init__(params, defaults)
+        others = {"hessian_power": hessian_power, "average_kernels": average_kernels}
+        super().__init__(params, {**numbers, "betas": betas, **others})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -190,7 +184,8 @@ class AdaHessian(Optimizer):
         if params:
             diagonals = dict(zip(params, self._diagonal(params), strict=True))
             for group in self.param_groups:
-                self._update(group, [p for p in group["params"] if p in diagonals], diagonals)
+                if used := [p for p in group["params"] if p in diagonals]:
+                    self._update(group, used, diagonals)
         return loss
 
     def _diagonal(self, params: list[Tensor]) -> list[Tensor]:
@@ -212,8 +207,6 @@ class AdaHessian(Optimizer):
     def _update(
         self, group: dict[str, Any], params: list[Tensor], diagonals: dict[Tensor, Tensor]
     ) -> None:
-        if not params:
-            return
         for p in params:
             state = self.state[p]
             if not state:
@@ -221,44 +214,21 @@ class AdaHessian(Optimizer):
                 state["exp_avg"] = torch.zeros_like(p)
                 state["exp_hessian_sq"] = torch.zeros_like(p)
             state["step"] += 1
+        grads: list[Any] = [p.grad for p in params]
+        exp_avgs = [self.state[p]["exp_avg"] for p in params]
+        exp_hessian_sqs = [self.state[p]["exp_hessian_sq"] for p in params]
+        steps = [self.state[p]["step"] for p in params]
         chosen = [diagonals[p] for p in params]
-        adahessian(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            [spatial_average(d) for d in chosen] if group["average_kernels"] else chosen,
-            [self.state[p]["exp_avg"] for p in params],
-            [self.state[p]["exp_hessian_sq"] for p in params],
-            [self.state[p]["step"] for p in params],
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            hessian_power=group["hessian_power"],
-        )
-
-
-def adahessian(
-    params: list[Tensor],
-    grads: list[Tensor],
-    diagonals: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_hessian_sqs: list[Tensor],
-    steps: Sequence[int],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    hessian_power: float,
-) -> None:
-    """Take one step: updates the parameters and both moments in place."""
-    beta1, beta2 = betas
-    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-    torch._foreach_mul_(exp_hessian_sqs, beta2)
-    torch._foreach_addcmul_(exp_hessian_sqs, diagonals, diagonals, value=1 - beta2)
-    denominators = torch._foreach_div(exp_hessian_sqs, [1 - beta2**t for t in steps])
-    torch._foreach_pow_(denominators, hessian_power / 2)
-    torch._foreach_add_(denominators, eps)
-    if weight_decay != 0:
-        torch._foreach_mul_(params, 1 - lr * weight_decay)
-    torch._foreach_addcdiv_(params, exp_avgs, denominators, [-lr / (1 - beta1**t) for t in steps])
+        if group["average_kernels"]:
+            chosen = [spatial_average(diagonal) for diagonal in chosen]
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+        torch._foreach_mul_(exp_hessian_sqs, beta2)
+        torch._foreach_addcmul_(exp_hessian_sqs, chosen, chosen, value=1 - beta2)
+        denominators = torch._foreach_div(exp_hessian_sqs, [1 - beta2**t for t in steps])
+        torch._foreach_pow_(denominators, group["hessian_power"] / 2)
+        torch._foreach_add_(denominators, group["eps"])
+        if group["weight_decay"] != 0:
+            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        sizes = [-lr / (1 - beta1**t) for t in steps]
+        torch._foreach_addcdiv_(params, exp_avgs, denominators, sizes)

@@ -4,46 +4,50 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol, cast
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 BUCKET_BYTES = 32 * 2**20
 """Largest temporary of an average: gradients are reduced in flat buckets of about this size."""
 
 
-class Synchronizing(Protocol):
-    """What `DistributedDataParallel` offers beyond a module."""
-
-    process_group: dist.ProcessGroup
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside reduce nothing."""
-        ...
-
-
-def processes() -> int:
-    """How many processes take part; 1 outside distributed training."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def synchronizing(models: Iterable[nn.Module | None]) -> Synchronizing | None:
-    """The first of the modules that all-reduces gradients by itself, or None."""
-    return next((cast(Synchronizing, m) for m in models if hasattr(m, "no_sync")), None)
+def _reducing(models: Iterable[nn.Module | None]) -> list[DistributedDataParallel]:
+    """Those that all-reduce gradients by themselves: DDP, or what offers the same."""
+    return [cast(DistributedDataParallel, m) for m in models if hasattr(m, "no_sync")]
 
 
 @contextmanager
 def no_sync(models: Iterable[nn.Module | None]) -> Iterator[None]:
     """Forward and backward passes inside reduce nothing (the forward must be inside too)."""
     with ExitStack() as stack:
-        for model in models:
-            if (parallel := synchronizing((model,))) is not None:
-                stack.enter_context(parallel.no_sync())
+        for model in _reducing(models):
+            stack.enter_context(model.no_sync())
         yield
+
+
+def check_local(models: Sequence[nn.Module], params: Iterable[Tensor]) -> None:
+    """Raises where processes cannot each perturb along their own gradient."""
+    if any(map(is_sharded, params)):
+        raise ValueError(
+            "perturbation='local' is not available for sharded parameters (FSDP2): each "
+            "process holds only a part of every gradient. Use perturbation='global'."
+        )
+    if any(getattr(model, "static_graph", False) for model in models):
+        raise ValueError(
+            "perturbation='local' needs passes that reduce nothing, which DDP does not allow "
+            "with static_graph=True. Leave static_graph off."
+        )
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several and not _reducing(models):
+        raise ValueError(
+            "perturbation='local' needs the DistributedDataParallel module: pass model=ddp."
+        )
 
 
 def broadcast_buffers_next(models: Iterable[nn.Module]) -> None:
@@ -54,13 +58,16 @@ def broadcast_buffers_next(models: Iterable[nn.Module]) -> None:
 
 
 def average(
-    params: list[Tensor], local: dict[Tensor, Tensor], group: dist.ProcessGroup
+    params: list[Tensor], local: dict[Tensor, Tensor], models: Iterable[nn.Module]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The mean over processes of what each holds for some of the parameters.
+    """The mean over the models' processes of what each holds for some of the parameters.
 
     Processes may have used different parameters (`find_unused_parameters`), so all of `params` take
     part, with zeros where a process has nothing. Returned are those that any process had.
     """
+    parallel = _reducing(models)
+    if not parallel:
+        return list(local), list(local.values())
     values = [local[p] if p in local else torch.zeros_like(p) for p in params]
     # Who used what is of the last one's type, to travel in its bucket; filled on the device where
     # it can be, since a copy from the host would wait for it.
@@ -68,7 +75,7 @@ def average(
     used = values[-1].new_ones(len(params))
     if not everything:
         used.copy_(torch.tensor([float(p in local) for p in params]))
-    _average([*values, used], group)
+    _average([*values, used], parallel[0].process_group)
     if everything:
         return params, values
     somewhere = used.tolist()  # the host waits here, but only if a parameter was not used
@@ -78,21 +85,23 @@ def average(
 
 def _average(xs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Replaces every tensor by its mean over the group, in few large all-reduces."""
-    size = dist.get_world_size(group)
-    bucket: list[Tensor] = []
-    filled = 0
-    for i, x in enumerate(xs):
-        bucket.append(x)
-        filled += x.nbytes
-        last = i + 1 == len(xs)
-        if last or filled >= BUCKET_BYTES or xs[i + 1].dtype != x.dtype:
-            flat = torch.cat([b.flatten() for b in bucket])
-            dist.all_reduce(flat, group=group)
-            flat.div_(size)
-            parts = torch.split(flat, [b.numel() for b in bucket])
-            views = [p.view(b.shape) for p, b in zip(parts, bucket, strict=True)]
-            torch._foreach_copy_(bucket, views)
-            bucket, filled = [], 0
+    for bucket in _take_tensors(xs, BUCKET_BYTES):  # torch's own for this: one type in each
+        flat = _flatten_dense_tensors(bucket)
+        dist.all_reduce(flat, group=group)
+        flat.div_(dist.get_world_size(group))
+        torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
+
+
+def one_device(params: Sequence[Tensor]) -> torch.device:
+    """The device all parameters share, or an error that names the several."""
+    devices = {p.device for p in params}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            f"Parameters are on several devices ({names}); a flatness-aware step needs one norm "
+            "over all of them. Put the model on one device, or shard it with fully_shard."
+        )
+    return next(iter(devices), torch.device("cpu"))
 
 
 def is_sharded(x: Tensor) -> bool:

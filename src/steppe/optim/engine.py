@@ -1,20 +1,21 @@
 """The engine under every flatness-aware optimizer: passes, phases, state; no method's formula.
 
 A method subclasses `FlatnessOptimizer` and supplies two things: how its hyper-parameters become
-coefficients (`coefficients`), and which points to visit (`visits`). Everything that makes a
-several-pass step safe lives here and in the small modules beside it.
+coefficients (`coefficients`), and which points to visit (`visits`). A step goes through four files:
+this one asks for its phases and takes the base's step at the end, `excursion` does what each pass
+needs before and after it, the method's own file what becomes of the gradient, in the words of
+`walk`. `wrapper` has what does not change with the step: groups, state, copies.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from numbers import Real
-from typing import Any, ClassVar, TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,10 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from . import distributed, frameworks, notices
-from .excursion import Excursion, Phase, check_one_device
-from .replay import rewinder
-from .still import Models, StillState, differ
-from .walk import Held, Span, Visit
+from .excursion import Excursion, Phase
+from .still import Models, StillState, rewinder
+from .vectors import differ
+from .walk import PLAIN, Held, Layout, Visit
 from .wrapper import Wrapper
 
 Batch = TypeVar("Batch")
@@ -79,13 +80,13 @@ class FlatnessOptimizer(Wrapper, ABC):
             need not be named.
     """
 
-    needs_graph: ClassVar[bool] = False
-    """Whether the closure must call ``backward(create_graph=True)``."""
-
     _ready: bool
+    """Whether the direction is in ``.grad`` and waits for the base's step."""
     _looked: bool
     _open: Excursion | None
-    _kept_still: StillState | None
+    _still: StillState
+    _compiled: dict[Callable[..., Held], Callable[..., Held]]
+    _layout: Layout
 
     def __init__(
         self,
@@ -115,20 +116,23 @@ class FlatnessOptimizer(Wrapper, ABC):
         self.max_norm = max_norm
         self.xi = xi
         self.compile = compile
-        several = isinstance(generators, Iterable)
-        self.generators = tuple(generators) if several else (generators,)
+        self.generators = tuple(generators) if isinstance(generators, Iterable) else (generators,)
         for generator in self.generators:
             rewinder(generator)  # refuses what is not one
-        self.steps = 0
-        """Steps taken so far; one that a GradScaler skips counts under a fused base alone, whose
-        kernels skip it without telling the host."""
-        self._memory: dict[Tensor, dict[str, Tensor]] = {}
-        self._start_clean()
         self._check_parameters()
         if perturbation == "local":
-            self._check_local()
+            distributed.check_local(self.models, self.parameters())
         self._share(hyper)  # last: a wrapper that is refused leaves the base as it was
-        self._own()
+
+    def _fresh(self) -> dict[str, Any]:
+        return {
+            "_ready": False,
+            "_looked": False,
+            "_open": None,
+            "_still": StillState((), ()),
+            "_compiled": {},
+            "_layout": Layout(),
+        }
 
     @property
     def model(self) -> nn.Module | tuple[nn.Module, ...] | None:
@@ -144,16 +148,6 @@ class FlatnessOptimizer(Wrapper, ABC):
                     f"model must be an nn.Module or several of them, got {type(one).__name__}"
                 )
         self.models = found
-
-    def _still(self) -> StillState:
-        """What keeps the models' state still; it knows what earlier steps have seen to change."""
-        known = self._kept_still
-        if known is not None and not self.models and not known.models:
-            return known  # of nothing
-        params = [p for p in self.parameters() if p.requires_grad]  # the others are state
-        if known is None or known.models != self.models or differ(known.optimized, params):
-            known = self._kept_still = StillState(self.models, params)
-        return known
 
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
         """The numbers its stages use, from one group's hyper-parameters."""
@@ -197,8 +191,9 @@ class FlatnessOptimizer(Wrapper, ABC):
         for phase in self.phases(scaler):
             with phase, torch.enable_grad():
                 result = closure() if phase.loss == "main" else closure(phase.loss)
-                if phase.index == 0:
-                    self._look_at(result, phase.total)
+                if phase.index == 0 and phase.total > 1 and not self._looked:
+                    method, known = type(self).__name__, bool(self.models)
+                    self._looked = notices.look(result, method, phase.total, model_given=known)
             if phase.index == 0:  # a copy: a replayed CUDA graph writes each loss to one place
                 loss = result.detach().clone() if isinstance(result, Tensor) else result
         if scaler is None or all(p.grad is None for p in self.parameters()):
@@ -207,7 +202,7 @@ class FlatnessOptimizer(Wrapper, ABC):
             scaler.step(self)  # unscales, checks, and calls step() if the direction is finite
             self._ready = False
         else:
-            self._fused_step(scaler)
+            self._base_step(scaler)
         return loss
 
     @property
@@ -216,16 +211,6 @@ class FlatnessOptimizer(Wrapper, ABC):
         # A whole number must not be missed by rounding: 100 * 0.29 is 28.999999999999996.
         owed = [math.floor(t * self.ratio + 1e-9) for t in (self.steps, self.steps + 1)]
         return owed[1] > owed[0]
-
-    @torch.no_grad()
-    def _fused_step(self, scaler: GradScaler) -> None:
-        give_momentum(self.base)
-        if self.max_norm is not None:
-            scaler.unscale_(self.base)
-            nn.utils.clip_grad_norm_(self.parameters(), self.max_norm)
-        scaler.step(self.base)  # the host does not learn whether it was skipped
-        self._ready = False
-        self.steps += 1
 
     def phases(self, scaler: GradScaler | None = None) -> Iterator[Phase]:
         """The passes of one step, for loops that own `backward`.
@@ -238,26 +223,26 @@ class FlatnessOptimizer(Wrapper, ABC):
         Args:
             scaler: if given, `xi` is scaled like the gradients; the rest is yours.
         """
-        owner = getattr(self.base, "_steppe_owner", None)
-        if owner is not None and frameworks.is_handle(self, owner()):
-            yield from owner().phases(scaler)
+        owner = self._owner()
+        if frameworks.is_handle(self, owner):
+            yield from owner.phases(scaler)
             return
         frameworks.guard(self)
         self._ready = False
         if self._open is not None:  # left early, and its generator is still held somewhere
             self._open.close()
-        if owner is not None and owner() is not self:
+        if owner is not self:
             raise RuntimeError(
                 f"The base of this {type(self).__name__} was wrapped again, by "
-                f"{owner() or 'another optimizer'}: "
+                f"{owner or 'another optimizer'}: "
                 "their hyper-parameters share its groups. Give each its own base."
             )
-        excursion = self._open = Excursion(self, scaler)
+        excursion = self._open = self._excursion(scaler)
         try:
-            for index, visit in enumerate(excursion.visits):
+            for index in range(len(excursion.visits)):
                 if index == len(excursion.visits):  # nothing got a gradient: fewer are needed
                     break
-                phase = Phase(excursion, index, visit)
+                phase = Phase(excursion, index)
                 yield phase
                 if not phase.done:
                     raise RuntimeError(
@@ -270,6 +255,41 @@ class FlatnessOptimizer(Wrapper, ABC):
             excursion.close()
             if self._open is excursion:
                 self._open = None
+
+    def _excursion(self, scaler: GradScaler | None) -> Excursion:
+        """The passes of the next step, with this step's hyper-parameters."""
+        groups, params = self.param_groups, self.parameters()
+        coefficients = [self.coefficients(self._values(g, self.steps + 1)) for g in groups]
+        visits = self.visits(coefficients) if self.due else PLAIN
+        if self.compile:
+            for then in {visit.then for visit in visits} - self._compiled.keys():
+                self._compiled[then] = torch.compile(then)
+            visits = tuple(replace(visit, then=self._compiled[visit.then]) for visit in visits)
+        several = len(visits) > 1 or self.needs_graph
+        local = self.models if several and self.perturbation == "local" else None
+        if local is not None:
+            distributed.check_local(local, params)
+        return Excursion(
+            method=type(self).__name__,
+            params=params,
+            visits=visits,
+            spans=partial(self._layout.spans, groups, coefficients),
+            xi=self.xi if scaler is None else self.xi * _scale(scaler, params),
+            memory=self._memory,
+            still=self._kept_still(params) if several else None,
+            local=local,
+            graph=self.needs_graph,
+        )
+
+    def _kept_still(self, params: list[Any]) -> StillState:
+        """What keeps the models' state still; it knows what earlier steps have seen to change."""
+        known = self._still
+        if self.models or known.models:
+            trained = [p for p in params if p.requires_grad]  # the others are state
+            if known.models != self.models or differ(known.optimized, trained):
+                known = self._still = StillState(self.models, trained)
+        known.generators = self.generators
+        return known
 
     def passes(
         self,
@@ -323,180 +343,30 @@ class FlatnessOptimizer(Wrapper, ABC):
         self._ready = False
 
     @torch.no_grad()
-    def _base_step(self) -> None:
+    def _base_step(self, scaler: GradScaler | None = None) -> None:
+        """Gives the base the direction; `scaler` is for a base whose kernels unscale it."""
         if not self._ready:
             passes = "more than once" if not self.needs_graph else "and its Hessian"
             graph = "create_graph=True" if self.needs_graph else ""
             raise RuntimeError(USAGE.format(method=type(self).__name__, passes=passes, graph=graph))
         if self.max_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(self.base)
             nn.utils.clip_grad_norm_(self.parameters(), self.max_norm)
         if skips_by_itself(self.base):
             give_momentum(self.base)
-        self.base.step()
+        if scaler is None:
+            self.base.step()
+        else:
+            scaler.step(self.base)  # the host does not learn whether it was skipped
         self._ready = False
         self.steps += 1
 
-    def _share(self, hyper: Mapping[str, Hyper]) -> None:
-        """Writes the hyper-parameters into the base's groups, where overrides may already be."""
-        given: Mapping[str, Any] = hyper  # a wrong type is reported below, in words
-        self._hyper = {n: float(v) if isinstance(v, Real) else v for n, v in given.items()}
-        method = type(self).__name__.lower()
-        self._keys = {n: f"{method}_{n}" if n in self.base.defaults else n for n in hyper}
-        # A base that was wrapped before still carries the earlier wrapper's values.
-        stale = getattr(self.base, "_steppe_shared", {})
-        shared = {key: self._hyper[name] for name, key in self._keys.items()}
-        updates = [
-            {k: v for k, v in shared.items() if k not in group or group[k] == stale.get(k)}
-            for group in self.param_groups
-        ]
-        for group, update in zip(self.param_groups, updates, strict=True):
-            self._values({**group, **update}, 1)
-        for group, update in zip(self.param_groups, updates, strict=True):
-            group.update(update)
-        self.base._steppe_shared = shared  # type: ignore[attr-defined]
 
-    def _look_at(self, loss: Any, passes: int) -> None:
-        """Warns, in the first step of several passes, of what its loss shows."""
-        if not self._looked and passes > 1:
-            method, known = type(self).__name__, bool(self.models)
-            self._looked = notices.look(loss, method, passes, model_given=known)
-
-    def _values(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        """One group's hyper-parameters at a step, schedules evaluated and checked."""
-        if group.get("maximize"):
-            raise ValueError(
-                f"{type(self).__name__} climbs towards a larger loss, which is the wrong way under "
-                "maximize=True: minimize the negated loss instead."
-            )
-        values = {}
-        for name, key in self._keys.items():
-            value = group.get(key, self._hyper[name])
-            if isinstance(value, nn.Module):
-                raise TypeError(f"{key} must be a number, got a module: pass it as model=model")
-            value = value(step) if callable(value) else value
-            if isinstance(value, Tensor):
-                raise TypeError(
-                    f"{key} must be a Python number or a function of the step, got a tensor: pass "
-                    f"{key}.item(), or a function to change it as you train"
-                )
-            if not isinstance(value, Real) or not math.isfinite(value):
-                raise ValueError(f"{key} must be a finite number, got {value!r} at step {step}")
-            values[name] = float(value)
-        self.validate(values)
-        return values
-
-    def validate(self, hyper: Mapping[str, float]) -> None:
-        """Raises ValueError for hyper-parameters that make no sense; none may be negative."""
-        for name, value in hyper.items():
-            if value < 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
-
-    def _check_parameters(self) -> None:
-        if any(p.is_complex() for p in self.parameters()):
-            raise ValueError(
-                f"{type(self).__name__} does not take complex parameters: pass "
-                "torch.view_as_real of them."
-            )
-        check_one_device(self.parameters())
-
-    def _check_local(self) -> None:
-        if any(map(distributed.is_sharded, self.parameters())):
-            raise ValueError(
-                "perturbation='local' is not available for sharded parameters (FSDP2): each "
-                "process holds only a part of every gradient. Use perturbation='global'."
-            )
-        if any(getattr(model, "static_graph", False) for model in self.models):
-            raise ValueError(
-                "perturbation='local' needs passes that reduce nothing, which DDP does not allow "
-                "with static_graph=True. Leave static_graph off."
-            )
-        if distributed.processes() > 1 and distributed.synchronizing(self.models) is None:
-            raise ValueError(
-                "perturbation='local' needs the DistributedDataParallel module: pass model=ddp."
-            )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the base; hyper-parameters it does not name get the shared values."""
-        self.base.add_param_group(param_group)
-        for name, key in self._keys.items():
-            self.param_groups[-1].setdefault(key, self._hyper[name])
-        try:
-            self._check_parameters()
-            self._values(self.param_groups[-1], self.steps + 1)
-        except BaseException:
-            self.param_groups.pop()
-            raise
-
-    def state_dict(self) -> dict[str, Any]:
-        """The base's state plus the step counter and what the recipe remembers; no weights.
-
-        Schedules are code and stay out, as in torch's `LambdaLR`: the optimizer that loads the
-        state brings its own.
-        """
-        saved = self.base.state_dict()
-        for group in saved["param_groups"]:
-            for key in self._keys.values():
-                if callable(group.get(key)):
-                    del group[key]
-        params = self.parameters()
-        memory = {i: dict(self._memory[p]) for i, p in enumerate(params) if p in self._memory}
-        return {**saved, "steppe": {"step": self.steps, "memory": memory}}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned, or a plain state of the base optimizer."""
-        state_dict = dict(state_dict)
-        own = state_dict.pop("steppe", {"step": 0, "memory": {}})
-        before = [{k: g[k] for k in self._keys.values() if k in g} for g in self.param_groups]
-        self.base.load_state_dict(state_dict)
-        for group, previous in zip(self.param_groups, before, strict=True):
-            for key, value in previous.items():
-                group.setdefault(key, value)
-        self.steps = own["step"]
-        params = self.parameters()
-        self._memory = {
-            params[i]: {k: v.to(params[i].device, copy=True) for k, v in kept.items()}
-            for i, kept in own["memory"].items()
-        }
-
-    def _start_clean(self) -> None:
-        self._ready = False
-        self._looked = False
-        self._open = None
-        self._kept_still = None
-        self._compiled: dict[Callable[..., Held], Callable[..., Held]] = {}
-        self._layout: tuple[list[Any], list[Mapping[str, float]], float, list[Span]]
-        self._layout = ([], [], 0.0, [])
-
-    def _own(self) -> None:
-        self.base._steppe_owner = weakref.ref(self)  # type: ignore[attr-defined]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything that lasts from step to step, the model included."""
-        # `step` is set on the instance by schedulers, as a closure.
-        transient = ("step", "_ready", "_looked", "_open", "_kept_still", "_compiled", "_layout")
-        return {k: v for k, v in self.__dict__.items() if k not in transient}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a copy."""
-        self.__dict__.update(state)
-        self._start_clean()
-        self._own()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlatnessOptimizer:
-        """A copy with parameters and a model of its own, which belong together.
-
-        Copied with its model, in whatever order, it gets that copy.
-        """
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return new
-
-    def __repr__(self) -> str:
-        shown = {n: self.param_groups[0].get(k, self._hyper[n]) for n, k in self._keys.items()}
-        hyper = ", ".join(f"{name}={value}" for name, value in shown.items())
-        return f"{type(self).__name__}({hyper}, base={self.base!r})"
+def _scale(scaler: GradScaler, params: Sequence[Tensor]) -> float | Tensor:
+    """The loss scale; on an accelerator it stays there, unlike that of `get_scale`."""
+    scale = scaler.scale(torch.ones((), device=distributed.one_device(params)))
+    return scale.item() if scale.device.type == "cpu" else scale
 
 
 def _update_if_due(scaler: GradScaler, opt: Optimizer) -> None:

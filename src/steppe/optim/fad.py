@@ -13,11 +13,10 @@ from steppe.search import Choice
 
 from . import sam
 from .engine import FlatnessOptimizer, Hyper
-from .excursion import PLAIN
 from .registry import register_optimizer
 from .still import Models
 from .vectors import Vector
-from .walk import Held, Visit, Walk
+from .walk import PLAIN, Held, Visit, Walk
 
 TENTHS = Choice(tuple(i / 10 for i in range(1, 11)))
 
@@ -44,14 +43,12 @@ class FAD(FlatnessOptimizer):
     Four passes; two when ``alpha = 1`` (then no $g_2$, $g_3$), one when ``beta = 0`` or
     ``rho = 0`` (the base optimizer itself). ``alpha = beta = 1`` is SAM.
 
+    `base`, `model` and the other options: [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
+
     Args:
-        base: the optimizer that takes the step, an instance.
         rho: radius of the perturbations; a number, or a callable from the step (counted from 1).
         alpha: share of zeroth-order flatness in the regularizer, 1 - alpha that of first-order.
         beta: weight of the regularizer.
-        model: the module being trained, for still batch-norm statistics and DDP.
-        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`, `generators`; see
-            [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
 
     Examples:
         >>> import torch
@@ -82,18 +79,15 @@ class FAD(FlatnessOptimizer):
         super().__init__(base, {"rho": rho, "alpha": alpha, "beta": beta}, model=model, **options)
 
     def validate(self, hyper: Mapping[str, float]) -> None:
-        """None negative, and alpha a share."""
         super().validate(hyper)
         if hyper["alpha"] > 1.0:
             raise ValueError(f"alpha must be in [0, 1], got {hyper['alpha']}")
 
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
-        """The weights a of h0 and b of h1."""
         rho, alpha, beta = hyper["rho"], hyper["alpha"], hyper["beta"]
         return {"rho": rho, "a": beta * alpha, "b": beta * (1.0 - alpha)}
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        """Algorithm 1 without the passes that cannot matter."""
         return visits(coefficients)
 
 

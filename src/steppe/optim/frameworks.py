@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 from torch._compile import _disable_dynamo
 
 if TYPE_CHECKING:
     from .engine import FlatnessOptimizer
-
-Closure = Callable[..., Any]
 
 GUARDS = {
     "lightning.pytorch.trainer.trainer": "steppe.integrations.lightning:Guard",
@@ -27,24 +24,12 @@ GUARDS = {
 """A framework's module whose methods run the training, and the guard's class."""
 
 
-class Guard(Protocol):
-    """What `steppe.integrations` has for a framework; found by name, see `GUARDS`."""
+def guard(opt: FlatnessOptimizer) -> Any:
+    """The guard of the training that this call is a part of, after its checks; None without one.
 
-    @classmethod
-    def of(cls, opt: FlatnessOptimizer, trainer: Any) -> Guard | None:
-        """The trainer's guard, after its checks; None if the optimizer is not the trainer's."""
-        ...
-
-    def closure(self, opt: FlatnessOptimizer, closure: Closure | None) -> Closure | None:
-        """What a step is to evaluate; None if the direction is in ``.grad`` already."""
-        ...
-
-
-def guard(opt: FlatnessOptimizer) -> Guard | None:
-    """The guard of the training that this call is a part of, after its checks.
-
-    The call stack leads there in every case. What a framework hands to `step` does not: under fp16
-    Lightning steps without a closure, and a loop over the phases steps past it.
+    Its ``closure(opt, closure)`` says what a step is to evaluate. The call stack leads to it in
+    every case. What a framework hands to `step` does not: under fp16 Lightning steps without a
+    closure, and a loop over the phases steps past it.
     """
     if sys.modules.keys().isdisjoint(GUARDS):
         return None
@@ -52,14 +37,13 @@ def guard(opt: FlatnessOptimizer) -> Guard | None:
 
 
 @_disable_dynamo  # which cannot trace a look at the call stack
-def _on_the_stack(opt: FlatnessOptimizer) -> Guard | None:
+def _on_the_stack(opt: FlatnessOptimizer) -> Any:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         target = GUARDS.get(frame.f_globals.get("__name__", ""))
         if target is not None:
             module, _, name = target.partition(":")
-            cls = cast(type[Guard], getattr(importlib.import_module(module), name))
-            return cls.of(opt, frame.f_locals["self"])
+            return getattr(importlib.import_module(module), name).of(opt, frame.f_locals["self"])
         frame = frame.f_back
     return None
 

@@ -33,13 +33,11 @@ class GAM(FlatnessOptimizer):
 
     Four passes; one when ``alpha = 0`` or ``rho = 0``.
 
+    `base`, `model` and the other options: [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
+
     Args:
-        base: the optimizer that takes the step, an instance.
         rho: radius of the perturbations; a number, or a callable from the step (counted from 1).
         alpha: weight of first-order flatness.
-        model: the module being trained, for still batch-norm statistics and DDP.
-        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`, `generators`; see
-            [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
     """
 
     def __init__(
@@ -54,9 +52,7 @@ class GAM(FlatnessOptimizer):
         super().__init__(base, {"rho": rho, "alpha": alpha}, model=model, **options)
 
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
-        """FAD's, with no weight on h0."""
         return {"rho": hyper["rho"], "a": 0.0, "b": hyper["alpha"]}
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        """FAD's."""
         return fad.visits(coefficients)

@@ -14,11 +14,10 @@ from steppe.options import Option
 from steppe.search import GAM_ALPHA, RHO
 
 from .engine import FlatnessOptimizer, Hyper
-from .excursion import PLAIN
 from .registry import register_optimizer
 from .still import Models
 from .vectors import Vector
-from .walk import Held, Visit, Walk
+from .walk import PLAIN, Held, Visit, Walk
 
 
 @register_optimizer(
@@ -41,13 +40,11 @@ class GAMExact(FlatnessOptimizer):
     call ``loss.backward(create_graph=True)`` (`needs_graph` says so). Graph-building rules out
     `torch.compile` of the loss and DDP.
 
+    `base`, `model` and the other options: [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
+
     Args:
-        base: the optimizer that takes the step, an instance.
         rho: radius of the perturbation; a number, or a callable from the step (counted from 1).
         alpha: weight of first-order flatness.
-        model: the module being trained, for still batch-norm statistics.
-        **options: `ratio`, `max_norm`, `xi`; see
-            [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
     """
 
     needs_graph: ClassVar[bool] = True
@@ -72,7 +69,6 @@ class GAMExact(FlatnessOptimizer):
         super().__init__(base, {"rho": rho, "alpha": alpha}, model=model, **options)
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        """Theta, then the point of steepest gradient norm."""
         if all(c["rho"] == 0 for c in coefficients) or all(c["alpha"] == 0 for c in coefficients):
             return PLAIN
         return VISITS

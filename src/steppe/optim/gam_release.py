@@ -36,16 +36,14 @@ class GAMRelease(FlatnessOptimizer):
 
     where $M_{\perp G}$ is the part of $M$ orthogonal to $G$. Four passes, three buffers.
 
+    `base`, `model` and the other options: [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
+
     Args:
-        base: the optimizer that takes the step, an instance.
         grad_rho: radius of the two gradient ascents.
         grad_norm_rho: radius of the ascent of the gradient norm.
         grad_beta_0: sets the weight of g2 in M.
         grad_beta_1: weight of g1 in G.
         grad_gamma: weight of the orthogonal part. The defaults are the authors' for CIFAR-100.
-        model: the module being trained, for still batch-norm statistics and DDP.
-        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`, `generators`; see
-            [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class GAMRelease(FlatnessOptimizer):
         super().__init__(base, hyper, model=model, **options)
 
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
-        """The weights of the four gradients and of the projection."""
         return {
             "grad_rho": hyper["grad_rho"],
             "grad_norm_rho": hyper["grad_norm_rho"],
@@ -81,8 +78,7 @@ class GAMRelease(FlatnessOptimizer):
         }
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        """Always four: the update is not the base's even where radii are zero."""
-        return VISITS
+        return VISITS  # always four: the update is not the base's even where radii are zero
 
 
 def _after_g0(w: Walk, g0: Vector) -> Held:

@@ -27,9 +27,9 @@ class BatchNormWarning(UserWarning):
 
 _BFLOAT16 = (
     "{method}'s passes computed in bfloat16. It acts on differences of gradients "
-    "(g1 - g0), of which bfloat16's 8 bits of mantissa lose more than float16's 11: "
-    "'steppe bench fidelity' measures how much. Prefer torch.autocast(..., dtype=torch.float16) "
-    "with a GradScaler, TF32 or float32. This is said once per optimizer."
+    "(g1 - g0), of which bfloat16's 8 bits of mantissa lose more than float16's 11. Prefer "
+    "torch.autocast(..., dtype=torch.float16) with a GradScaler, TF32 or float32. This is said "
+    "once per optimizer."
 )
 _BATCH_NORM = (
     "The loss goes through batch norm in training mode, and {method} was not given the model: all "
@@ -56,7 +56,6 @@ def look(loss: Any, method: str, passes: int, *, model_given: bool) -> bool:
 
 
 def tell_bfloat16(method: str) -> None:
-    """Warns that passes run under bfloat16 autocast."""
     tell(_BFLOAT16.format(method=method), Bfloat16Warning)
 
 

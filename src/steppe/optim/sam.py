@@ -12,11 +12,10 @@ from steppe.options import Option
 from steppe.search import RHO
 
 from .engine import FlatnessOptimizer, Hyper
-from .excursion import PLAIN
 from .registry import register_optimizer
 from .still import Models
 from .vectors import Vector
-from .walk import Held, Visit, Walk
+from .walk import PLAIN, Held, Visit, Walk
 
 
 @register_optimizer(
@@ -36,15 +35,13 @@ class SAM(FlatnessOptimizer):
 
     Two passes; one when ``rho = 0``.
 
+    `base`, `model` and the other options: [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
+
     Args:
-        base: the optimizer that takes the step, an instance.
         rho: radius of the perturbation; a number, or a callable from the step (counted from 1).
         adaptive: scale the perturbation by the weights (ASAM).
         eta: added to the size of each weight when adaptive; the ASAM paper uses 0.01, most
             implementations 0.
-        model: the module being trained, for still batch-norm statistics and DDP.
-        **options: `ratio`, `perturbation`, `max_norm`, `xi`, `compile`, `generators`; see
-            [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
 
     Examples:
         >>> import torch
@@ -78,7 +75,6 @@ class SAM(FlatnessOptimizer):
         super().__init__(base, hyper, model=model, **options)
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        """Theta, then the perturbed point."""
         if all(c["rho"] == 0 for c in coefficients):
             return PLAIN
         return ADAPTIVE_VISITS if self.adaptive else VISITS

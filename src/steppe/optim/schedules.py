@@ -20,5 +20,4 @@ class InverseSqrt:
     rho_0: float
 
     def __call__(self, step: int) -> float:
-        """The radius at `step`, counted from 1."""
         return self.rho_0 / math.sqrt(step)

@@ -1,12 +1,14 @@
-"""What a model holds besides the weights being optimized, kept still while passes are repeated.
+"""What all passes of a step find as the first one did: random states, and the state of the model.
 
-Only the first pass of a step, at the unperturbed weights, may leave a trace there: in batch-norm
-statistics, a momentum encoder, the other half of a GAN.
+Only the first pass, at the unperturbed weights, may leave a trace in what a model holds besides the
+weights being optimized: in batch-norm statistics, a momentum encoder, the other half of a GAN.
 """
 
 from __future__ import annotations
 
 import operator
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from .distributed import is_sharded
 from .notices import tell
+from .vectors import differ, fingerprint
 
 Models = nn.Module | Iterable[nn.Module] | None
 """The module being trained, or several."""
@@ -30,7 +33,7 @@ LARGE = 2**25
 SPARE = 2**20
 """Bytes that may always be kept for safety's sake."""
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NOTHING = torch.empty(0)  # in a place that holds no tensor
 
 
 class _Place(NamedTuple):
@@ -45,9 +48,13 @@ class _Place(NamedTuple):
     def key(self) -> tuple[int, str]:
         return id(self.owner), self.name
 
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.owner.get(self.name)
+
 
 class _Look(NamedTuple):
-    """The tensors in some places, with their versions, addresses and, if asked for, contents."""
+    """The tensors in some places, with versions, addresses and fingerprints, empty if unasked."""
 
     tensors: list[Tensor | None]
     versions: list[int]
@@ -66,17 +73,20 @@ class _Kept(NamedTuple):
 class StillState:
     """Keeps what modules hold as the first pass left it, except the parameters being optimized.
 
-    Only what passes have been seen to change is copied. A change shows in a tensor's version, its
-    address or its place in the module, which are looked at in every step; a write through ``.data``
-    shows in none of them, so contents are compared in the first steps and at intervals after that.
-    A tensor that cannot be copied to (sparse, expanded) is put back where it was replaced, and a
-    write into it is reported.
+    Random states are rewound before every later pass. Of the modules' state, only what passes have
+    been seen to change is copied. A change shows in a tensor's version, its address or its place in
+    the module, which are looked at in every step; a write through ``.data`` shows in none of them,
+    so contents are compared in the first steps and at intervals after that. A tensor that cannot be
+    copied to (sparse, expanded) is put back where it was replaced, and a write into it is reported.
     Attributes such as `momentum` or `training` are never toggled: that would recompile compiled
     models, and `momentum=0` still advances `num_batches_tracked`.
     """
 
     def __init__(self, models: Sequence[nn.Module], optimized: Sequence[Tensor]) -> None:
         self.models, self.optimized = models, optimized
+        self.generators: Sequence[Any] = ()
+        """Random generators besides the global ones."""
+        self._rewind: Callable[[], None] = lambda: None
         self._moving: dict[tuple[int, str], _Place] = {}
         self._constant: list[_Place] = []
         self._strangers: list[nn.Parameter] = []
@@ -90,14 +100,17 @@ class StillState:
         self._grads: list[tuple[Tensor, Tensor | None]] = []
 
     @torch.no_grad()
-    def begin(self, capturing: bool) -> None:
+    def begin(self, device: torch.device) -> None:
         """Looks at everything before the first pass."""
+        self._rewind = record_randomness(device, self.generators)
         if not self.models:
             return
-        self._comparing, self._capturing = self._due() and not capturing, capturing
+        self._capturing = is_capturing(device)
+        self._comparing = self._due() and not self._capturing
         if self._comparing or self._rebuilt():
             self._find()
-        if capturing and not self._steps:  # nothing is known yet, and contents cannot be compared
+        # Nothing is known in a first step, and a capture cannot compare contents.
+        if self._capturing and not self._steps:
             self._move(self._constant)
         self._seen = self._look()
 
@@ -113,7 +126,7 @@ class StillState:
                 "changed by a write through .data, which steppe looks for only at intervals: later "
                 "passes may have moved it since contents were last compared",
             )
-        self._report_stuck(places)
+        self._tell_stuck(places)
         if self._comparing and self._rebuilt():  # a layer made its buffers in its first forward
             known = {place.key for place in self._constant} | self._moving.keys()
             self._find()
@@ -123,7 +136,8 @@ class StillState:
         self._kept = _cloned(self._moving.values())
         # A first comparison may miss a write that changes nothing yet, as of a teacher that still
         # equals its student: what is not much larger than the weights is kept all the same.
-        if self._comparing and _nbytes(self._constant) <= max(SPARE, 2 * _size(self.optimized)):
+        spare = max(SPARE, 2 * sum(p.nbytes for p in self.optimized))
+        if self._comparing and _nbytes(self._constant) <= spare:
             self._tried = _cloned(self._constant)
         # Another optimizer steps these parameters: later passes must not add to their gradients.
         self._grads = [
@@ -132,8 +146,9 @@ class StillState:
         if places or self._comparing:
             self._seen = self._look()
 
-    def set_aside(self) -> None:
-        """Takes the gradients of other optimizers' parameters away from the pass that follows."""
+    def again(self) -> None:
+        """Rewinds random states, and hides gradients of other optimizers from the next pass."""
+        self._rewind()
         for p, _ in self._grads:
             p.grad = None
 
@@ -147,7 +162,7 @@ class StillState:
             self._tried = [entry for entry in self._tried if entry.place.key not in self._moving]
             self._seen = self._look()
         for place, tensor, _ in self._kept:
-            if place.owner.get(place.name) is not tensor:
+            if place.tensor is not tensor:
                 place.owner[place.name] = tensor
         tensors = [entry.tensor for entry in self._kept if entry.value is not None]
         values = [entry.value for entry in self._kept if entry.value is not None]
@@ -174,7 +189,7 @@ class StillState:
             )
 
     def forget(self) -> None:
-        """Forgets the values of this step."""
+        self._rewind = lambda: None
         self._kept, self._tried, self._grads = [], [], []
 
     def _due(self) -> bool:
@@ -207,12 +222,12 @@ class StillState:
             place.key: place
             for place in self._places()
             # What shares memory with a weight moves with it, and must.
-            if id(tensor := place.owner[place.name]) not in optimized
+            if id(tensor := place.tensor) not in optimized
             and not (tensor is not None and (is_lazy(tensor) or _memory(tensor) in memory))
         }
         self._moving = {key: place for key, place in places.items() if key in self._moving}
         self._constant = [place for key, place in places.items() if key not in self._moving]
-        held = [place.owner[place.name] for place in places.values()]
+        held = [place.tensor for place in places.values()]
         self._strangers = [p for p in held if isinstance(p, nn.Parameter)]
         self._move(list(self._moving.values()))  # with what has come to stand beside them
 
@@ -231,44 +246,33 @@ class StillState:
     def _look(self) -> _Look:
         """What is where passes have not been seen to change anything."""
         held = [owner.get(name) for owner, name, _, _ in self._constant]
-        tensors = [t for t in held if t is not None]
+        tensors = [_NOTHING if t is None else t for t in held]
         versions = _marks(_version, tensors)
         addresses = _marks(Tensor.data_ptr, tensors)
-        contents = [fingerprint(t) for t in tensors] if self._comparing else []
+        contents: list[tuple[int, ...]] = [()] * len(tensors)
+        if self._comparing:
+            contents = [fingerprint(t) if _is_plain(t) else () for t in tensors]
         return _Look(held, versions, addresses, contents)
 
     def _changed(self, contents: bool = True) -> list[_Place]:
         """The places that are not as they were when last looked at."""
+        facts = slice(1, 4 if contents else 3)
         old, new = self._seen, self._look()
-        if not contents:
-            old, new = old._replace(contents=[]), new._replace(contents=[])
-        if not differ(old.tensors, new.tensors) and old[1:] == new[1:]:
+        if not differ(old.tensors, new.tensors) and old[facts] == new[facts]:
             return []
-        facts: dict[int, list[tuple[Any, ...]]] = {}
-        for look in (old, new):
-            columns = [column for column in look[1:] if column]
-            rows = zip((t for t in look.tensors if t is not None), *columns, strict=True)
-            for tensor, *values in rows:
-                facts.setdefault(id(tensor), []).append(tuple(values))
-        return [
-            place
-            for place, a, b in zip(self._constant, old.tensors, new.tensors, strict=True)
-            if a is not b or (a is not None and facts[id(a)][0] != facts[id(a)][-1])
-        ]
+        before, after = zip(*old[facts], strict=True), zip(*new[facts], strict=True)
+        rows = zip(self._constant, old.tensors, new.tensors, before, after, strict=True)
+        return [place for place, a, b, was, now in rows if a is not b or was != now]
 
-    def _report_stuck(self, places: Sequence[_Place]) -> None:
+    def _tell_stuck(self, places: Sequence[_Place]) -> None:
         """Warns of writes into tensors that cannot be copied to, and so cannot be undone."""
         before = {place.key: t for place, t in zip(self._constant, self._seen.tensors, strict=True)}
-        stuck = [
-            place
-            for place in places
-            if (t := place.owner.get(place.name)) is before[place.key] and not _is_plain(t)
-        ]
+        stuck = [p for p in places if p.tensor is before[p.key] and not _is_plain(p.tensor)]
         if stuck:
-            names = ", ".join(place.title for place in stuck[:3])
             tell(
-                f"{names}: passes write into a tensor that cannot be copied to (sparse, expanded "
-                "or a subclass), so later passes count too. Register a dense buffer instead."
+                f"{_names(stuck)}: passes write into a tensor that cannot be copied to (sparse, "
+                "expanded or a subclass), so later passes count too. Register a dense buffer "
+                "instead."
             )
 
     def _move(self, places: Iterable[_Place]) -> None:
@@ -283,43 +287,12 @@ class StillState:
         self._constant = [place for place in self._constant if place.key not in self._moving]
 
 
-def fingerprint(x: Tensor) -> tuple[int, ...]:
-    """Numbers of which a change of any one entry changes some: sums of its bits along two axes."""
-    if not _is_plain(x):
-        return ()
-    flat = (torch.view_as_real(x) if x.is_complex() else x).detach().reshape(-1)
-    size = flat.element_size()
-    whole = len(flat) - len(flat) % (8 // size)
-    body, rest = flat[:whole], flat[whole:].view(_WORDS[size])
-    if body.storage_offset() * size % 8:
-        body = body.clone()
-    words = body.view(torch.int64)  # sums of 64 bits run at the speed of memory
-    cut = len(words) - len(words) % 4095
-    table = words[:cut].view(-1, 4095)
-    parts = (table.sum(0), table.sum(1), words[cut:], rest.to(torch.int64))
-    return tuple(map(_weighted, parts))
-
-
-def _weighted(x: Tensor) -> int:
-    """A sum with odd weights: a change of one term changes it, and so does almost any swap."""
-    x = x ^ (x >> 29)  # or an even number of changed signs, the top bit, would cancel
-    weights = torch.arange(1, len(x) + 1, device=x.device) * 0x9E3779B1 | 1
-    return int((x * weights).sum())
-
-
 def _marks(mark: Callable[[Tensor], int], tensors: list[Tensor]) -> list[int]:
     """The version or the address of each; 0 where it has none (sparse, inference mode)."""
     try:
         return list(map(mark, tensors))
     except RuntimeError:
-        return [_or_zero(mark, tensor) for tensor in tensors]
-
-
-def _or_zero(mark: Callable[[Tensor], int], tensor: Tensor) -> int:
-    try:
-        return mark(tensor)
-    except RuntimeError:
-        return 0
+        return [0] if len(tensors) == 1 else [_marks(mark, [tensor])[0] for tensor in tensors]
 
 
 _version = operator.attrgetter("_version")
@@ -333,34 +306,27 @@ def _memory(tensor: Tensor) -> int:
         return 0
 
 
-def differ(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two lists hold different objects, or the same in another order."""
-    return len(some) != len(others) or any(map(operator.is_not, some, others))
-
-
 def _cloned(places: Iterable[_Place]) -> list[_Kept]:
-    held = [(place, place.owner.get(place.name)) for place in places]
+    held = [(place, place.tensor) for place in places]
     return [_Kept(p, t, t.clone() if _is_plain(t) else None) for p, t in held if t is not None]
 
 
 def _differs(entry: _Kept) -> bool:
-    place, tensor, value = entry
-    if place.owner.get(place.name) is not tensor:
+    if entry.place.tensor is not entry.tensor:
         return True
-    return value is not None and not torch.equal(tensor, value)
+    return entry.value is not None and not torch.equal(entry.tensor, entry.value)
 
 
 def _nbytes(places: Iterable[_Place]) -> int:
-    return _size([t for place in places if (t := place.owner.get(place.name)) is not None])
+    return sum(t.nbytes for place in places if (t := place.tensor) is not None)
 
 
-def _size(tensors: Iterable[Tensor]) -> int:
-    return sum(t.nbytes for t in tensors)
+def _names(places: Sequence[_Place]) -> str:
+    return ", ".join(place.title for place in places[:3])
 
 
 def _tell(places: Sequence[_Place], what: str) -> None:
-    names = ", ".join(place.title for place in places[:3])
-    tell(f"{names} {what}. From now on, later passes leave no trace there.")
+    tell(f"{_names(places)} {what}. From now on, later passes leave no trace there.")
 
 
 def _held(grad: Tensor | None) -> Tensor | None:
@@ -379,3 +345,52 @@ def _is_plain(x: Tensor | None) -> bool:
         return False
     expanded = any(s == 0 and size > 1 for s, size in zip(x.stride(), x.shape, strict=True))
     return not expanded and not x.is_inference()
+
+
+def rewinder(generator: Any) -> Callable[[], None]:
+    """Remembers the state of a generator and returns a function that rewinds to it.
+
+    Takes a `torch.Generator`, a NumPy `Generator` or `RandomState`, and a `random.Random`; the
+    modules `random` and `numpy.random`, too, are their global generators.
+    """
+    if hasattr(generator, "getstate"):  # random.Random
+        state = generator.getstate()
+        return lambda: generator.setstate(state)
+    if hasattr(generator, "get_state"):  # torch.Generator, numpy.random.RandomState
+        state = generator.get_state()
+        return lambda: generator.set_state(state)
+    bits: Any = getattr(generator, "bit_generator", None)  # numpy.random.Generator
+    if not hasattr(bits, "state"):
+        raise TypeError(
+            "generators takes torch.Generator, numpy.random.Generator, numpy.random.RandomState "
+            f"and random.Random objects, got {type(generator).__name__}"
+        )
+    state = bits.state
+    return lambda: setattr(bits, "state", state)
+
+
+def record_randomness(device: torch.device, generators: Sequence[Any]) -> Callable[[], None]:
+    """Remembers every global random state and returns a function that rewinds to it.
+
+    Covers torch on the CPU and on `device`, Python's `random`, NumPy's global state when NumPy is
+    loaded, and the `generators` given. While a CUDA graph is being captured the device generator
+    cannot be rewound and is left alone: capture a whole step only where the loss draws nothing.
+    """
+    numpy = sys.modules.get("numpy")
+    known = [torch.default_generator, random, *([numpy.random] if numpy else []), *generators]
+    rewinders = list(map(rewinder, known))
+    if device.type != "cpu" and not is_capturing(device):
+        backend = torch.get_device_module(device)
+        state = backend.get_rng_state(device)
+        rewinders.append(lambda: backend.set_rng_state(state, device))
+
+    def rewind() -> None:
+        for one in rewinders:
+            one()
+
+    return rewind
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -2,17 +2,24 @@
 
 Every function takes plain lists of equal length and loops over tensors only inside PyTorch
 (`torch._foreach_*`), so a call costs a handful of kernel launches however many tensors there are.
-A trailing underscore means that the first argument is overwritten.
+A trailing underscore means that the first argument is overwritten. At the end stand the questions
+that the engine asks about tensors beside their values: whose memory it is, and whether it changed.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+import sys
+from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Vector = list[Tensor]
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def norm(xs: Vector) -> Tensor:
@@ -40,6 +47,11 @@ def dot(xs: Vector, ys: Vector, *, scratch: Vector) -> Tensor:
 def like(xs: Vector) -> Vector:
     """Uninitialised memory for a vector of the same shape, strides and type."""
     return [torch.empty_like(x) for x in xs]
+
+
+def differ(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists hold different objects, or the same in another order."""
+    return len(some) != len(others) or any(map(operator.is_not, some, others))
 
 
 def add_(xs: Vector, ys: Vector, scale: float | Tensor, *, spend: bool = False) -> None:
@@ -101,3 +113,66 @@ def _dotted(xs: Vector) -> bool:
         and all(x.dtype == xs[0].dtype and x.is_contiguous() for x in xs)
         and not torch.compiler.is_compiling()
     )
+
+
+def are_ours(grads: list[Tensor], params: list[Tensor]) -> bool:
+    """Whether the engine may keep and overwrite these gradients of `params` beyond their pass.
+
+    That saves two parameter-sized allocations per step. But a DDP bucket is written again by the
+    next backward, and a user may have kept a reference (``before = p.grad``) to compare with later.
+    Counting references tells both from a gradient that only `.grad` refers to. The caller holds
+    them in one list and nowhere else.
+    """
+    alone = _alone()
+    return all(counts == alone for counts in _references(grads)) and all(map(_plain, grads, params))
+
+
+def _references(grads: list[Tensor]) -> list[tuple[int, int]]:
+    """References to each tensor from Python, and to its memory (views, detached twins, NumPy)."""
+    count = torch._C._storage_Use_Count
+    return [(sys.getrefcount(g), count(g.untyped_storage()._cdata)) for g in grads]
+
+
+@functools.cache
+def _alone() -> tuple[int, int]:
+    """What `_references` gives for a gradient that only its parameter holds.
+
+    Measured rather than written down: the numbers are CPython's and torch's own business.
+    """
+    p = nn.Parameter(torch.zeros(1))
+    p.grad = torch.zeros(1)
+    return _references([p.grad])[0]
+
+
+def _plain(grad: Tensor, p: Tensor) -> bool:
+    """Laid out like its parameter in memory of its own, outside any graph."""
+    return (
+        type(grad) is Tensor  # not a DTensor
+        and not grad.requires_grad
+        and not grad._is_view()
+        and grad.dtype == p.dtype
+        and grad.stride() == p.stride()
+        and grad.untyped_storage().nbytes() == grad.nbytes
+    )
+
+
+def fingerprint(x: Tensor) -> tuple[int, ...]:
+    """Numbers of which a change of any one entry changes some: sums of its bits along two axes."""
+    flat = (torch.view_as_real(x) if x.is_complex() else x).detach().reshape(-1)
+    size = flat.element_size()
+    whole = len(flat) - len(flat) % (8 // size)
+    body, rest = flat[:whole], flat[whole:].view(_WORDS[size])
+    if body.storage_offset() * size % 8:
+        body = body.clone()
+    words = body.view(torch.int64)  # sums of 64 bits run at the speed of memory
+    cut = len(words) - len(words) % 4095
+    table = words[:cut].view(-1, 4095)
+    parts = (table.sum(0), table.sum(1), words[cut:], rest.to(torch.int64))
+    return tuple(map(_weighted, parts))
+
+
+def _weighted(x: Tensor) -> int:
+    """A sum with odd weights: a change of one term changes it, and so does almost any swap."""
+    x = x ^ (x >> 29)  # or an even number of changed signs, the top bit, would cancel
+    weights = torch.arange(1, len(x) + 1, device=x.device) * 0x9E3779B1 | 1
+    return int((x * weights).sum())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import vectors
-from .ownership import are_ours
-from .vectors import Vector
+from .vectors import Vector, are_ours
+
+CPU_BLOCK = 2**20
+"""Bytes after which a span ends on a CPU. An accelerator wants few large launches instead."""
+
+Coefficients = Mapping[str, float]
+"""The numbers that a group's stages use, by name."""
 
 Held = tuple[Vector, ...]
 """What a recipe keeps from one visit to the next."""
@@ -44,54 +49,85 @@ class Span:
     """Neighbouring tensors that share their coefficients: a parameter group, or a part of one."""
 
     tensors: slice
-    coefficients: Mapping[str, float]
+    coefficients: Coefficients
 
 
+PLAIN: tuple[Visit, ...] = (Visit(lambda walk, g0: (g0,)),)
+"""The recipe of a step that does not pay for flatness: the gradient itself."""
+
+
+class Layout:
+    """Divides parameters into spans, by coefficients and, on a CPU, into blocks that fit a cache.
+
+    The same for most steps, and then not worked out again.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[float, Sequence[Coefficients]] = (0.0, ())
+        self._params: list[Any] = []
+        self._spans: list[Span] = []
+
+    def spans(
+        self, groups: Sequence[Mapping[str, Any]], coefficients: Sequence[Coefficients], params: Any
+    ) -> list[Span]:
+        limit = CPU_BLOCK if params[0].device.type == "cpu" else math.inf
+        if self._key != (limit, coefficients) or vectors.differ(self._params, params):
+            owner = {p: c for g, c in zip(groups, coefficients, strict=True) for p in g["params"]}
+            self._spans = _divided(params, [owner[p] for p in params], limit)
+            self._key, self._params = (limit, coefficients), params
+        return self._spans
+
+
+def _divided(params: list[Any], owners: list[Coefficients], limit: float) -> list[Span]:
+    spans: list[Span] = []
+    filled = math.inf
+    for i, (p, coefficients) in enumerate(zip(params, owners, strict=True)):
+        if filled < limit and spans[-1].coefficients == coefficients:
+            start = spans.pop().tensors.start
+        else:
+            start, filled = i, 0
+        spans.append(Span(slice(start, i + 1), coefficients))
+        filled += p.nbytes
+    return spans
+
+
+@dataclass(eq=False)
 class Walk:
     """The weights of one step and the operations recipes are written in.
 
-    Args:
+    Attributes:
         params: the parameters that got a gradient, in group order.
         theta: their tensors in this process (`params` unless they are sharded).
         spans: the parts of the list that operations work through one after the other.
         xi: the small constant of Algorithm 1.
+        memory: what recipes keep from step to step, by parameter (see `remembered`).
         spare: memory for the backup, or None to allocate it.
         adopt: whether a gradient that is all ours may be held without a copy.
         groups: process groups over which squared norms add up (sharded parameters).
-        memory: what recipes keep from step to step, by parameter (see `remembered`).
+        backup: the weights at the start of the step, once they have left it.
     """
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        theta: Vector,
-        spans: Sequence[Span],
-        *,
-        xi: float | Tensor,
-        spare: Vector | None,
-        adopt: bool,
-        groups: Sequence[dist.ProcessGroup] = (),
-        memory: dict[Tensor, dict[str, Tensor]] | None = None,
-    ) -> None:
-        self.params = list(params)
-        self.theta = theta
-        self.spans = list(spans)
-        self.xi = xi
-        self.adopt = adopt
-        self.backup: Vector | None = None
-        half = any(t.dtype == torch.float16 for t in theta)
+    params: list[Any]
+    theta: Vector
+    spans: list[Span]
+    xi: float | Tensor
+    memory: dict[Tensor, dict[str, Tensor]]
+    spare: Vector | None
+    adopt: bool
+    groups: Sequence[dist.ProcessGroup]
+    backup: Vector | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        half = any(t.dtype == torch.float16 for t in self.theta)
         self._cap = torch.finfo(torch.float16).max if half else math.inf
         self._saved = 0  # how many tensors the backup holds
-        self._spare = spare
-        self._groups = groups
-        self._memory = {} if memory is None else memory
 
     def remembered(self, name: str) -> Vector:
         """A vector that lives from step to step (an average of gradients, say); zero at first.
 
         Write to it in place. It is part of the optimizer's `state_dict`.
         """
-        found = [self._memory.setdefault(p, {}) for p in self.params]
+        found = [self.memory.setdefault(p, {}) for p in self.params]
         return [
             memory[name] if name in memory else memory.setdefault(name, torch.zeros_like(t))
             for memory, t in zip(found, self.theta, strict=True)
@@ -104,7 +140,7 @@ class Walk:
         accelerator it stays on the device, because reading it would stall the host.
         """
         value = vectors.norm(d)
-        if self._groups:
+        if self.groups:
             value = self._total(value.square()).sqrt()
         return _readable(value)
 
@@ -113,7 +149,7 @@ class Walk:
         return _readable(self._total(vectors.dot(xs, ys, scratch=scratch)))
 
     def _total(self, value: Tensor) -> Tensor:
-        for group in self._groups:
+        for group in self.groups:
             dist.all_reduce(value, group=group)
         return value
 
@@ -135,8 +171,8 @@ class Walk:
     def _move(self, d: Vector, rho: str, norm: Any, *, spend: bool, home: bool) -> None:
         leaving = self.backup is None
         if leaving:
-            self.backup = vectors.like(self.theta) if self._spare is None else self._spare
-            self._spare = None
+            self.backup = vectors.like(self.theta) if self.spare is None else self.spare
+            self.spare = None
         assert self.backup is not None
         for span in self.spans:  # all of one span before the next: what it wrote is in the cache
             part = span.tensors
@@ -184,23 +220,24 @@ class Walk:
             torch._foreach_mul_(xs[span.tensors], span.coefficients[coefficient])
         return xs
 
-    def grow(self, params: Sequence[Tensor], theta: Vector, spans: Sequence[Span]) -> None:
+    def grow(self, params: list[Any], theta: Vector, spans: list[Span], held: Held) -> Held:
         """Takes in parameters whose first gradient of this step appears in a later pass.
 
-        They had no gradient so far, so nothing has moved them yet. The caller extends what is held.
+        They had no gradient so far: nothing has moved them, and what is held is zero there.
         """
-        backup, saved = self.backup, self._saved
-        if backup is not None:
-            known = {id(p): b for p, b in zip(self.params, backup, strict=True)}
-            backup = [
-                known[id(p)] if id(p) in known else t.clone()
-                for p, t in zip(params, theta, strict=True)
-            ]
-            saved = len(backup)
-        self._spare = None  # too short now
-        self.params, self.spans = list(params), list(spans)
+        old = {id(p): i for i, p in enumerate(self.params)}
+
+        def extended(known: Vector, new: Callable[[Tensor], Tensor]) -> Vector:
+            pairs = zip(params, theta, strict=True)
+            return [known[old[id(p)]] if id(p) in old else new(t) for p, t in pairs]
+
+        held = tuple(extended(vector, torch.zeros_like) for vector in held)
+        backup = None if self.backup is None else extended(self.backup, torch.clone)
+        self.spare = None  # too short now
+        self.params, self.spans = params, spans
         # Together and last: an interrupt must not find a backup of other tensors.
-        self.theta, self.backup, self._saved = theta, backup, saved
+        self.theta, self.backup, self._saved = theta, backup, len(backup or ())
+        return held
 
 
 def _readable(value: Tensor) -> Tensor | float:

@@ -1,15 +1,25 @@
-"""An optimizer that wraps another one and shows that one's groups, state and hooks."""
+"""An optimizer that wraps another one and shows that one's groups, state and hooks.
+
+It adds its own hyper-parameters to the groups, and a step counter and a memory to the state.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from numbers import Real
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from . import distributed
 
 
 class Wrapper(Optimizer):
@@ -19,6 +29,9 @@ class Wrapper(Optimizer):
     tear the two apart, because nothing is copied here. Hooks registered on the wrapper are the
     base's: they fire once per step, with the global ones, and are given the base.
     """
+
+    needs_graph: ClassVar[bool] = False
+    """Whether the closure must call ``backward(create_graph=True)``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuses another library's arguments in words, which `__init__` could not."""
@@ -58,6 +71,15 @@ class Wrapper(Optimizer):
         # and hooks, and fire the global step hooks twice per step.
         _check_base(base, type(self).__name__)
         self.base = base
+        self.steps = 0
+        """Steps taken so far; one that a GradScaler skips counts under a fused base alone, whose
+        kernels skip it without telling the host."""
+        self._memory: dict[Tensor, dict[str, Tensor]] = {}
+        self.__dict__.update(self._fresh())
+
+    def _fresh(self) -> dict[str, Any]:
+        """The attributes that no copy takes along, as they are before a first step."""
+        return {}
 
     def parameters(self) -> list[Any]:
         """All parameters, in the order of their groups."""
@@ -65,7 +87,6 @@ class Wrapper(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The base's groups, the very list."""
         return self.base.param_groups
 
     @param_groups.setter
@@ -74,7 +95,6 @@ class Wrapper(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The base's state; setting it sets the base's."""
         return self.base.state
 
     @state.setter
@@ -83,7 +103,6 @@ class Wrapper(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The base's defaults."""
         return self.base.defaults
 
     def __getattr__(self, name: str) -> Any:
@@ -99,6 +118,144 @@ class Wrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; `step` does so by itself."""
         self.base.zero_grad(set_to_none)
+
+    def _share(self, hyper: Mapping[str, Any]) -> None:
+        """Writes the hyper-parameters into the base's groups, where overrides may already be."""
+        self._hyper = {n: float(v) if isinstance(v, Real) else v for n, v in hyper.items()}
+        method = type(self).__name__.lower()
+        self._keys = {n: f"{method}_{n}" if n in self.base.defaults else n for n in hyper}
+        # A base that was wrapped before still carries the earlier wrapper's values.
+        stale = getattr(self.base, "_steppe_shared", {})
+        shared = {key: self._hyper[name] for name, key in self._keys.items()}
+        updates = [
+            {k: v for k, v in shared.items() if k not in group or group[k] == stale.get(k)}
+            for group in self.param_groups
+        ]
+        for group, update in zip(self.param_groups, updates, strict=True):
+            self._values({**group, **update}, 1)
+        for group, update in zip(self.param_groups, updates, strict=True):
+            group.update(update)
+        self.base._steppe_shared = shared  # type: ignore[attr-defined]
+        self._own()
+
+    def _values(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        """One group's hyper-parameters at a step, schedules evaluated and checked."""
+        if group.get("maximize"):
+            raise ValueError(
+                f"{type(self).__name__} climbs towards a larger loss, which is the wrong way under "
+                "maximize=True: minimize the negated loss instead."
+            )
+        values = {}
+        for name, key in self._keys.items():
+            value = group.get(key, self._hyper[name])
+            if isinstance(value, nn.Module):
+                raise TypeError(f"{key} must be a number, got a module: pass it as model=model")
+            value = value(step) if callable(value) else value
+            if isinstance(value, Tensor):
+                raise TypeError(
+                    f"{key} must be a Python number or a function of the step, got a tensor: pass "
+                    f"{key}.item(), or a function to change it as you train"
+                )
+            if not isinstance(value, Real) or not math.isfinite(value):
+                raise ValueError(f"{key} must be a finite number, got {value!r} at step {step}")
+            values[name] = float(value)
+        self.validate(values)
+        return values
+
+    def validate(self, hyper: Mapping[str, float]) -> None:
+        """Raises ValueError for hyper-parameters that make no sense; none may be negative."""
+        for name, value in hyper.items():
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+
+    def _check_parameters(self) -> None:
+        method, params = type(self).__name__, self.parameters()
+        if any(p.is_complex() for p in params):
+            raise ValueError(
+                f"{method} does not take complex parameters: pass torch.view_as_real of them."
+            )
+        if self.needs_graph and any(map(distributed.is_sharded, params)):
+            raise TypeError(
+                f"{method} differentiates gradients, which sharded parameters (FSDP2) do not "
+                "allow. Use GAM, which needs only gradients."
+            )
+        distributed.one_device(params)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the base; hyper-parameters it does not name get the shared values."""
+        self.base.add_param_group(param_group)
+        for name, key in self._keys.items():
+            self.param_groups[-1].setdefault(key, self._hyper[name])
+        try:
+            self._check_parameters()
+            self._values(self.param_groups[-1], self.steps + 1)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's state plus the step counter and what the recipe remembers; no weights.
+
+        Schedules are code and stay out, as in torch's `LambdaLR`: the optimizer that loads the
+        state brings its own.
+        """
+        saved = self.base.state_dict()
+        for group in saved["param_groups"]:
+            for key in self._keys.values():
+                if callable(group.get(key)):
+                    del group[key]
+        params = self.parameters()
+        memory = {i: dict(self._memory[p]) for i, p in enumerate(params) if p in self._memory}
+        return {**saved, "steppe": {"step": self.steps, "memory": memory}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned, or a plain state of the base optimizer."""
+        state_dict = dict(state_dict)
+        own = state_dict.pop("steppe", {"step": 0, "memory": {}})
+        before = [{k: g[k] for k in self._keys.values() if k in g} for g in self.param_groups]
+        self.base.load_state_dict(state_dict)
+        for group, previous in zip(self.param_groups, before, strict=True):
+            for key, value in previous.items():
+                group.setdefault(key, value)
+        self.steps = own["step"]
+        params = self.parameters()
+        self._memory = {
+            params[i]: {k: v.to(params[i].device, copy=True) for k, v in kept.items()}
+            for i, kept in own["memory"].items()
+        }
+
+    def _own(self) -> None:
+        self.base._steppe_owner = weakref.ref(self)  # type: ignore[attr-defined]
+
+    def _owner(self) -> Any:
+        """The wrapper that wrapped the base last."""
+        owner = getattr(self.base, "_steppe_owner", None)
+        return self if owner is None else owner()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything that lasts from step to step, the model included."""
+        transient = {"step", *self._fresh()}  # schedulers set `step` on the instance, as a closure
+        return {k: v for k, v in self.__dict__.items() if k not in transient}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | self._fresh())
+        self._own()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with parameters and a model of its own, which belong together.
+
+        Copied with its model, in whatever order, it gets that copy.
+        """
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return new
+
+    def __repr__(self) -> str:
+        shown = {n: self.param_groups[0].get(k, self._hyper[n]) for n, k in self._keys.items()}
+        hyper = ", ".join(f"{name}={value}" for name, value in shown.items())
+        return f"{type(self).__name__}({hyper}, base={self.base!r})"
 
 
 @cache

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -73,24 +72,18 @@ class Yogi(Optimizer):
         initial_accumulator: float = 1e-6,
         weight_decay: float = 0.0,
     ) -> None:
-        for name, value in {
+        numbers = {
             "lr": lr,
-            "eps": eps,
-            "initial_accumulator": initial_accumulator,
-            "weight_decay": weight_decay,
-        }.items():
-            if not value >= 0:
-                raise ValueError(f"Yogi: {name} must not be negative, got {value}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"Yogi: betas must lie in [0, 1), got {betas}")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
             "eps": eps,
             "initial_accumulator": initial_accumulator,
             "weight_decay": weight_decay,
         }
-        super().__init__(params, defaults)
+        for name, value in numbers.items():
+            if not value >= 0:
+                raise ValueError(f"Yogi: {name} must not be negative, got {value}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"Yogi: betas must lie in [0, 1), got {betas}")
+        super().__init__(params, {**numbers, "betas": betas})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -104,49 +97,29 @@ class Yogi(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            for p in params:
-                if p.grad.is_sparse or p.is_complex():
-                    raise RuntimeError("Yogi supports neither sparse gradients nor complex weights")
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(p)
-                    state["exp_avg_sq"] = torch.full_like(p, group["initial_accumulator"])
-            yogi(
-                params,
-                [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params],
-                lr=float(group["lr"]),
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-            )
+            if params := [p for p in group["params"] if p.grad is not None]:
+                self._update(group, params)
         return loss
 
-
-def yogi(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """Take one step of Algorithm 2: updates the parameters and both moments in place."""
-    beta1, beta2 = betas
-    if weight_decay != 0:
-        grads = list(torch._foreach_add(grads, params, alpha=weight_decay))
-    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-    squares = torch._foreach_mul(grads, grads)
-    signs = torch._foreach_sub(exp_avg_sqs, squares)
-    torch._foreach_sign_(signs)
-    torch._foreach_addcmul_(exp_avg_sqs, signs, squares, value=-(1 - beta2))
-    denominators = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_add_(denominators, eps)
-    torch._foreach_addcdiv_(params, exp_avgs, denominators, value=-lr)
+    def _update(self, group: dict[str, Any], params: list[Any]) -> None:
+        for p in params:
+            if p.grad.is_sparse or p.is_complex():
+                raise RuntimeError("Yogi supports neither sparse gradients nor complex weights")
+            state = self.state[p]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(p)
+                state["exp_avg_sq"] = torch.full_like(p, group["initial_accumulator"])
+        grads = [p.grad for p in params]
+        exp_avgs = [self.state[p]["exp_avg"] for p in params]
+        exp_avg_sqs = [self.state[p]["exp_avg_sq"] for p in params]
+        beta1, beta2 = group["betas"]
+        if group["weight_decay"] != 0:
+            grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+        torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+        squares = torch._foreach_mul(grads, grads)
+        signs = torch._foreach_sub(exp_avg_sqs, squares)
+        torch._foreach_sign_(signs)
+        torch._foreach_addcmul_(exp_avg_sqs, signs, squares, value=-(1 - beta2))
+        denominators = torch._foreach_sqrt(exp_avg_sqs)
+        torch._foreach_add_(denominators, group["eps"])
+        torch._foreach_addcdiv_(params, exp_avgs, denominators, value=-float(group["lr"]))
