@@ -4,7 +4,6 @@ The names below are the public ones; the modules beside this file hold one idea 
 """
 
 from .catalog import (
-    DatasetSpec,
     data_folder,
     dataset_names,
     dataset_spec,
@@ -13,6 +12,7 @@ from .catalog import (
     register_dataset,
 )
 from .dataset import Arrays, Dataset, Domain, Files, Images, UnreadableImage
+from .spec import DatasetSpec
 from .splits import Split, seed_hash, split_dataset, split_indices
 
 __all__ = [

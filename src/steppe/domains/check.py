@@ -15,19 +15,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from steppe.console import Console, RenderableType, table, text
 from steppe.errors import UserError, reason
-from steppe.strangers import command, plain, printable
+from steppe.strangers import command, plain
 
 from . import pack
-from .catalog import DUPLICATES, DatasetSpec
 from .dataset import Domain, Files, UnreadableImage, decode
 from .folder import SUFFIXES, read_folder, subfolders
 from .pool import map_files
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+from .spec import DatasetSpec
 
 _SHOWN = 20
 """Copies that the terminal and a summary list; all are in the report."""
@@ -131,13 +128,9 @@ def check(
     return Report(spec.name, where, counts, tuple(findings), tuple(unreadable), copies)
 
 
-def _folder(spec: DatasetSpec, home: Path) -> Path:
-    return home / spec.folder if spec.folder is not None else home
-
-
 def _open(spec: DatasetSpec, home: Path) -> tuple[str, list[_Listed], list[Finding]]:
     """Lists the images: of all domains, of those that are there, or of the pack alone."""
-    folder = _folder(spec, home)
+    folder = spec.where(home)
     try:
         classes, domains = spec.read(folder)
     except UserError as error:
@@ -191,9 +184,9 @@ def _check_counts(
     spec: DatasetSpec, home: Path, counts: Sequence[DomainCount]
 ) -> Iterator[Finding]:
     hint = ""
-    if spec.name == "DomainNet":
-        there = (_folder(spec, home) / DUPLICATES).exists()
-        hint = f" ({DUPLICATES}, which says what to leave out, is {'' if there else 'not '}there)"
+    if (listed := spec.left_out) is not None:
+        there = (spec.where(home) / listed).exists()
+        hint = f" ({listed}, which says what to leave out, is {'' if there else 'not '}there)"
     for count in counts:
         if count.expected is not None and count.images != count.expected:
             yield Finding(
@@ -225,7 +218,7 @@ def _check_classes(
 
 def _check_layout(spec: DatasetSpec, home: Path, listed: Sequence[_Listed]) -> Iterator[Finding]:
     """Files and folders that reading a dataset passes over."""
-    folder = _folder(spec, home)
+    folder = spec.where(home)
     images: dict[Path, set[str]] = defaultdict(set)
     for item in listed:
         if isinstance(item.domain.images, Files):
@@ -343,36 +336,28 @@ def _check_pack(
 
 def tables(report: Report) -> list[RenderableType]:
     """The report for a terminal: counts, what was found, and the verdict."""
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    def text(words: str, style: str = "") -> Text:
-        return Text(printable(words), style)
-
     shown: list[RenderableType] = [text(f"{report.dataset}: {report.where}", style="bold")]
-    if report.domains:
-        numbers = ("images", "expected", "classes")
-        domains = Table("domain", *(Column(name, justify="right") for name in numbers))
-        for domain in report.domains:
-            expected = "" if domain.expected is None else f"{domain.expected:,}"
-            present = sum(1 for images in domain.classes.values() if images)
-            domains.add_row(text(domain.name), f"{domain.images:,}", expected, str(present))
-        shown.append(domains)
-        classes = list(report.domains[0].classes)
+    domains = report.domains
+    if domains:
+        counts = (
+            (
+                domain.name,
+                f"{domain.images:,}",
+                "" if domain.expected is None else f"{domain.expected:,}",
+                sum(1 for images in domain.classes.values() if images),
+            )
+            for domain in domains
+        )
+        shown.append(table(("domain", "images", "expected", "classes"), counts))
+        classes = list(domains[0].classes)
         if len(classes) <= _CLASS_ROWS:
-            names = (text(domain.name) for domain in report.domains)
-            counts = Table("class", *(Column(name, justify="right") for name in names))
-            for name in classes:
-                row = (f"{domain.classes[name]:,}" for domain in report.domains)
-                counts.add_row(text(name), *row)
-            shown.append(counts)
+            rows = ((name, *(f"{d.classes[name]:,}" for d in domains)) for name in classes)
+            shown.append(table(("class", *(domain.name for domain in domains)), rows))
         else:
             shown.append(text(f"{len(classes)} classes: see --json for the images of each"))
     if report.copies:
-        copies = Table("identical images", "files")
-        for same in report.copies[:_SHOWN]:
-            copies.add_row(same.kind, text("\n".join(same.files)))
-        shown.append(copies)
+        copies = ((same.kind, "\n".join(same.files)) for same in report.copies[:_SHOWN])
+        shown.append(table(("identical images", "files"), copies, labels=2))
         if len(report.copies) > _SHOWN:
             shown.append(text(f"and {len(report.copies) - _SHOWN:,} more: see --json"))
     shown += [text(f"note: {note}") for note in report.notes]

@@ -28,17 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from steppe.console import Console, Meter
 from steppe.errors import UserError, reason
 from steppe.strangers import command, is_name, parse, printable, read
 
 from .dataset import Dataset, Domain, Files, Indices, Pixels
-from .pool import progress
 from .workshop import abandoned, put_back, workshops
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .catalog import DatasetSpec
+    from .spec import DatasetSpec
 
 FORMAT = 1
 ROW = np.dtype(
@@ -230,14 +228,14 @@ def verify(path: Path, console: Console | None = None) -> list[str]:
         return [f"pack {path}: {printable(error)}"]
     problems = []
     shards = [shard for domain in index.domains for shard in domain.shards]
-    with progress(f"verifying {path.name}", len(shards), console) as advance:
+    with Meter(f"verifying {path.name}", len(shards), console=console, every=5) as meter:
         for shard in shards:
             wrong = _shard_problem(path, shard)
             if wrong is None and checksum(path / shard.file) != shard.sha256:
                 wrong = f"{shard.file} is damaged: its checksum is not the one in {INDEX}"
             if wrong is not None:
                 problems.append(f"pack {path}: {wrong}")
-            advance()
+            meter.advance()
     return problems
 
 

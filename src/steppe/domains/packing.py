@@ -13,11 +13,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
+from steppe.console import Console
 from steppe.durable import durable, sync_folder
 from steppe.errors import UserError, reason
 
@@ -37,9 +37,6 @@ from .pack import (
 )
 from .pool import map_files
 from .workshop import OLD, workshop
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SIZE = 256
 """The longest that a shorter side may be, unless another length is asked for."""

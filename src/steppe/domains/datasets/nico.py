@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from steppe.domains.dataset import Contents, Domain, Files
+from steppe.domains.folder import lines as lines_of
+from steppe.domains.folder import read_folder, require_text
+from steppe.domains.spec import DatasetSpec, Source
 from steppe.errors import UserError
 from steppe.strangers import parse
 from steppe.strangers import read as read_file
-
-from .dataset import Domain, Files
-from .folder import lines as lines_of
-from .folder import read_folder, require_text
 
 DOMAINS = ("autumn", "dim", "grass", "outdoor", "rock", "water")
 SUBSETS = ("train", "val", "test")
@@ -31,8 +31,6 @@ LABELS = "dg_label_id_mapping.json"
 """Comes with the public archive: the label of each class, by name."""
 
 _log = logging.getLogger("steppe")
-
-Contents = tuple[tuple[str, ...], tuple[Domain, ...]]
 
 
 def read(root: Path) -> Contents:
@@ -189,3 +187,24 @@ def _in_official_order(
         tuple(classes[label] for label in order),
         tuple(replace(domain, labels=renumbered[domain.labels]) for domain in domains),
     )
+
+
+NICO = DatasetSpec(
+    name="NICO++",
+    domains=DOMAINS,
+    labels=DOMAINS,
+    n_classes=60,
+    citation="Zhang et al., NICO++: Towards Better Benchmarking for Domain Generalization, "
+    "CVPR 2023",
+    read=read,
+    folder="NICO++",
+    steps=10001,
+    target_sets=(("autumn", "rock"), ("dim", "grass"), ("outdoor", "water")),
+    source=Source(
+        elsewhere=(
+            "https://nicochallenge.com/dataset and https://github.com/xxgege/NICO-plus (the "
+            "authors' pages; the folders wanted are track_1/public_dg_0416/train/DOMAIN)",
+            "https://huggingface.co/datasets/2018LZY/NICOplusplus",
+        ),
+    ),
+)
