@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from steppe.algorithms import AlgorithmSpec, Option, algorithm_names, algorithm_spec
+from steppe.algorithms import AlgorithmSpec, algorithm_names, algorithm_spec
+from steppe.options import Like, Option
 
 NAMES = algorithm_names()
 """Now, before the guide's own example adds one."""
@@ -11,7 +12,7 @@ GUIDE = Path(__file__).parents[2] / "docs/guide/algorithms.md"
 
 def described(name: str, option: Option) -> str:
     default = "as the optimizer's" if option.default is None else f"{option.default:.4g}"
-    drawn = "as its `lr`" if option.distribution is None else repr(option.distribution)
+    drawn = "as its `lr`" if isinstance(option.search, Like) else repr(option.distribution)
     return f"`{name}` {default}" + ("" if drawn == repr(option.default) else f" ({drawn})")
 
 

@@ -8,13 +8,19 @@ from pathlib import Path
 from tests.limits import seconds
 
 PLUGIN = """
+from typing import Annotated
+
 from torch.nn import functional as F
-from steppe.algorithms import Algorithm, AlgorithmSpec, Losses, Option, register_algorithm
-from steppe.optim.search import LogUniform
+from steppe.algorithms import Algorithm, Losses, register_algorithm
+from steppe.options import Option
+from steppe.search import LogUniform
 
 
+@register_algorithm("Doubled", citation="you")
 class Doubled(Algorithm):
-    def __init__(self, network, n_domains, penalty=0.1):
+    def __init__(
+        self, network, n_domains, penalty: Annotated[float, Option(LogUniform(-2, 0))] = 0.1
+    ):
         super().__init__(network, n_domains)
         self.penalty = penalty
 
@@ -27,9 +33,6 @@ class Doubled(Algorithm):
     def predict(self, images):
         return 2 * self.network(images)
 
-
-options = {"penalty": Option(0.1, LogUniform(-2, 0))}
-register_algorithm(AlgorithmSpec("Doubled", Doubled, "you", options))
 """
 TRAIN = """
 from steppe.training import make_config, train

@@ -17,9 +17,9 @@ from steppe.errors import UserError
 
 def test_names_and_defaults():
     assert averaging_names() == ("none", "swad", "sma")
-    assert averaging_spec("none").options == {}
-    assert averaging_spec("sma").options == {"start": 100}
-    assert averaging_spec("swad").options == {
+    assert averaging_spec("none").default_options == {}
+    assert averaging_spec("sma").default_options == {"start": 100}
+    assert averaging_spec("swad").default_options == {
         "every": 100,
         "n_converge": 3,
         "n_tolerance": 6,
@@ -33,9 +33,9 @@ def test_every_entry_can_be_built(name):
     spec = averaging_spec(name.upper())
     assert spec.name == name
     assert bool(spec.citation) == (name != "none")
-    spec.check(spec.options)
-    built = build_averaging(name.title(), nn.Linear(2, 2), **spec.options)
-    assert type(built) is spec.target
+    spec.check(spec.default_options)
+    built = build_averaging(name.title(), nn.Linear(2, 2), **spec.default_options)
+    assert type(built) is spec.cls
     assert isinstance(built, Averaging)
 
 
@@ -77,7 +77,7 @@ def test_a_wrong_value_is_named_with_what_is_right(name, options, message):
     with pytest.raises(UserError, match=f"averaging '{name}': .*{message}"):
         build_averaging(name, nn.Linear(2, 2), **options)
     with pytest.raises(UserError, match=message):  # past the registry, too
-        averaging_spec(name).target(nn.Linear(2, 2), **options)
+        averaging_spec(name).cls(nn.Linear(2, 2), **options)
 
 
 def test_unknown_names_and_options():

@@ -4,8 +4,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from scipy.sparse.linalg import eigsh
 from torch import nn
 

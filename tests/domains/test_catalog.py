@@ -17,6 +17,7 @@ from steppe.domains import (
     register_dataset,
 )
 from steppe.errors import UserError
+from steppe.registry import Registry
 
 ALL = [dataset_spec(name) for name in dataset_names()]
 BUILT_IN = ["RotatedDigits", "Doodles"]
@@ -163,7 +164,7 @@ def test_the_data_folder_is_an_environment_variable(
 
 
 def test_register_a_dataset_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(catalog, "_BY_NAME", dict(catalog._BY_NAME))
+    monkeypatch.setattr(catalog, "DATASETS", Registry("dataset", catalog.BUILT_IN))
     asked = []
 
     @register_dataset("Mine", domains=["a", "b"], n_classes=1, folder="my_files", steps=7)
@@ -179,6 +180,6 @@ def test_register_a_dataset_of_ones_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert (dataset.spec.steps, dataset.spec.labels) == (7, ("a", "b"))
     assert "Mine" in dataset_names()
     with pytest.raises(UserError, match="already"):
-        register_dataset("pacs", domains=["a", "b"], n_classes=1)
+        register_dataset("pacs", domains=["a", "b"], n_classes=1)(mine)
     with pytest.raises(UserError, match="'stepz', did you mean 'steps'"):
         register_dataset("Wrong", domains=["a", "b"], n_classes=1, stepz=7)(mine)

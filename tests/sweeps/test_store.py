@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from steppe.sweeps import Grid, look, store, write_plan
 from steppe.sweeps.store import Claim, Job, claim, state_of

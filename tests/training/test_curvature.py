@@ -28,6 +28,7 @@ from steppe.training import (
     Measured,
     backbones,
     checkpoint,
+    curvature as under_test,
     load_measurements,
     load_model,
     make_config,
@@ -36,7 +37,6 @@ from steppe.training import (
     phases,
     train,
 )
-from steppe.training import curvature as under_test
 from steppe.training.measured import VOLATILE, measurement_file, measurement_name
 from steppe.training.phases import Advance, Phases, Shown
 

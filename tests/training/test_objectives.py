@@ -39,8 +39,8 @@ class Alternating(ERM):
 def test_objectives_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
-    spec = registry.AlgorithmSpec("Alternating", Alternating, "")
-    monkeypatch.setitem(registry._BY_NAME, "Alternating", spec)
+    spec = registry.AlgorithmSpec.of(Alternating, "Alternating")
+    monkeypatch.setitem(registry.algorithms._table, "alternating", spec)
     SEEN.clear()
     values = {"dataset": "RotatedDigits", "targets": "75", "algorithm": "alternating"}
     values |= {"optimizer": optimizer, "steps": 8, "checkpoint_every": 5, "device": "cpu"}

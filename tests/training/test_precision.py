@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from steppe.errors import UserError
-from steppe.optim import optimizer_names, optimizer_spec, registry
-from steppe.optim.search import Choice, Fixed, Hyperparameter
+from steppe.optim import optimizer_names, optimizer_spec
+from steppe.optim.registry import optimizers
+from steppe.options import Option
+from steppe.search import Choice
 from steppe.training import make_config
 from steppe.training.config import Named
 from steppe.training.precision import MEASURED, resolve
@@ -54,8 +56,8 @@ def test_the_table_is_the_record() -> None:
 
 def searched(name: str) -> dict[str, tuple[float, ...]]:
     """The radii that a search draws, by the option's name."""
-    method = optimizer_spec(name).method
-    grids = {option: h.distribution for option, h in method.items() if "rho" in option}
+    options = optimizer_spec(name).options
+    grids = {key: option.search for key, option in options.items() if "rho" in key}
     assert all(isinstance(grid, Choice) for grid in grids.values())
     return {option: grid.values for option, grid in grids.items() if isinstance(grid, Choice)}
 
@@ -150,9 +152,10 @@ def test_between_and_beyond_what_was_measured(
 )
 def test_the_entry_says_what_is_a_radius(monkeypatch, facts: dict[str, Any], expected: str) -> None:
     """A method may call its radius as it likes."""
-    radius = {"radius": Hyperparameter(0.5, Fixed(0.5))}
-    spec = replace(optimizer_spec("fad"), name="mine", method=radius, **facts)
-    monkeypatch.setitem(registry._BY_NAME, "mine", spec)
+    spec = replace(
+        optimizer_spec("fad"), name="mine", options={"radius": Option(default=0.5)}, **facts
+    )
+    monkeypatch.setitem(optimizers._table, "mine", spec)
     assert chosen("mine") == expected
 
 

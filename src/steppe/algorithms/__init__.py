@@ -1,29 +1,24 @@
 """Algorithms: how batches of several domains become a loss. One file each."""
 
-from .algorithm import Algorithm, Losses, Objective, Prepared
-from .erm import ERM
-from .network import Network, Stage
-from .registry import (
-    AlgorithmSpec,
-    Option,
-    algorithm_names,
-    algorithm_spec,
-    build_algorithm,
-    register_algorithm,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ERM",
-    "Algorithm",
-    "AlgorithmSpec",
-    "Losses",
-    "Network",
-    "Objective",
-    "Option",
-    "Prepared",
-    "Stage",
-    "algorithm_names",
-    "algorithm_spec",
-    "build_algorithm",
-    "register_algorithm",
-]
+from steppe.lazy import attach
+
+if TYPE_CHECKING:
+    from .algorithm import (
+        Algorithm as Algorithm,
+        Losses as Losses,
+        Objective as Objective,
+        Prepared as Prepared,
+    )
+    from .erm import ERM as ERM
+    from .network import Network as Network, Stage as Stage
+    from .registry import (
+        AlgorithmSpec as AlgorithmSpec,
+        algorithm_names as algorithm_names,
+        algorithm_spec as algorithm_spec,
+        build_algorithm as build_algorithm,
+        register_algorithm as register_algorithm,
+    )
+
+__getattr__, __all__ = attach(__name__)

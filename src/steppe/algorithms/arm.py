@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steppe.errors import UserError
+from steppe.options import Option
+from steppe.search import Fixed, Hyperparameter
 
 from .algorithm import Algorithm, Losses, Prepared
 from .network import Network
+from .registry import register_algorithm
 
 
+@register_algorithm(
+    "ARM",
+    citation="Zhang et al., Adaptive Risk Minimization: Learning to Adapt to Domain Shift, "
+    "NeurIPS 2021",
+    run={"batch_size": Hyperparameter(8, Fixed(8))},
+)
 class ARM(Algorithm):
     r"""Adaptive risk minimization with a context network (Zhang et al., NeurIPS 2021, ARM-CML).
 
@@ -31,9 +41,16 @@ class ARM(Algorithm):
     DomainBed takes a batch that is no multiple of `support` as one set. Each process has support
     sets of its own images. Where batch norm is estimated anew for an average, sets go across
     domains unless the batch size is a multiple of `support`.
+
+    Args:
+        network: the network to train.
+        n_domains: the number of source domains.
+        support: images that share a context.
     """
 
-    def __init__(self, network: Network, n_domains: int, support: int = 8) -> None:
+    def __init__(
+        self, network: Network, n_domains: int, support: Annotated[int, Option(low=1)] = 8
+    ) -> None:
         super().__init__(network, n_domains)
         self.support = support
         channels = network.mean.numel()

@@ -10,8 +10,16 @@ from torch.nn import functional as F
 
 from .dann import DANN
 from .network import Network
+from .registry import register_algorithm
 
 
+@register_algorithm(
+    "CDANN",
+    citation="Li et al., Deep Domain Generalization via Conditional Invariant Adversarial "
+    "Networks, ECCV 2018",
+    min_domains=2,
+    drawn_as={"lr": "lr_g", "weight_decay": "weight_decay_g"},
+)
 class CDANN(DANN):
     r"""Conditional domain-adversarial training (Li et al., ECCV 2018).
 

@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 
 from .matching import FeatureMatching
+from .registry import register_algorithm
 
 
+@register_algorithm(
+    "CORAL",
+    citation="Sun and Saenko, Deep CORAL: Correlation Alignment for Deep Domain Adaptation, "
+    "ECCV Workshops 2016",
+    min_domains=2,
+    min_batch=2,
+)
 class CORAL(FeatureMatching):
     r"""Correlation alignment (Sun and Saenko, Deep CORAL, ECCV Workshops 2016).
 

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steppe.domains.batches import Batch
+from steppe.options import Like, Option
+from steppe.search import Choice, LogUniform
 
 from .algorithm import Algorithm, Losses, Objective, Prepared, full_precision, trainable
 from .mlp import MLP
 from .network import Network
+from .registry import register_algorithm
 
 
+@register_algorithm(
+    "DANN",
+    citation="Ganin et al., Domain-Adversarial Training of Neural Networks, JMLR 2016",
+    min_domains=2,
+    linear=True,
+    drawn_as={"lr": "lr_g", "weight_decay": "weight_decay_g"},
+)
 class DANN(Algorithm):
     r"""Domain-adversarial training (Ganin et al., JMLR 2016).
 
@@ -36,21 +46,43 @@ class DANN(Algorithm):
     reversed. Both optimizers come from the optimizer axis. `beta1` (and 0.9 for the other) are the
     `betas` of those that have some, `lr` and `weight_decay` are the discriminator's own; unless
     given, they are the optimizer's.
+
+    Args:
+        network: the network to train.
+        n_domains: the number of source domains.
+        penalty: the weight of the discriminator's loss.
+        d_steps: its steps for each of the network.
+        grad_penalty: the weight of its gradient's square.
+        beta1: the first of the optimizers' `betas`, where they have some.
+        width: of its hidden layers.
+        depth: its number of layers.
+        dropout: in it.
+        lr: its learning rate; None: the optimizer's.
+        weight_decay: its weight decay; None: the optimizer's.
     """
 
     def __init__(
         self,
         network: Network,
         n_domains: int,
-        penalty: float = 1.0,
-        d_steps: int = 1,
-        grad_penalty: float = 0.0,
-        beta1: float = 0.5,
-        width: int = 256,
-        depth: int = 3,
-        dropout: float = 0.0,
-        lr: float | None = None,
-        weight_decay: float | None = None,
+        penalty: Annotated[float, Option(LogUniform(-2, 2), drawn_as="lambda")] = 1.0,
+        d_steps: Annotated[
+            int,
+            Option(LogUniform(0, 3, base=2.0, integer=True), low=1, drawn_as="d_steps_per_g_step"),
+        ] = 1,
+        grad_penalty: Annotated[float, Option(LogUniform(-2, 1))] = 0.0,
+        beta1: Annotated[float, Option(Choice((0.0, 0.5)), high=0.999999)] = 0.5,
+        width: Annotated[
+            int, Option(LogUniform(6, 10, base=2.0, integer=True), low=1, drawn_as="mlp_width")
+        ] = 256,
+        depth: Annotated[int, Option(Choice((3, 4, 5)), low=2, drawn_as="mlp_depth")] = 3,
+        dropout: Annotated[
+            float, Option(Choice((0.0, 0.1, 0.5)), high=0.999999, drawn_as="mlp_dropout")
+        ] = 0.0,
+        lr: Annotated[float | None, Option(Like("lr"), drawn_as="lr_d")] = None,
+        weight_decay: Annotated[
+            float | None, Option(LogUniform(-6, -2), drawn_as="weight_decay_d")
+        ] = None,
     ) -> None:
         super().__init__(network, n_domains)
         self.penalty, self.d_steps, self.grad_penalty = penalty, d_steps, grad_penalty

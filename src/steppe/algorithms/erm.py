@@ -8,8 +8,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .algorithm import Algorithm, Losses, Prepared
+from .registry import register_algorithm
 
 
+@register_algorithm(
+    "ERM",
+    citation="Vapnik, Statistical Learning Theory, Wiley 1998",
+    linear=True,
+)
 class ERM(Algorithm):
     r"""Empirical risk minimization (Vapnik, Statistical Learning Theory, 1998).
 

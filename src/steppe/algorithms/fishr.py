@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional as F
 
+from steppe.options import Option
+from steppe.search import LogUniform, Uniform
+
 from .algorithm import Losses, Prepared, full_precision
 from .annealing import Annealed
 from .network import Network
+from .registry import register_algorithm
 
 
+@register_algorithm(
+    "Fishr",
+    citation="Rame et al., Fishr: Invariant Gradient Variances for Out-of-Distribution "
+    "Generalization, ICML 2022",
+    min_domains=2,
+    min_batch=2,
+)
 class Fishr(Annealed):
     r"""Fishr (Rame et al., ICML 2022).
 
@@ -29,6 +41,13 @@ class Fishr(Annealed):
 
     As in DomainBed, with the gradients of single images from `torch.func`. Several processes
     compare the variances of their own images; what they remember is the mean of theirs.
+
+    Args:
+        network: the network to train.
+        n_domains: the number of source domains.
+        penalty: the weight of the variances' distance.
+        anneal_steps: steps before that weight holds; until then it is 0.
+        ema: the weight of the past in the variances.
     """
 
     variances: Tensor
@@ -37,9 +56,11 @@ class Fishr(Annealed):
         self,
         network: Network,
         n_domains: int,
-        penalty: float = 1000.0,
-        anneal_steps: int = 1500,
-        ema: float = 0.95,
+        penalty: Annotated[float, Option(LogUniform(1, 4), drawn_as="lambda")] = 1000.0,
+        anneal_steps: Annotated[
+            int, Option(Uniform(0, 5000, integer=True), drawn_as="penalty_anneal_iters")
+        ] = 1500,
+        ema: Annotated[float, Option(Uniform(0.9, 0.99), high=0.999999)] = 0.95,
     ) -> None:
         super().__init__(network, n_domains, penalty, anneal_steps, before=0.0)
         self.ema = ema

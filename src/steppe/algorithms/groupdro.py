@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from steppe.options import Option
+from steppe.search import LogUniform
+
 from .algorithm import Algorithm, Losses, Prepared, domain_risks
 from .network import Network
+from .registry import register_algorithm
 
 
+@register_algorithm(
+    "GroupDRO",
+    citation="Sagawa et al., Distributionally Robust Neural Networks for Group Shifts, ICLR 2020",
+    min_domains=2,
+)
 class GroupDRO(Algorithm):
     r"""Group distributionally robust optimization (Sagawa et al., ICLR 2020, Alg. 1).
 
@@ -22,11 +32,21 @@ class GroupDRO(Algorithm):
     As in DomainBed. The weights of a step come from its first pass, so that all passes of an
     optimizer evaluate one function. Several processes weigh domains by their own images' risks;
     what they remember is the mean of their weights.
+
+    Args:
+        network: the network to train.
+        n_domains: the number of source domains.
+        eta: how fast the domains' weights follow their risks.
     """
 
     q: Tensor
 
-    def __init__(self, network: Network, n_domains: int, eta: float = 0.01) -> None:
+    def __init__(
+        self,
+        network: Network,
+        n_domains: int,
+        eta: Annotated[float, Option(LogUniform(-3, -1), drawn_as="groupdro_eta")] = 0.01,
+    ) -> None:
         super().__init__(network, n_domains)
         self.eta = eta
         self.register_buffer("q", torch.ones(n_domains))

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from steppe.options import Option
+from steppe.search import LogUniform
+
 from .algorithm import Losses, Prepared, domain_risks, full_precision
 from .annealing import Annealed
 from .network import Network
+from .registry import register_algorithm
 
 
+@register_algorithm(
+    "IRM",
+    citation="Arjovsky et al., Invariant Risk Minimization, arXiv 1907.02893",
+    min_domains=2,
+    min_batch=2,
+)
 class IRM(Annealed):
     r"""Invariant risk minimization (Arjovsky et al., arXiv 1907.02893, IRMv1).
 
@@ -25,10 +36,22 @@ class IRM(Annealed):
 
     As in DomainBed, except that the derivative,
     \(\sum_c p_c z_c - z_y\) for logits \(z\), is written out instead of taken by autograd.
+
+    Args:
+        network: the network to train.
+        n_domains: the number of source domains.
+        penalty: the weight of the penalty.
+        anneal_steps: steps before that weight holds; until then it is 1.
     """
 
     def __init__(
-        self, network: Network, n_domains: int, penalty: float = 100.0, anneal_steps: int = 500
+        self,
+        network: Network,
+        n_domains: int,
+        penalty: Annotated[float, Option(LogUniform(-1, 5), drawn_as="irm_lambda")] = 100.0,
+        anneal_steps: Annotated[
+            int, Option(LogUniform(0, 4, integer=True), drawn_as="irm_penalty_anneal_iters")
+        ] = 500,
     ) -> None:
         super().__init__(network, n_domains, penalty, anneal_steps, before=1.0)
 

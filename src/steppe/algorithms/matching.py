@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 from torch import Tensor
+
+from steppe.options import Option
+from steppe.search import LogUniform
 
 from .algorithm import Algorithm, Losses, Prepared, domain_risks, full_precision
 from .network import Network
@@ -20,7 +24,12 @@ class FeatureMatching(Algorithm):
         penalty: the weight of the distance, the mean over pairs of domains.
     """
 
-    def __init__(self, network: Network, n_domains: int, penalty: float = 1.0) -> None:
+    def __init__(
+        self,
+        network: Network,
+        n_domains: int,
+        penalty: Annotated[float, Option(LogUniform(-1, 1), drawn_as="mmd_gamma")] = 1.0,
+    ) -> None:
         super().__init__(network, n_domains)
         self.penalty = penalty
 

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,22 @@ from torch.nn import functional as F
 
 from steppe.domains.batches import Batch
 from steppe.errors import UserError
+from steppe.options import Option
+from steppe.search import Choice
 
 from .algorithm import Algorithm, Losses, Objective, Prepared, trainable
 from .network import Network, Tap, tapped
+from .registry import register_algorithm
 
 _VARIANCE, _EPS = 0.1, 1e-5
 
 
+@register_algorithm(
+    "MIRO",
+    citation="Cha et al., Domain Generalization by Mutual-Information Regularization with "
+    "Pre-trained Models, ECCV 2022",
+    linear=True,
+)
 class MIRO(Algorithm):
     r"""Mutual-information regularization with an oracle (Cha et al., ECCV 2022).
 
@@ -37,10 +47,20 @@ class MIRO(Algorithm):
     of a ResNet, the identity as mean encoder. What the first network makes of the images is
     computed once per step, however many passes an optimizer makes. Checkpoints hold both networks.
     The authors tune `penalty` for each dataset; what a search draws it from is ours.
+
+    Args:
+        network: the network to train.
+        n_domains: the number of source domains.
+        penalty: the weight of the regularizer.
+        lr_factor: the learning rate of its own parameters over the network's.
     """
 
     def __init__(
-        self, network: Network, n_domains: int, penalty: float = 0.1, lr_factor: float = 10.0
+        self,
+        network: Network,
+        n_domains: int,
+        penalty: Annotated[float, Option(Choice((0.01, 0.1, 1.0)), drawn_as="miro_lambda")] = 0.1,
+        lr_factor: Annotated[float, Option()] = 10.0,
     ) -> None:
         super().__init__(network, n_domains)
         if not network.stages:

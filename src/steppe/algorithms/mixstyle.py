@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from torch.nn import functional as F
 
 from steppe.domains.batches import Batch
 from steppe.errors import UserError
+from steppe.options import Option
 
 from .algorithm import Algorithm, Losses, Prepared
 from .network import Network
+from .registry import register_algorithm
 
 _EPS = 1e-6
 
@@ -27,6 +29,10 @@ class Mix(NamedTuple):
     share: Tensor
 
 
+@register_algorithm(
+    "MixStyle",
+    citation="Zhou et al., Domain Generalization with MixStyle, ICLR 2021",
+)
 class MixStyle(Algorithm):
     r"""MixStyle (Zhou et al., ICLR 2021), mixed regardless of domains.
 
@@ -46,10 +52,20 @@ class MixStyle(Algorithm):
     conv4_x. (Its variance is over n - 1, the paper's and this one over n.) Of other backbones, the
     first and the last stage are left out, whether or not the first is a stem; of two stages, the
     last.
+
+    Args:
+        network: the network to train.
+        n_domains: the number of source domains.
+        p: how often styles are mixed.
+        alpha: both parameters of the Beta distribution that shares are drawn from.
     """
 
     def __init__(
-        self, network: Network, n_domains: int, p: float = 0.5, alpha: float = 0.1
+        self,
+        network: Network,
+        n_domains: int,
+        p: Annotated[float, Option(high=1.0)] = 0.5,
+        alpha: Annotated[float, Option(low=0.05)] = 0.1,
     ) -> None:
         super().__init__(network, n_domains)
         numbers = range(len(network.stages))

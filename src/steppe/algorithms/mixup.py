@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -10,11 +11,21 @@ from torch.distributions import Beta
 from torch.nn import functional as F
 
 from steppe.domains.batches import Batch
+from steppe.options import Option
+from steppe.search import LogUniform
 
 from .algorithm import Algorithm, Losses, Prepared
 from .network import Network
+from .registry import register_algorithm
 
 
+@register_algorithm(
+    "Mixup",
+    citation="Wang et al., Heterogeneous Domain Generalization via Domain Mixup, ICASSP 2020; "
+    "Zhang et al., mixup, ICLR 2018",
+    min_domains=2,
+    linear=True,
+)
 class Mixup(Algorithm):
     r"""Inter-domain mixup (Wang et al., ICASSP 2020; Zhang et al., ICLR 2018).
 
@@ -26,9 +37,19 @@ class Mixup(Algorithm):
         + (1 - \lambda) \, \ell(f(\tilde x), y_j). \]
 
     As in DomainBed.
+
+    Args:
+        network: the network to train.
+        n_domains: the number of source domains.
+        alpha: both parameters of the Beta distribution that shares are drawn from.
     """
 
-    def __init__(self, network: Network, n_domains: int, alpha: float = 0.2) -> None:
+    def __init__(
+        self,
+        network: Network,
+        n_domains: int,
+        alpha: Annotated[float, Option(LogUniform(-1, 1), low=0.05, drawn_as="mixup_alpha")] = 0.2,
+    ) -> None:
         super().__init__(network, n_domains)
         self.alpha = alpha
 

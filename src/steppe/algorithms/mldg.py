@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -12,14 +13,23 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from steppe.domains.batches import Batch
+from steppe.options import Option
+from steppe.search import Choice, LogUniform
 
 from .algorithm import Algorithm, Losses, Prepared
 from .network import Network
+from .registry import register_algorithm
 
 _SCALE = 1024.0
 """Keeps the inner gradient from vanishing in half precision; a power of two, so exact elsewhere."""
 
 
+@register_algorithm(
+    "MLDG",
+    citation="Li et al., Learning to Generalize: Meta-Learning for Domain Generalization, "
+    "AAAI 2018",
+    min_domains=2,
+)
 class MLDG(Algorithm):
     r"""Meta-learning domain generalization (Li et al., AAAI 2018), first order.
 
@@ -35,6 +45,13 @@ class MLDG(Algorithm):
     gradient step above. A learning rate for Adam is none for that, so `inner_lr` is an option of
     its own; its default is ours. DomainBed adds up gradients where this adds up losses; they are
     the same. At least one domain is left to train on, however high `n_meta_test` is.
+
+    Args:
+        network: the network to train.
+        n_domains: the number of source domains.
+        beta: the weight of the risk after the inner step.
+        n_meta_test: domains that each domain is tested on.
+        inner_lr: the learning rate of the inner step.
     """
 
     differentiates = True
@@ -43,9 +60,9 @@ class MLDG(Algorithm):
         self,
         network: Network,
         n_domains: int,
-        beta: float = 1.0,
-        n_meta_test: int = 2,
-        inner_lr: float = 0.01,
+        beta: Annotated[float, Option(LogUniform(-1, 1), drawn_as="mldg_beta")] = 1.0,
+        n_meta_test: Annotated[int, Option(Choice((1, 2)), low=1)] = 2,
+        inner_lr: Annotated[float, Option()] = 0.01,
     ) -> None:
         super().__init__(network, n_domains)
         self.beta, self.inner_lr = beta, inner_lr

@@ -9,11 +9,17 @@ import torch
 from torch import Tensor
 
 from .matching import FeatureMatching
+from .registry import register_algorithm
 
 GAMMAS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)
 """Of the kernels that are added up."""
 
 
+@register_algorithm(
+    "MMD",
+    citation="Li et al., Domain Generalization with Adversarial Feature Learning, CVPR 2018",
+    min_domains=2,
+)
 class MMD(FeatureMatching):
     r"""Maximum mean discrepancy (Li et al., CVPR 2018, without its adversary).
 

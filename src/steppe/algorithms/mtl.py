@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
+from steppe.options import Option
+from steppe.search import Choice
+
 from .algorithm import Algorithm, Losses, Prepared, domain_risks
 from .network import Network
+from .registry import register_algorithm
 
 
+@register_algorithm(
+    "MTL",
+    citation="Blanchard et al., Domain Generalization by Marginal Transfer Learning, JMLR 2021",
+)
 class MTL(Algorithm):
     r"""Marginal transfer learning (Blanchard et al., JMLR 2021).
 
@@ -25,11 +34,23 @@ class MTL(Algorithm):
 
     DomainBed overwrites the vector with random numbers; here it is what the paper says. Several
     processes take means over their own images; what they remember is the mean of theirs.
+
+    Args:
+        network: the network to train.
+        n_domains: the number of source domains.
+        ema: the weight of a step's own mean in a domain's embedding.
     """
 
     embeddings: Tensor
 
-    def __init__(self, network: Network, n_domains: int, ema: float = 0.99) -> None:
+    def __init__(
+        self,
+        network: Network,
+        n_domains: int,
+        ema: Annotated[
+            float, Option(Choice((0.5, 0.9, 0.99, 1.0)), high=1.0, drawn_as="mtl_ema")
+        ] = 0.99,
+    ) -> None:
         super().__init__(network, n_domains)
         self.ema = ema
         network.classifier = nn.Linear(2 * network.n_features, network.n_classes)

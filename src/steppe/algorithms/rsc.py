@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from steppe.options import Option
+from steppe.search import Uniform
+
 from .algorithm import Algorithm, Losses, Prepared
 from .network import Network
+from .registry import register_algorithm
 
 
+@register_algorithm(
+    "RSC",
+    citation="Huang et al., Self-Challenging Improves Cross-Domain Generalization, ECCV 2020",
+)
 class RSC(Algorithm):
     r"""Representation self-challenging (Huang et al., ECCV 2020).
 
@@ -25,14 +34,24 @@ class RSC(Algorithm):
     row for the true class, and no gradient has to be taken. The mask of a step comes from its first
     pass, so that all passes of an optimizer evaluate one function. Each process takes the shares of
     its own images.
+
+    Args:
+        network: the network to train.
+        n_domains: the number of source domains.
+        feature_drop: the share of features that are muted.
+        batch_drop: the share of images that it happens to.
     """
 
     def __init__(
         self,
         network: Network,
         n_domains: int,
-        feature_drop: float = 1 / 3,
-        batch_drop: float = 1 / 3,
+        feature_drop: Annotated[
+            float, Option(Uniform(0.0, 0.5), high=1.0, drawn_as="rsc_f_drop_factor")
+        ] = 1 / 3,
+        batch_drop: Annotated[
+            float, Option(Uniform(0.0, 0.5), high=1.0, drawn_as="rsc_b_drop_factor")
+        ] = 1 / 3,
     ) -> None:
         super().__init__(network, n_domains)
         self.feature_drop, self.batch_drop = feature_drop, batch_drop

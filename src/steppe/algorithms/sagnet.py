@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steppe.domains.batches import Batch
+from steppe.options import Option
+from steppe.search import LogUniform
 
 from .algorithm import Algorithm, Losses, Objective, Prepared, trainable
 from .network import Network
+from .registry import register_algorithm
 
 _EPS = 1e-5
 
@@ -25,6 +28,10 @@ class Swap(NamedTuple):
     share: Tensor
 
 
+@register_algorithm(
+    "SagNet",
+    citation="Nam et al., Reducing Domain Gap by Reducing Style Bias, CVPR 2021",
+)
 class SagNet(Algorithm):
     r"""Style-agnostic networks (Nam et al., CVPR 2021).
 
@@ -41,9 +48,19 @@ class SagNet(Algorithm):
     As in DomainBed, where the style is that of the features before the classifier; the paper's is
     that of feature maps, in the middle of the network. The first and the third update are made by
     one optimizer: an Adam of its own would cancel the third one's `penalty`.
+
+    Args:
+        network: the network to train.
+        n_domains: the number of source domains.
+        penalty: the weight of the adversarial loss.
     """
 
-    def __init__(self, network: Network, n_domains: int, penalty: float = 0.1) -> None:
+    def __init__(
+        self,
+        network: Network,
+        n_domains: int,
+        penalty: Annotated[float, Option(LogUniform(-2, 1), drawn_as="sag_w_adv")] = 0.1,
+    ) -> None:
         super().__init__(network, n_domains)
         self.penalty = penalty
         self.style = nn.Linear(network.n_features, network.n_classes)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 from torch import Tensor
+
+from steppe.options import Option
+from steppe.search import LogUniform
 
 from .algorithm import Losses, Prepared, domain_risks
 from .annealing import Annealed
 from .network import Network
+from .registry import register_algorithm
 
 
+@register_algorithm(
+    "VREx",
+    citation="Krueger et al., Out-of-Distribution Generalization via Risk Extrapolation, ICML 2021",
+    min_domains=2,
+)
 class VREx(Annealed):
     r"""Variance risk extrapolation (Krueger et al., ICML 2021).
 
@@ -19,10 +29,22 @@ class VREx(Annealed):
     \[ \bar R + \frac{w}{n} \sum_d (R_d - \bar R)^2, \]
 
     with \(w\) 1 in the first `anneal_steps` steps and `penalty` later. As in DomainBed.
+
+    Args:
+        network: the network to train.
+        n_domains: the number of source domains.
+        penalty: the weight of the risks' variance.
+        anneal_steps: steps before that weight holds; until then it is 1.
     """
 
     def __init__(
-        self, network: Network, n_domains: int, penalty: float = 10.0, anneal_steps: int = 500
+        self,
+        network: Network,
+        n_domains: int,
+        penalty: Annotated[float, Option(LogUniform(-1, 5), drawn_as="vrex_lambda")] = 10.0,
+        anneal_steps: Annotated[
+            int, Option(LogUniform(0, 4, integer=True), drawn_as="vrex_penalty_anneal_iters")
+        ] = 500,
     ) -> None:
         super().__init__(network, n_domains, penalty, anneal_steps, before=1.0)
 

@@ -1,21 +1,21 @@
 """Weight averaging: SWAD, SMA, or none. It follows a module and knows nothing of what trains it."""
 
-from .averaging import Averaging
-from .batchnorm import reestimate, unfrozen
-from .none import NoAveraging
-from .registry import AveragingSpec, averaging_names, averaging_spec, build_averaging
-from .sma import SMA
-from .swad import SWAD
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "SMA",
-    "SWAD",
-    "Averaging",
-    "AveragingSpec",
-    "NoAveraging",
-    "averaging_names",
-    "averaging_spec",
-    "build_averaging",
-    "reestimate",
-    "unfrozen",
-]
+from steppe.lazy import attach
+
+if TYPE_CHECKING:
+    from .averaging import Averaging as Averaging
+    from .batchnorm import reestimate as reestimate, unfrozen as unfrozen
+    from .none import NoAveraging as NoAveraging
+    from .registry import (
+        AveragingSpec as AveragingSpec,
+        averaging_names as averaging_names,
+        averaging_spec as averaging_spec,
+        build_averaging as build_averaging,
+        register_averaging as register_averaging,
+    )
+    from .sma import SMA as SMA
+    from .swad import SWAD as SWAD
+
+__getattr__, __all__ = attach(__name__)

@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .averaging import Averaging
+from .registry import register_averaging
 
 
+@register_averaging("none")
 class NoAveraging(Averaging):
     """Never serves, keeps nothing and costs nothing."""
 

@@ -1,97 +1,61 @@
-"""Averages by name, each with its options and its paper.
-
-The table `_SPECS` is the only place that knows the names.
-"""
+"""Averages by name, each with its options and its paper."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from torch import nn
+from steppe.axes import AxisSpec, declared, registrar
+from steppe.registry import Registry
 
-from steppe.errors import UserError, unknown
+if TYPE_CHECKING:
+    from torch import nn
 
-from .averaging import Averaging
-from .none import NoAveraging
-from .options import check_options
-from .sma import SMA
-from .swad import SWAD
+    from .averaging import Averaging
 
-
-@dataclass(frozen=True)
-class AveragingSpec:
-    """One entry of the registry.
-
-    Attributes:
-        name: what users call it.
-        target: the class.
-        citation: the paper it comes from.
-        options: the defaults of its options, by name.
-    """
-
-    name: str
-    target: type[Averaging]
-    citation: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def check(self, options: Mapping[str, Any]) -> None:
-        """Refuses options that it does not have, or values that make no sense."""
-        for key in options:
-            if not self.options:
-                raise UserError(f"averaging {self.name!r} has no options: leave out {key!r}")
-            if key not in self.options:
-                raise UserError(unknown(f"option for averaging {self.name!r}:", key, self.options))
-        check_options(self.name, options)
+C = TypeVar("C", bound=type)
 
 
-def _defaults(target: type[Averaging]) -> dict[str, Any]:
-    parameters = inspect.signature(target).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
+@dataclass(frozen=True, kw_only=True)
+class AveragingSpec(AxisSpec):
+    """One entry of the registry."""
+
+    kind: ClassVar[str] = "averaging"
 
 
-_SPECS = (
-    AveragingSpec(name="none", target=NoAveraging, citation=""),
-    AveragingSpec(
-        name="swad",
-        target=SWAD,
-        citation="Cha et al., SWAD: Domain Generalization by Seeking Flat Minima, NeurIPS 2021",
-        options=_defaults(SWAD),
-    ),
-    AveragingSpec(
-        name="sma",
-        target=SMA,
-        citation="Arpit et al., Ensemble of Averages: Improving Model Selection and Boosting "
-        "Performance in Domain Generalization, NeurIPS 2022",
-        options=_defaults(SMA),
-    ),
+averages = Registry(
+    "averaging", declared(AveragingSpec, __package__, "register_averaging", ("none", "swad", "sma"))
 )
-_BY_NAME = {spec.name: spec for spec in _SPECS}
+
+
+def register_averaging(name: str, *, citation: str = "") -> Callable[[C], C]:
+    """Add an average of your own: a decorator for its class, in a module named with ``--plugin``.
+
+    The class is built as ``cls(module, **options)``; what its constructor annotates with
+    `steppe.options.Option` are its options.
+    """
+    return registrar(averages, AveragingSpec, name, citation=citation)
 
 
 def averaging_names() -> tuple[str, ...]:
     """Return the names that `build_averaging` knows.
 
     Examples:
-        >>> averaging_names()
+        >>> averaging_names()[:3]
         ('none', 'swad', 'sma')
     """
-    return tuple(_BY_NAME)
+    return tuple(averages)
 
 
 def averaging_spec(name: str) -> AveragingSpec:
     """Return the entry of the registry for a name, in any case.
 
     Examples:
-        >>> averaging_spec("SMA").options
+        >>> averaging_spec("SMA").default_options
         {'start': 100}
     """
-    try:
-        return _BY_NAME[name.lower()]
-    except KeyError:
-        raise UserError(unknown("averaging", name, _BY_NAME)) from None
+    return averages[name]
 
 
 def build_averaging(name: str, module: nn.Module, **options: Any) -> Averaging:
@@ -103,10 +67,12 @@ def build_averaging(name: str, module: nn.Module, **options: Any) -> Averaging:
         **options: options of the average; an unknown one is an error.
 
     Examples:
+        >>> from torch import nn
         >>> averaging = build_averaging("swad", nn.Linear(2, 1), every=50)
         >>> [step for step in range(120) if averaging.due(step, last=step == 119)]
         [0, 50, 100, 119]
     """
-    spec = averaging_spec(name)
+    spec = averages[name]
     spec.check(options)
-    return spec.target(module, **options)
+    built: Averaging = spec.cls(module, **options)
+    return built

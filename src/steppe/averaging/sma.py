@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor, nn
+
+from steppe.options import Option
 
 from .averaging import Averaging
 from .batchnorm import unfrozen
 from .mean import Mean
-from .options import check_options
+from .registry import averages, register_averaging
 
 
+@register_averaging(
+    "sma",
+    citation="Arpit et al., Ensemble of Averages: Improving Model Selection and Boosting "
+    "Performance in Domain Generalization, NeurIPS 2022",
+)
 class SMA(Averaging):
     r"""Simple moving average (Arpit et al., Ensemble of Averages, NeurIPS 2022).
 
@@ -50,8 +57,8 @@ class SMA(Averaging):
         4.0
     """
 
-    def __init__(self, module: nn.Module, start: int = 100) -> None:
-        check_options("sma", {"start": start})
+    def __init__(self, module: nn.Module, start: Annotated[int, Option()] = 100) -> None:
+        averages["sma"].check({"start": start})
         super().__init__(module)
         statistics = {
             id(x) for norm in unfrozen(module) for x in (norm.running_mean, norm.running_var)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor, nn
+
+from steppe.options import Option
 
 from .averaging import Averaging
 from .batchnorm import unfrozen
 from .mean import Mean
-from .options import check_options
+from .registry import averages, register_averaging
 from .valley import VALLEYS, Decision
 
 
+@register_averaging(
+    "swad", citation="Cha et al., SWAD: Domain Generalization by Seeking Flat Minima, NeurIPS 2021"
+)
 class SWAD(Averaging):
     r"""Stochastic weight averaging, densely (Cha et al., NeurIPS 2021).
 
@@ -44,14 +49,14 @@ class SWAD(Averaging):
     def __init__(
         self,
         module: nn.Module,
-        every: int = 100,
-        n_converge: int = 3,
-        n_tolerance: int = 6,
-        tolerance: float = 0.3,
-        counting: str = "reference",
+        every: Annotated[int, Option(low=1)] = 100,
+        n_converge: Annotated[int, Option(low=1)] = 3,
+        n_tolerance: Annotated[int, Option(low=1)] = 6,
+        tolerance: Annotated[float, Option(above=0)] = 0.3,
+        counting: Annotated[str, Option(choices=tuple(VALLEYS))] = "reference",
     ) -> None:
         search = {"n_converge": n_converge, "n_tolerance": n_tolerance, "tolerance": tolerance}
-        check_options("swad", {"every": every, "counting": counting, **search})
+        averages["swad"].check({"every": every, "counting": counting, **search})
         super().__init__(module)
         self.every = every
         self.valley = VALLEYS[counting](n_converge, n_tolerance, tolerance)

@@ -34,8 +34,7 @@ from steppe.domains.batches import Sampling, View, evaluation_batches
 from steppe.domains.dataset import Indices
 from steppe.domains.pack import Packed, location, remedy
 from steppe.domains.pool import cores
-from steppe.domains.store import SHARE, Host, Resident, Store, Stream
-from steppe.domains.store import size as store_size
+from steppe.domains.store import SHARE, Host, Resident, Store, Stream, size as store_size
 from steppe.errors import UserError
 from steppe.training.engine import choose_gears
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from steppe.errors import UserError, unknown
+from steppe.registry import Registry
 
 from . import folder
 from .dataset import Contents, Dataset
 from .datasets import BUILT_IN
 from .spec import DatasetSpec
 
-_BY_NAME = {spec.name: spec for spec in BUILT_IN}
-_OWN = frozenset(_BY_NAME)
+DATASETS: Registry[DatasetSpec] = Registry("dataset", BUILT_IN)
 
 
 def dataset_names() -> tuple[str, ...]:
@@ -27,7 +27,7 @@ def dataset_names() -> tuple[str, ...]:
         >>> dataset_names()[:3]
         ('PACS', 'VLCS', 'OfficeHome')
     """
-    return tuple(_BY_NAME)
+    return tuple(DATASETS)
 
 
 def dataset_spec(name: str | os.PathLike[str]) -> DatasetSpec:
@@ -41,14 +41,13 @@ def dataset_spec(name: str | os.PathLike[str]) -> DatasetSpec:
         ('art_painting', 'cartoon', 'photo', 'sketch')
     """
     name = os.fspath(name)
-    by_lower = {known.lower(): spec for known, spec in _BY_NAME.items()}
-    if name.lower() in by_lower:
-        return by_lower[name.lower()]
-    path = Path(name)
-    if path.is_dir():
-        return _folder_spec(path)
-    hint = "; or give the path of a folder DOMAIN/CLASS/IMAGE"
-    raise UserError(unknown("dataset", name, _BY_NAME) + hint)
+    if name not in DATASETS and Path(name).is_dir():
+        return _folder_spec(Path(name))
+    try:
+        return DATASETS[name]
+    except UserError as error:
+        hint = "; or give the path of a folder DOMAIN/CLASS/IMAGE"
+        raise UserError(f"{error}{hint}") from None
 
 
 def _folder_spec(path: Path) -> DatasetSpec:
@@ -117,15 +116,13 @@ def register_dataset(
         >>> len(load("noise").domains)
         2
     """
-    if name.lower() in (known.lower() for known in _BY_NAME if known != name or name in _OWN):
-        raise UserError(f"there is a dataset {name!r} already: give yours another name")
     fields = [field.name for field in dataclasses.fields(DatasetSpec)]
     for fact in facts:
         if fact not in fields:
             raise UserError(unknown(f"fact about dataset {name!r}:", fact, fields))
 
     def decorate(read: Callable[[Path], Contents]) -> Callable[[Path], Contents]:
-        _BY_NAME[name] = DatasetSpec(
+        spec = DatasetSpec(
             name=name,
             domains=tuple(domains),
             labels=tuple(labels or domains),
@@ -134,6 +131,7 @@ def register_dataset(
             read=read,
             **facts,  # type: ignore[arg-type]
         )
+        DATASETS.add(spec)
         return read
 
     return decorate

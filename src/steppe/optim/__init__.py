@@ -1,42 +1,28 @@
 """Flatness-aware optimizers: FAD, SAM and GAM around any torch optimizer, and their peers."""
 
-from .adahessian import AdaHessian
-from .engine import FlatnessOptimizer
-from .excursion import Phase
-from .fad import FAD
-from .gam import GAM
-from .gam_exact import GAMExact
-from .gam_release import GAMRelease
-from .notices import BatchNormWarning, Bfloat16Warning
-from .registry import (
-    OptimizerSpec,
-    build_optimizer,
-    optimizer_names,
-    optimizer_spec,
-    search_space,
-)
-from .sam import SAM
-from .schedules import InverseSqrt
-from .search import run_space
-from .yogi import Yogi
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "FAD",
-    "GAM",
-    "SAM",
-    "AdaHessian",
-    "BatchNormWarning",
-    "Bfloat16Warning",
-    "FlatnessOptimizer",
-    "GAMExact",
-    "GAMRelease",
-    "InverseSqrt",
-    "OptimizerSpec",
-    "Phase",
-    "Yogi",
-    "build_optimizer",
-    "optimizer_names",
-    "optimizer_spec",
-    "run_space",
-    "search_space",
-]
+from steppe.lazy import attach
+
+if TYPE_CHECKING:
+    from .adahessian import AdaHessian as AdaHessian
+    from .engine import FlatnessOptimizer as FlatnessOptimizer
+    from .excursion import Phase as Phase
+    from .fad import FAD as FAD
+    from .gam import GAM as GAM
+    from .gam_exact import GAMExact as GAMExact
+    from .gam_release import GAMRelease as GAMRelease
+    from .notices import BatchNormWarning as BatchNormWarning, Bfloat16Warning as Bfloat16Warning
+    from .registry import (
+        OptimizerSpec as OptimizerSpec,
+        build_optimizer as build_optimizer,
+        optimizer_names as optimizer_names,
+        optimizer_spec as optimizer_spec,
+        register_optimizer as register_optimizer,
+        search_space as search_space,
+    )
+    from .sam import SAM as SAM
+    from .schedules import InverseSqrt as InverseSqrt
+    from .yogi import Yogi as Yogi
+
+__getattr__, __all__ = attach(__name__)

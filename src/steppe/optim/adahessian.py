@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from steppe.search import Hyperparameter, LogUniform
+
 from .graph import building_graph
+from .registry import register_optimizer
 
 
 def rademacher(like: Sequence[Tensor]) -> list[Tensor]:
@@ -77,6 +80,16 @@ def spatial_average(diagonal: Tensor) -> Tensor:
     return diagonal.mean(dim=extent, keepdim=True).expand_as(diagonal)
 
 
+@register_optimizer(
+    "adahessian",
+    citation="Yao et al., ADAHESSIAN: An Adaptive Second Order Optimizer, AAAI 2021",
+    passes=1,
+    # Newton-like, with 1 the pure Newton step; the NICO++ authors' code multiplies its learning
+    # rate by 100.
+    lr=Hyperparameter(1e-2, LogUniform(-3, -0.5)),
+    base=None,
+    needs_graph=True,
+)
 class AdaHessian(Optimizer):
     r"""Adam with the curvature in place of the squared gradient.
 

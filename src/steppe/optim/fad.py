@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch.optim import Optimizer
 
+from steppe.options import Option
+from steppe.search import Choice
+
 from . import sam
 from .engine import FlatnessOptimizer, Hyper
 from .excursion import PLAIN
+from .registry import register_optimizer
 from .still import Models
 from .vectors import Vector
 from .walk import Held, Visit, Walk
 
+TENTHS = Choice(tuple(i / 10 for i in range(1, 11)))
 
+
+@register_optimizer(
+    "fad",
+    citation="Zhang et al., Flatness-Aware Minimization for Domain Generalization, ICCV 2023",
+    passes=4,
+    radii=("rho",),
+)
 class FAD(FlatnessOptimizer):
     r"""Minimizes the loss and its zeroth- and first-order flatness together.
 
@@ -60,9 +72,9 @@ class FAD(FlatnessOptimizer):
     def __init__(
         self,
         base: Optimizer,
-        rho: Hyper = 0.05,
-        alpha: Hyper = 0.5,
-        beta: Hyper = 0.5,
+        rho: Annotated[Hyper, Option(Choice((0.05, 0.1, 0.2, 0.5, 1.0, 2.0)))] = 0.05,
+        alpha: Annotated[Hyper, Option(TENTHS, high=1.0)] = 0.5,
+        beta: Annotated[Hyper, Option(Choice((0.01, 0.05, 0.1, 0.2, 0.5, 1.0)))] = 0.5,
         *,
         model: Models = None,
         **options: Any,

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from torch.optim import Optimizer
 
+from steppe.options import Option
+from steppe.search import GAM_ALPHA, RHO
+
 from . import fad
 from .engine import FlatnessOptimizer, Hyper
+from .registry import register_optimizer
 from .still import Models
 from .walk import Visit
 
 
+@register_optimizer(
+    "gam",
+    citation="Zhang et al., Gradient Norm Aware Minimization, CVPR 2023 "
+    "(without Hessians, as in the FAD paper)",
+    passes=4,
+    radii=("rho",),
+)
 class GAM(FlatnessOptimizer):
     r"""Minimizes the loss and its first-order flatness: direction $g_0 + \alpha\,(g_3 - g_2)$.
 
@@ -34,8 +45,8 @@ class GAM(FlatnessOptimizer):
     def __init__(
         self,
         base: Optimizer,
-        rho: Hyper = 0.05,
-        alpha: Hyper = 0.1,
+        rho: Annotated[Hyper, Option(RHO)] = 0.05,
+        alpha: Annotated[Hyper, Option(GAM_ALPHA)] = 0.1,
         *,
         model: Models = None,
         **options: Any,

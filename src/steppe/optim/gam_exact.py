@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from steppe.options import Option
+from steppe.search import GAM_ALPHA, RHO
+
 from .engine import FlatnessOptimizer, Hyper
 from .excursion import PLAIN
+from .registry import register_optimizer
 from .still import Models
 from .vectors import Vector
 from .walk import Held, Visit, Walk
 
 
+@register_optimizer(
+    "gam-exact",
+    citation="Zhang et al., Gradient Norm Aware Minimization, CVPR 2023 "
+    "(with Hessian-vector products)",
+    passes=2,
+    radii=("rho",),
+    needs_graph=True,
+)
 class GAMExact(FlatnessOptimizer):
     r"""GAM without the finite differences: direction $g_0 + \alpha\, h_1$ with exact derivatives.
 
@@ -43,8 +55,8 @@ class GAMExact(FlatnessOptimizer):
     def __init__(
         self,
         base: Optimizer,
-        rho: Hyper = 0.05,
-        alpha: Hyper = 0.1,
+        rho: Annotated[Hyper, Option(RHO)] = 0.05,
+        alpha: Annotated[Hyper, Option(GAM_ALPHA)] = 0.1,
         *,
         model: Models = None,
         **options: Any,

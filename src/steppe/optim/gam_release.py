@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch.optim import Optimizer
 
+from steppe.options import Option
+from steppe.search import RHO
+
 from . import vectors
 from .engine import FlatnessOptimizer, Hyper
+from .registry import register_optimizer
 from .still import Models
 from .vectors import Vector
 from .walk import Held, Visit, Walk
 
 
+@register_optimizer(
+    "gam-release",
+    citation="Zhang et al., Gradient Norm Aware Minimization, CVPR 2023 (the authors' public code)",
+    passes=4,
+    radii=("grad_rho", "grad_norm_rho"),
+)
 class GAMRelease(FlatnessOptimizer):
     r"""The update of GAM's public code, hyper-parameters named as there.
 
@@ -41,11 +51,11 @@ class GAMRelease(FlatnessOptimizer):
     def __init__(
         self,
         base: Optimizer,
-        grad_rho: Hyper = 0.02,
-        grad_norm_rho: Hyper = 0.2,
-        grad_beta_0: Hyper = 0.5,
-        grad_beta_1: Hyper = 0.6,
-        grad_gamma: Hyper = 0.03,
+        grad_rho: Annotated[Hyper, Option(RHO)] = 0.02,
+        grad_norm_rho: Annotated[Hyper, Option(RHO)] = 0.2,
+        grad_beta_0: Annotated[Hyper, Option()] = 0.5,
+        grad_beta_1: Annotated[Hyper, Option()] = 0.6,
+        grad_gamma: Annotated[Hyper, Option()] = 0.03,
         *,
         model: Models = None,
         **options: Any,

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch.optim import Optimizer
 
+from steppe.options import Option
+from steppe.search import RHO
+
 from .engine import FlatnessOptimizer, Hyper
 from .excursion import PLAIN
+from .registry import register_optimizer
 from .still import Models
 from .vectors import Vector
 from .walk import Held, Visit, Walk
 
 
+@register_optimizer(
+    "sam",
+    citation="Foret et al., Sharpness-Aware Minimization, ICLR 2021",
+    passes=2,
+    radii=("rho",),
+    order=0,
+)
 class SAM(FlatnessOptimizer):
     r"""Steps along the gradient at the (approximately) worst point within `rho`.
 
@@ -53,7 +64,7 @@ class SAM(FlatnessOptimizer):
     def __init__(
         self,
         base: Optimizer,
-        rho: Hyper = 0.05,
+        rho: Annotated[Hyper, Option(RHO)] = 0.05,
         adaptive: bool = False,
         eta: float = 0.0,
         *,

@@ -20,8 +20,7 @@ from steppe.training.curvature import RHO
 
 from . import figures
 from .orders import Order, Place, Rate, choose_rates, default_rates, grids, places, tuning_grids
-from .results import Results, finished, gather, look_at, made, to_json
-from .results import grids as result_grids
+from .results import Results, finished, gather, grids as result_grids, look_at, made, to_json
 
 LOOK_SECONDS = 2.0
 """Between two looks, while learning rates are being tuned, whether one is known."""

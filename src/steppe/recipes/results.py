@@ -31,11 +31,9 @@ from steppe.reports import (
 from steppe.reports.curvature import comparison_table
 from steppe.reports.render import MISSING, Text, cell_text
 from steppe.strangers import command
-from steppe.sweeps import Grid as PlannedGrid
-from steppe.sweeps import Job, Sweep, jobs, look
+from steppe.sweeps import Grid as PlannedGrid, Job, Sweep, jobs, look
 
-from .orders import Order, Place, Rate
-from .orders import grids as plan_grids
+from .orders import Order, Place, Rate, grids as plan_grids
 from .paper import Beside, lookup
 from .recipe import Part
 

@@ -19,8 +19,8 @@ from steppe.domains import DatasetSpec, dataset_spec, import_plugins, seed_hash
 from steppe.durable import replace, temporary_name
 from steppe.errors import RunError, UserError, unknown
 from steppe.optim import optimizer_spec
-from steppe.optim.search import DEFAULT_SPACE, get_space
 from steppe.sealed import KEY, Broken, seal, unseal
+from steppe.search import DEFAULT_SPACE, get_space
 from steppe.training import RunConfig, configure, read_config
 
 VERSION = 1
@@ -138,7 +138,7 @@ def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
     import_plugins(grid.options.get("plugins", ()))
     get_space(grid.space)
     algorithms = _known(grid.algorithms, lambda name: algorithm_spec(name).name)
-    optimizers = _known(grid.optimizers, lambda name: optimizer_spec(name.lower()).name)
+    optimizers = _known(grid.optimizers, lambda name: optimizer_spec(name).name)
     averaging = _known(grid.averaging, lambda name: averaging_spec(name).name)
     for dataset in _known(grid.datasets, str):
         spec = dataset_spec(dataset)

@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.config import JsonDict
 
@@ -18,7 +17,7 @@ from steppe.averaging import averaging_spec
 from steppe.domains import DatasetSpec, dataset_spec, import_plugins
 from steppe.errors import LONGEST, UserError, shown, unknown
 from steppe.optim import optimizer_spec
-from steppe.optim.search import DEFAULT_SPACE, get_space
+from steppe.search import DEFAULT_SPACE, get_space
 from steppe.strangers import parse, read
 
 from .draws import draw_hparams
@@ -379,7 +378,7 @@ def _complete_algorithm(value: Any) -> dict[str, Any]:
     name, options = _split_name(value, "algorithm")
     spec = algorithm_spec(name)
     spec.check(options)
-    return {"name": spec.name, **spec.defaults, **options}
+    return {"name": spec.name, **spec.default_options, **options}
 
 
 def _complete_averaging(value: Any, dataset: DatasetSpec) -> dict[str, Any]:
@@ -387,14 +386,16 @@ def _complete_averaging(value: Any, dataset: DatasetSpec) -> dict[str, Any]:
     spec = averaging_spec(name)
     spec.check(options)
     own = {"every": dataset.validate_every, "tolerance": dataset.validation_tolerance}
-    defaults = {key: own.get(key, default) for key, default in spec.options.items()}
+    defaults = {key: own.get(key, default) for key, default in spec.default_options.items()}
     return {"name": spec.name, **defaults, **options}
 
 
 def _complete_optimizer(value: Any, space: str, pretrained: bool) -> dict[str, Any]:
     name, options = _split_name(value, "optimizer")
-    spec = optimizer_spec(name.lower())
-    known = spec.options
+    import torch
+
+    spec = optimizer_spec(name)
+    known = spec.keywords
     for key in options:
         if key not in known:
             raise UserError(unknown(f"option for optimizer {spec.name!r}:", key, known))

@@ -10,8 +10,9 @@ import numpy as np
 
 from steppe.algorithms import algorithm_spec
 from steppe.domains import DatasetSpec, seed_hash
-from steppe.optim import run_space, search_space
-from steppe.optim.search import Distribution, Hyperparameter, LogUniform
+from steppe.optim import search_space
+from steppe.options import Like, Option
+from steppe.search import Distribution, Hyperparameter, LogUniform, run_space
 
 _SEED_NAMES = {"dropout": "resnet_dropout"}
 """Names under which DomainBed seeds a draw, where they are not ours."""
@@ -72,17 +73,17 @@ def draw_hparams(
             for name, hyper in hypers.items()
         }
 
+    def searched(option: Option) -> Distribution:
+        like = option.distribution
+        return own[like.option].distribution if isinstance(like, Like) else like
+
     return {
         **draw_all(run, _SEED_NAMES),
         "optimizer": {"name": optimizer, **draw_all(own, spec.drawn_as)},
         "algorithm": {
             "name": spec.name,
             **{
-                name: draw(
-                    option.drawn_as or name,
-                    option.default,
-                    option.distribution or own["lr"].distribution,
-                )
+                name: draw(option.drawn_as or name, option.default, searched(option))
                 for name, option in spec.options.items()
             },
         },

@@ -149,7 +149,7 @@ def gears(config: RunConfig, processes: Processes) -> Gears:
         config.image_size,
         needs_graph,
         processes.world,
-        algorithm_spec(config.algorithm.name).target.differentiates,
+        algorithm_spec(config.algorithm.name).cls.differentiates,
     )
 
 

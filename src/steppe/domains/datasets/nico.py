@@ -16,12 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from steppe.domains.dataset import Contents, Domain, Files
-from steppe.domains.folder import lines as lines_of
-from steppe.domains.folder import read_folder, require_text
+from steppe.domains.folder import lines as lines_of, read_folder, require_text
 from steppe.domains.spec import DatasetSpec, Source
 from steppe.errors import UserError
-from steppe.strangers import parse
-from steppe.strangers import read as read_file
+from steppe.strangers import parse, read as read_file
 
 DOMAINS = ("autumn", "dim", "grass", "outdoor", "rock", "water")
 SUBSETS = ("train", "val", "test")

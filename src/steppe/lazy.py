@@ -1,0 +1,49 @@
+"""Packages whose names are imported when they are used.
+
+Commands that only read records need names of packages that otherwise bring torch; importing such a
+package costs nothing until one of its names is asked for.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def attach(package: str) -> tuple[Callable[[str], Any], list[str]]:
+    """A package's ``__getattr__`` and ``__all__``.
+
+    Its names are those that its file imports under ``if TYPE_CHECKING:``, where type checkers and
+    readers look for them.
+
+    Examples:
+        >>> import sys
+        >>> get, names = attach("steppe.averaging")
+        >>> "SWAD" in names, get("SWAD").__name__
+        (True, 'SWAD')
+    """
+    source = sys.modules[package].__file__
+    assert source is not None
+    blocks = (
+        node for node in ast.parse(Path(source).read_bytes()).body if isinstance(node, ast.If)
+    )
+    modules = {
+        alias.name: f"{package}.{node.module}"
+        for block in blocks
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(modules[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get, sorted(modules)

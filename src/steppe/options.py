@@ -1,0 +1,159 @@
+"""Options, declared where they live: on the constructor of the class that has them.
+
+    def __init__(self, ..., rho: Annotated[float, Option(LogUniform(-2, 0))] = 0.05)
+
+says the default, what a search draws from and which values make sense; the class's docstring says
+what it means. Registries, search spaces, `--help`, docs and tests are derived from that.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from steppe.errors import UserError, shown
+from steppe.search import Distribution, Fixed, Hyperparameter
+
+
+@dataclass(frozen=True)
+class Like:
+    """Drawn from what the optimizer's option of this name is drawn from."""
+
+    option: str
+
+    def __repr__(self) -> str:
+        return f"as the optimizer's `{self.option}`"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        search: what a search draws it from; None: a search leaves it as it is.
+        low: the smallest value that makes sense.
+        above: the value that it must exceed, where there is no smallest one.
+        high: the largest value that makes sense.
+        choices: all values that it may have, where it is no number.
+        drawn_as: the name under which DomainBed seeds the draw, where it is not the option's.
+        default: the constructor's. None: as the optimizer's option of that name. Where it is
+            whole, only whole numbers are accepted.
+        meaning: in words, from the docstring.
+    """
+
+    search: Distribution | Like | None = None
+    low: float = 0.0
+    above: float | None = None
+    high: float = math.inf
+    choices: tuple[Any, ...] = ()
+    drawn_as: str = ""
+    default: Any = None
+    meaning: str = ""
+
+    @property
+    def distribution(self) -> Distribution | Like:
+        return Fixed(self.default) if self.search is None else self.search
+
+    @property
+    def hyperparameter(self) -> Hyperparameter:
+        """Its default and distribution, for options that have their own."""
+        assert not isinstance(self.distribution, Like)
+        return Hyperparameter(self.default, self.distribution)
+
+    def check(self, where: str, value: Any) -> None:
+        """Refuses a value that makes no sense.
+
+        Examples:
+            >>> Option(default=1, low=1).check("averaging 'swad': every", 0)
+            Traceback (most recent call last):
+            steppe.errors.UserError: averaging 'swad': every=0: expected a whole number, at least 1
+        """
+        if not self._fits(value):
+            raise UserError(f"{where}={shown(value)}: expected {self._expected()}")
+
+    def _fits(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        if value is None:
+            return self.default is None
+        kind = int if isinstance(self.default, int) else int | float
+        if not isinstance(value, kind) or isinstance(value, bool) or not math.isfinite(value):
+            return False
+        return self._above_least(value) and value <= self.high
+
+    def _above_least(self, value: float) -> bool:
+        return value >= self.low if self.above is None else value > self.above
+
+    def _expected(self) -> str:
+        if self.choices:
+            return " or ".join(map(repr, self.choices))
+        kind = "a whole number" if isinstance(self.default, int) else "a number"
+        least = (
+            f", at least {self.low:g}" if self.above is None else f" greater than {self.above:g}"
+        )
+        most = "" if math.isinf(self.high) else f" and at most {self.high:g}"
+        return kind + least + most
+
+
+def declared_options(cls: type) -> dict[str, Option]:
+    """The options that a class declares, its parents' included where it hands keywords on."""
+    found: dict[str, Option] = {}
+    for ancestor in cls.__mro__:
+        init = vars(ancestor).get("__init__")
+        if not inspect.isfunction(init):
+            continue
+        parameters = inspect.signature(init).parameters.values()
+        own = ((p.name, p.annotation, p.default) for p in parameters)
+        found = {**dict(read(own, init.__globals__, inspect.getdoc(ancestor) or "")), **found}
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+            break
+    return found
+
+
+def read(
+    parameters: Iterator[tuple[str, Any, Any]], names: Mapping[str, Any], docstring: str
+) -> Iterator[tuple[str, Option]]:
+    """The options among a constructor's parameters.
+
+    Args:
+        parameters: name, annotation (or its text) and default of each.
+        names: those that the annotations use.
+        docstring: of the class.
+    """
+    meanings = dict(_arguments(docstring))
+    for name, annotation, default in parameters:
+        for marker in _markers(annotation, names):
+            yield name, replace(marker, default=default, meaning=meanings.get(name, ""))
+
+
+def _markers(annotation: Any, names: Mapping[str, Any]) -> Iterator[Option]:
+    if isinstance(annotation, str):
+        tree = ast.parse(annotation, mode="eval").body
+        if isinstance(tree, ast.Subscript) and ast.unparse(tree.value).endswith("Annotated"):
+            assert isinstance(tree.slice, ast.Tuple)  # the type stays unread: it may need torch
+            values: tuple[Any, ...] = tuple(evaluate(node, names) for node in tree.slice.elts[1:])
+        else:
+            values = ()
+    else:
+        values = getattr(annotation, "__metadata__", ())
+    yield from (value for value in values if isinstance(value, Option))
+
+
+def evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """The value of an expression in a file of ours, or of a plugin that was imported."""
+    return eval(compile(ast.Expression(node), "<declaration>", "eval"), {}, names)
+
+
+def _arguments(docstring: str) -> Iterator[tuple[str, str]]:
+    """What the section `Args` of a docstring says, by name."""
+    section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", docstring, re.MULTILINE)
+    entries = re.finditer(
+        r"^    (\w+): ((?:.*\n?)(?:     .*\n?)*)", section[1] if section else "", re.M
+    )
+    for entry in entries:
+        yield entry[1], " ".join(entry[2].split())

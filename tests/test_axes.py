@@ -1,0 +1,68 @@
+"""What the files of the axes declare: read without importing them, it is what importing gives."""
+
+from typing import Annotated, Any
+
+import pytest
+from torch import nn
+
+from steppe.algorithms.registry import algorithms
+from steppe.averaging.registry import averages
+from steppe.axes import AxisSpec
+from steppe.errors import UserError
+from steppe.optim.registry import optimizers
+from steppe.options import Option, declared_options
+from steppe.registry import Registry
+from steppe.search import Uniform
+
+AXES = (algorithms, averages, optimizers)
+ENTRIES = [spec for axis in AXES for spec in axis.entries()]
+
+
+@pytest.mark.parametrize("spec", ENTRIES, ids=lambda spec: spec.name)
+def test_read_or_imported_an_entry_is_the_same(spec: AxisSpec) -> None:
+    assert spec.options == declared_options(spec.cls)
+    assert spec.summary
+    assert spec.citation or spec.name == "none"
+    for name, option in spec.options.items():
+        assert option.meaning, f"{spec.name}: the docstring does not say what {name} means"
+
+
+def test_options_that_a_parent_declares_are_a_childs_too() -> None:
+    class Parent:
+        """A parent.
+
+        Args:
+            share: how much,
+                in parts of the whole.
+        """
+
+        def __init__(self, *, share: Annotated[float, Option(Uniform(0, 1), high=1)] = 0.5) -> None:
+            self.share = share
+
+    class Child(Parent):
+        def __init__(self, size: "Annotated[int, Option(low=1)]" = 2, **options: Any) -> None:
+            super().__init__(**options)
+
+    found = declared_options(Child)
+    assert list(found) == ["share", "size"]
+    assert found["share"].meaning == "how much, in parts of the whole."
+    assert found["share"].search == Uniform(0, 1)
+    found["size"].check("size", 1)
+    with pytest.raises(UserError, match="size=0: expected a whole number, at least 1"):
+        found["size"].check("size", 0)
+
+
+def test_a_registry_answers_in_any_case_and_protects_its_own_names() -> None:
+    own = AxisSpec(name="Own", target=nn.Linear)
+    table = Registry("thing", [own])
+    assert table["OWN"] is own
+    with pytest.raises(UserError, match="thing 'own' is known already"):
+        table.add(AxisSpec(name="own", target=nn.Linear))
+    mine = [AxisSpec(name="mine", target=nn.Linear) for _ in range(2)]
+    for spec in mine:  # as when a notebook's cell runs again
+        table.add(spec)
+    assert table["mine"] is mine[1]
+    assert list(table) == ["Own", "mine"]
+    assert len(table) == 2
+    with pytest.raises(UserError, match="unknown thing 'mime', did you mean 'mine'"):
+        table["mime"]
