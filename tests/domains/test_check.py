@@ -34,7 +34,7 @@ def spec(tmp_path: Path) -> DatasetSpec:
     return replace(own, name="Pets", folder="pets", counts=(4, 4))
 
 
-def text_of(report: check.Report) -> str:
+def text_of(report: check.CheckResult) -> str:
     console = Console(width=200, color_system=None)
     with console.capture() as shown:
         console.print(*check.tables(report), sep="\n")

@@ -11,7 +11,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from steppe.domains.folder import reader
 from steppe.domains.spec import DatasetSpec, Source, same_file
@@ -33,29 +33,7 @@ CATEGORIES = (
 )
 
 
-class _Category(TypedDict):
-    id: int
-    name: str
-
-
-class _Image(TypedDict):
-    id: str
-    file_name: str
-    location: int | str
-
-
-class _Annotation(TypedDict):
-    image_id: str
-    category_id: int
-
-
-class _Annotations(TypedDict):
-    categories: list[_Category]
-    images: list[_Image]
-    annotations: list[_Annotation]
-
-
-def places(annotations: Iterable[_Annotations]) -> dict[str, set[str]]:
+def places(annotations: Iterable[Any]) -> dict[str, set[str]]:
     """Where each image belongs: its file name, and folders as ``location_38/dog``.
 
     An image with animals of two categories belongs to both, as in DomainBed.
