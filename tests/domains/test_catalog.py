@@ -1,5 +1,7 @@
 """The records of the datasets, and the ways to name one."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +12,14 @@ from steppe.domains import (
     Arrays,
     DatasetSpec,
     Domain,
+    Source,
     catalog,
     dataset_names,
     dataset_spec,
     load,
     register_dataset,
 )
+from steppe.domains.get import get
 from steppe.errors import UserError
 from steppe.registry import Registry
 
@@ -183,3 +187,24 @@ def test_register_a_dataset_of_ones_own(tmp_path: Path, monkeypatch: pytest.Monk
         register_dataset("pacs", domains=["a", "b"], n_classes=1)(mine)
     with pytest.raises(UserError, match="'stepz', did you mean 'steps'"):
         register_dataset("Wrong", domains=["a", "b"], n_classes=1, stepz=7)(mine)
+
+
+def test_naming_datasets_needs_neither_torch_nor_pillow():
+    code = (
+        "import sys\n"
+        "from steppe.domains import dataset_spec, listing, seed_hash\n"
+        "dataset_spec('PACS'), seed_hash(0)\n"
+        "print({'torch', 'torchvision', 'PIL', 'sklearn'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_a_plugins_dataset_says_where_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(catalog, "DATASETS", Registry("dataset", catalog.BUILT_IN))
+    source = Source(elsewhere=("https://example.org/mine",))
+    register_dataset("Mine", domains=["a", "b"], n_classes=1, folder="mine", source=source)(print)
+    with pytest.raises(UserError, match=r"(?s)Where else to look:\n  https://example.org/mine"):
+        get(dataset_spec("mine"), tmp_path)
