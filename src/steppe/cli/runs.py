@@ -3,69 +3,24 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from steppe.errors import UserError
 from steppe.strangers import printable
+from steppe.training.config import RunConfig
 
-from .common import JSON, PLUGINS, ROOT, WHICH, talk
+from .common import JSON, ROOT, WHICH, talk
+from .keys import with_keys
 
 _RUN = typer.Argument(metavar="RUN", help="The folder of a run.")
 
 
+@with_keys(*(key for key in RunConfig.model_fields if key not in ("version", "resolved", "data")))
 def train(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The run's folder.")],
-    dataset: Annotated[
-        str | None,
-        typer.Option(help="A name ('steppe data list'), or a folder DOMAIN/CLASS/IMAGE."),
-    ] = None,
-    target: Annotated[
-        list[str] | None, typer.Option(help="A domain to hold out; may be repeated.")
-    ] = None,
-    source: Annotated[
-        list[str] | None, typer.Option(help="A domain to train on; all others unless given.")
-    ] = None,
-    algorithm: Annotated[
-        str | None,
-        typer.Option(
-            help="How domains become a loss: ERM, IRM, VREx, GroupDRO, Mixup, MLDG, MMD, CORAL, "
-            "DANN, CDANN, MTL, SagNet, ARM, RSC, MixStyle, MIRO or Fishr."
-        ),
-    ] = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            help="How the loss is minimized: adam, adamw, sgd, yogi, adabelief, adahessian, sam, "
-            "gam, gam-exact, gam-release or fad."
-        ),
-    ] = None,
-    averaging: Annotated[
-        str | None, typer.Option(help="How weights are averaged: none, swad or sma.")
-    ] = None,
-    backbone: Annotated[
-        str | None, typer.Option(help="resnet18, resnet50, resnet50-v1, or any name in timm.")
-    ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="imagenet, none, or a safetensors or checkpoint file.")
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="domainbed, or the paper's appendix.")] = None,
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, fp16 or bf16.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Updates; the dataset's unless given.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights, batches and augmentation.")] = None,
-    trial_seed: Annotated[int | None, typer.Option(help="Of the split, as in DomainBed.")] = None,
-    draw: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Draw hyperparameters: sample N (0: the defaults)."),
-    ] = None,
-    space: Annotated[
-        str | None,
-        typer.Option(
-            help="Where defaults and draws come from: fair (tuned per optimizer, the default), fad "
-            "(the paper's) or domainbed."
-        ),
-    ] = None,
+    given: dict[str, Any],
     config: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A config.json to start from.")
     ] = None,
@@ -75,15 +30,6 @@ def train(
             "--set", metavar="KEY=VALUE", help="Any key of the config: optimizer.rho=0.1."
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = None,
-    root: Annotated[Path | None, ROOT] = None,
-    logger: Annotated[
-        list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; may be repeated.")
-    ] = None,
-    plugin: Annotated[list[str] | None, PLUGINS] = None,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same bits again on a GPU, at some cost.")
-    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on where the run in DIR was interrupted.")
     ] = False,
@@ -98,33 +44,13 @@ def train(
     from steppe import training
     from steppe.training.progress import display, summary
 
-    given = {
-        "dataset": dataset,
-        "targets": target,
-        "sources": source,
-        "algorithm": algorithm,
-        "optimizer": optimizer,
-        "averaging": averaging,
-        "backbone": backbone,
-        "weights": weights,
-        "split": split,
-        "precision": precision,
-        "steps": steps,
-        "seed": seed,
-        "trial_seed": trial_seed,
-        "device": device,
-        "root": str(root) if root else None,
-        "loggers": logger,
-        "plugins": plugin,
-        "deterministic": deterministic or None,
-    }
-    options = {key: value for key, value in given.items() if value is not None}
     run = training.RunDirectory(out)
-    if resume and not run.exists() and not options and config is None:
+    if resume and not run.exists() and not given and config is None:
         raise UserError(f"{out} is not a run: nothing to resume")
     resumed = run.config() if resume and run.exists() else None
+    draw, space = given.pop("draw", None), given.pop("space", None)
     chosen = training.configure(
-        options, overrides or [], file=config, resumed=resumed, draw=draw, space=space
+        given, overrides or [], file=config, resumed=resumed, draw=draw, space=space
     )
     console = talk()
     records = training.train(chosen, out, resume=resume, display=display(console))

@@ -3,13 +3,15 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from steppe.strangers import command, printable
+from steppe.training.config import RunConfig
 
-from .common import BACKBONE, JSON, OVERRIDES, PLUGINS, ROOT, WEIGHTS, names, talk
+from .common import JSON, OVERRIDES, names, talk
+from .keys import with_keys
 
 app = typer.Typer(help="Sweeps: many runs, on one machine or a cluster.")
 _SWEEP = typer.Argument(metavar="DIR", help="The sweep's folder.")
@@ -20,9 +22,25 @@ _THREADS = typer.Option("--threads", min=1, help="Threads of each worker, on a C
 _RUNS = typer.Argument(metavar="[RUN]...", help="Names of runs; all that apply unless given.")
 
 
+# What a sweep varies, or a worker decides, is no option of all its runs.
+_VARIED = {
+    "dataset",
+    "targets",
+    "sources",
+    "algorithm",
+    "optimizer",
+    "averaging",
+    "trial_seed",
+    "seed",
+}
+_VARIED |= {"draw", "space", "device", "version", "resolved", "data"}
+
+
 @app.command("plan")
+@with_keys(*(key for key in RunConfig.model_fields if key not in _VARIED))
 def sweep_plan(
     path: Annotated[Path, _SWEEP],
+    given: dict[str, Any],
     datasets: Annotated[str, typer.Option(help="Names or folders, with commas.")],
     algorithms: Annotated[str, typer.Option(help="Names, with commas.")] = "ERM",
     optimizers: Annotated[str, typer.Option(help="Names, with commas.")] = "adam",
@@ -50,12 +68,7 @@ def sweep_plan(
             "paper's) or domainbed."
         ),
     ] = "fair",
-    steps: Annotated[int | None, typer.Option(help="Updates; the dataset's unless given.")] = None,
-    backbone: Annotated[str | None, BACKBONE] = None,
-    weights: Annotated[str | None, WEIGHTS] = None,
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
-    root: Annotated[Path | None, ROOT] = None,
-    plugin: Annotated[list[str] | None, PLUGINS] = None,
     retries: Annotated[
         int | None, typer.Option(min=0, help="Times a failed run is tried again: 1.")
     ] = None,
@@ -73,24 +86,17 @@ def sweep_plan(
     from steppe import sweeps
     from steppe.sweeps import cost
 
-    given = {
-        "steps": steps,
-        "backbone": backbone,
-        "weights": weights,
-        "root": str(root) if root else None,
-        "plugins": plugin,
-    }
     grid = sweeps.Grid(
-        names(datasets),
-        names(algorithms),
-        names(optimizers),
-        names(averaging),
-        trials,
-        draws,
-        targets,
-        space,
-        tuple(overrides or ()),
-        {key: value for key, value in given.items() if value is not None},
+        datasets=names(datasets),
+        algorithms=names(algorithms),
+        optimizers=names(optimizers),
+        averaging=names(averaging),
+        trials=trials,
+        draws=draws,
+        targets=targets,
+        space=space,
+        overrides=tuple(overrides or ()),
+        options=given,
     )
     typed = command("steppe", *sys.argv[1:])
     plan = sweeps.write_plan(grid, path, retries=retries, command=typed, extend=extend)

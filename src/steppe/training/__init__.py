@@ -2,7 +2,8 @@
 
 from steppe.errors import Interrupted, RunError
 
-from .config import RunConfig, apply_overrides, configure, make_config, read_config
+from .complete import apply_overrides, configure, make_config
+from .config import RunConfig, read_config
 from .curvature import measure_run
 from .directory import RunDirectory, select, validation_accuracy
 from .draws import draw_hparams

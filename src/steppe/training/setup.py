@@ -74,7 +74,7 @@ def optimizer(
     the optimizer has them.
     """
     spec = optimizer_spec(chosen.name)
-    changed = {name: value for name, value in objective.options.items() if name in spec.options}
+    changed = {name: value for name, value in objective.options.items() if name in spec.keywords}
     for name in changed:
         if name in chosen.options and name not in spec.defaults():  # given by the user, not drawn
             raise UserError(
@@ -83,9 +83,9 @@ def optimizer(
             )
     options = {**chosen.options, **changed}
     plain = "foreach" in options or options.get("dampening")  # which fused kernels get wrong
-    if fused and "fused" in spec.options and not plain:
+    if fused and "fused" in spec.keywords and not plain:
         asked = ("fused", "capturable")  # the second is what torch wants to see of Adam in a graph
-        options = {**{name: True for name in asked if name in spec.options}, **options}
+        options = {**{name: True for name in asked if name in spec.keywords}, **options}
     by_factor: dict[float, list[nn.Parameter]] = {}
     for parameter in objective.parameters:
         by_factor.setdefault(objective.lr_factors.get(parameter, 1.0), []).append(parameter)

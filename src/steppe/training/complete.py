@@ -1,0 +1,266 @@
+"""What a config is completed from: what was typed, a file, a run, and everybody's defaults."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from steppe.algorithms import algorithm_spec
+from steppe.averaging import averaging_spec
+from steppe.domains import DatasetSpec, dataset_spec, import_plugins
+from steppe.errors import LONGEST, UserError, shown, unknown
+from steppe.optim import optimizer_spec
+from steppe.search import DEFAULT_SPACE, get_space
+from steppe.strangers import parse
+
+from .config import KEYWORDS, VERSION, Named, RunConfig, read_config, refuse_monsters, refuse_newer
+from .draws import draw_hparams
+from .loggers import check_loggers
+
+_DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
+"""DomainBed's."""
+
+_GIVE = {
+    "dataset": "--dataset NAME ('steppe data list' has them)",
+    "targets": "--target DOMAIN, to hold out",
+}
+
+
+def make_config(values: Mapping[str, Any]) -> RunConfig:
+    """Make a complete config from what was given.
+
+    What is missing comes from the dataset (steps, batch size, backbone, ...) and the optimizer
+    (its hyper-parameters); unknown keys are errors that suggest the nearest known one.
+
+    Examples:
+        >>> config = make_config({"dataset": "PACS", "targets": "sketch", "optimizer": "fad"})
+        >>> config.steps, config.backbone, config.optimizer.options["rho"]
+        (5001, 'resnet50', 0.05)
+        >>> make_config({"dataset": "PACS", "targets": "sketch", "stepz": 3})
+        Traceback (most recent call last):
+        ...
+        steppe.errors.UserError: unknown config key 'stepz', did you mean 'steps'? ...
+    """
+    given = dict(values)
+    refuse_monsters(given)
+    refuse_newer(given.get("version", VERSION))
+    for key in given:
+        if key not in RunConfig.model_fields:
+            raise UserError(unknown("config key", key, RunConfig.model_fields))
+    import_plugins(_texts(given.get("plugins")))
+    check_loggers(_texts(given.get("loggers")))
+    if isinstance(given.get("root"), str | os.PathLike):
+        given["root"] = str(Path(given["root"]).resolve())  # to be found from another folder too
+    for key in ("dataset", "targets"):
+        if given.get(key) in (None, "", (), []):  # 0 is a domain's name
+            raise UserError(f"config has no {key!r}: give {_GIVE[key]}")
+    spec = dataset_spec(str(given["dataset"]))
+    given["dataset"] = spec.name
+    given.setdefault("weights", "imagenet" if spec.pretrained else "none")
+    if isinstance(given["weights"], str | os.PathLike) and given["weights"] not in KEYWORDS:
+        given["weights"] = str(Path(given["weights"]).resolve())
+    pretrained = given["weights"] != "none"
+    given.setdefault("space", DEFAULT_SPACE)  # an older run has None, and options of its own
+    space = given["space"] or DEFAULT_SPACE
+    get_space(space if isinstance(space, str) else shown(space))
+    defaults = {
+        "freeze_bn": pretrained,
+        **{k: getattr(spec, k) for k in ("steps", "checkpoint_every", "batch_size")},
+        **{k: getattr(spec, k) for k in ("backbone", "image_size", "augment")},
+    }
+    given["algorithm"] = _complete_algorithm(given.get("algorithm", {}))
+    given["optimizer"] = _complete_optimizer(
+        given.get("optimizer", {}), space, _finetunes(space, spec, given["weights"])
+    )
+    given["averaging"] = _complete_averaging(given.get("averaging", {}), spec)
+    algorithm = algorithm_spec(given["algorithm"]["name"])
+    if spec.pretrained:
+        defaults |= {name: hyper.default for name, hyper in algorithm.run.items()}
+    try:
+        config = RunConfig(**{**defaults, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        value = "" if not where else f" {where}={shown(first['input'])}:"
+        raise UserError(f"config:{value} {message}") from None
+    algorithm.check_batch(config.batch_size // config.accumulate)
+    sources = config.sources or [name for name in spec.domains if name not in config.targets]
+    if sources:  # if none is left, whoever opens the data says so
+        algorithm.check_domains(len(sources))
+    if config.augment and spec.channels != 3:
+        raise UserError(f"augment=true needs images of 3 channels; {spec.name} has {spec.channels}")
+    return config
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts of a list, or of one text with commas; the validator refuses anything else."""
+    values = value.split(",") if isinstance(value, str) else value
+    if not isinstance(values, list | tuple):
+        return []
+    return [text for text in values if isinstance(text, str) and text]
+
+
+def _split_name(value: Any, kind: str) -> tuple[str, dict[str, Any]]:
+    if isinstance(value, Named):
+        return value.name, value.options
+    if isinstance(value, str):
+        return value, {}
+    if not isinstance(value, Mapping):
+        raise UserError(f"config: {kind}={shown(value)}: expected a name, or a name with options")
+    options = {str(key): _plain(f"{kind}.{key}", option) for key, option in value.items()}
+    return str(options.pop("name", _DEFAULTS[kind])), options
+
+
+def _plain(where: str, value: Any) -> Any:
+    """An option as it comes back from a file, so that a config is the same before and after."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        raise UserError(
+            f"config: {where}={shown(value)}: expected a finite number, a text, or a list of them"
+        ) from None
+
+
+def _complete_algorithm(value: Any) -> dict[str, Any]:
+    name, options = _split_name(value, "algorithm")
+    spec = algorithm_spec(name)
+    spec.check(options)
+    return {"name": spec.name, **spec.default_options, **options}
+
+
+def _complete_averaging(value: Any, dataset: DatasetSpec) -> dict[str, Any]:
+    name, options = _split_name(value, "averaging")
+    spec = averaging_spec(name)
+    spec.check(options)
+    own = {"every": dataset.validate_every, "tolerance": dataset.validation_tolerance}
+    defaults = {key: own.get(key, default) for key, default in spec.default_options.items()}
+    return {"name": spec.name, **defaults, **options}
+
+
+def _complete_optimizer(value: Any, space: str, pretrained: bool) -> dict[str, Any]:
+    name, options = _split_name(value, "optimizer")
+    import torch
+
+    spec = optimizer_spec(name)
+    known = spec.keywords
+    for key in options:
+        if key not in known:
+            raise UserError(unknown(f"option for optimizer {spec.name!r}:", key, known))
+    chosen: dict[str, Any] = {**spec.defaults(space, pretrained), **options}
+    try:  # what is wrong with a value, only the optimizer knows
+        spec.build([torch.nn.Parameter(torch.zeros(1))], **chosen)
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        given = ", ".join(f"{key}={shown(value)}" for key, value in options.items())
+        raise UserError(f"config: optimizer {spec.name!r} refuses {given}: {error}") from None
+    return {"name": spec.name, **chosen}
+
+
+def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Put ``key=value`` texts into a config; a dot reaches into one of the axes.
+
+    Examples:
+        >>> apply_overrides({"optimizer": "fad"}, ["optimizer.rho=0.1", "steps=50"])
+        {'optimizer': {'name': 'fad', 'rho': 0.1}, 'steps': 50}
+    """
+    result = dict(values)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            given = override[:LONGEST]
+            raise UserError(f"--set {given}: expected KEY=VALUE, such as optimizer.rho=0.1")
+        outer, dot, inner = key.strip().partition(".")
+        try:
+            value = parse(text)
+        except json.JSONDecodeError:
+            value = text
+        except ValueError as error:  # JSON that nobody means
+            raise UserError(f"--set {key}={text[:20]}...: {error}") from None
+        if not dot:
+            result[outer] = value
+            continue
+        if outer not in _DEFAULTS:
+            raise UserError(f"--set {override[:LONGEST]}: only {', '.join(_DEFAULTS)} have a dot")
+        old = result.get(outer, {})
+        result[outer] = {**({"name": old} if isinstance(old, str) else old), inner: value}
+    return result
+
+
+def configure(
+    options: Mapping[str, Any],
+    overrides: Iterable[str] = (),
+    *,
+    file: Path | None = None,
+    resumed: RunConfig | None = None,
+    draw: int | None = None,
+    space: str | None = None,
+) -> RunConfig:
+    """Make a config as the command line gives it, the later overriding the earlier.
+
+    Args:
+        options: config keys that were given.
+        overrides: ``key=value`` texts.
+        file: a config to start from.
+        resumed: the config of the run that is taken up again.
+        draw: DomainBed's `hparams_seed`; none: no hyperparameters are drawn.
+        space: where defaults and draws come from (default: `fair`, the tuned ones).
+    """
+    values: dict[str, Any] = {}
+    texts = list(overrides)
+    if resumed is not None:
+        values = resumed.model_dump()
+        # A name alone asks for nothing new: the run keeps the options it was begun with.
+        same = {axis for axis in _DEFAULTS if _names(options.get(axis), values[axis]["name"])}
+        options = {key: value for key, value in options.items() if key not in same}
+        kept = {f"{axis}={values[axis]['name'].lower()}" for axis in _DEFAULTS}
+        texts = [text for text in texts if text.replace(" ", "").lower() not in kept]
+    elif file is not None:
+        values = read_config(file).model_dump(exclude={"version", "resolved"})  # written anew
+        for key in ("dataset", "weights"):
+            if options.get(key, values[key]) != values[key]:
+                raise UserError(
+                    f"{file} is for {key}={values[key]!r}, and other settings in it follow from "
+                    f"that: change them there, or give options without --config"
+                )
+        if draw is None and space not in (None, values["space"]):
+            raise UserError(
+                f"{file} has all its values, from space={values['space']!r}: --space {space} would "
+                "change none of them. Leave out --config, or add --draw."
+            )
+    values |= options
+    if space is not None:
+        values["space"] = space
+    config = make_config(apply_overrides(values, texts))
+    if draw is None:
+        return config
+    drawn = draw_hparams(
+        config.spec(),
+        config.optimizer.name,
+        config.space or DEFAULT_SPACE,
+        draw,
+        config.trial_seed,
+        config.algorithm.name,
+        pretrained=_finetunes(config.space or DEFAULT_SPACE, config.spec(), config.weights),
+    )
+    axes = ("optimizer", "algorithm")
+    for axis in axes:
+        drawn[axis] = {**getattr(config, axis).options, **drawn[axis]}
+    # The texts once more, because they come last; but not one that is a whole axis: it was drawn.
+    later = [text for text in texts if text.partition("=")[0].strip() not in axes]
+    drawn["draw"] = draw
+    return make_config(apply_overrides({**values, **drawn}, later))
+
+
+def _finetunes(space: str, dataset: DatasetSpec, weights: Any) -> bool:
+    """Which version of a space holds: ours goes by the weights, the others by the dataset."""
+    return weights != "none" if space == DEFAULT_SPACE else dataset.pretrained
+
+
+def _names(given: Any, name: str) -> bool:
+    """Whether what was given for an axis is this name and nothing else."""
+    return isinstance(given, str) and given.lower() == name.lower()
