@@ -71,13 +71,8 @@ def read(domain: Domain, chosen: Indices, view: View, draws: augment.Draws | Non
 class Sampling:
     """What determines the batches of a run.
 
-    Attributes:
-        sources: the splits of the source domains.
-        batch_size: images of each source domain in a step, over all processes.
-        view: how images reach the network.
-        seed: the run's seed.
-        rank: this process's number; it reads its share of every batch.
-        world: how many processes there are.
+    Of the `batch_size` images of each source domain in a step, the process of this `rank` reads its
+    share; there are `world` processes.
     """
 
     sources: tuple[Split, ...]

@@ -73,14 +73,7 @@ class CheckResult:
 def check(
     spec: DatasetSpec, home: Path, *, jobs: int | None = None, console: Console | None = None
 ) -> CheckResult:
-    """Looks at every file of a dataset.
-
-    Args:
-        spec: the dataset.
-        home: the data folder.
-        jobs: processes that decode images (default: one per core).
-        console: where to show progress (default: nowhere).
-    """
+    """Looks at every file of a dataset below the data folder `home`, in `jobs` processes."""
     found = _Check(spec, home)
     where = found.open()
     counts = found.check_counts()
@@ -116,11 +109,7 @@ class _Check:
         """Images by the checksum of their bytes."""
 
     def open(self) -> str:
-        """Lists the images of all domains, of those that are there, or of the pack alone.
-
-        Returns:
-            Where they are, for people.
-        """
+        """Lists the images of all domains, of those that are there, or of the pack; says where."""
         spec, folder = self.spec, self.folder
         try:
             classes, domains = spec.read(folder)

@@ -25,19 +25,10 @@ def get(
     console: Console | None = None,
     patience: Patience = PATIENCE,
 ) -> Path:
-    """Downloads a dataset and lays it out as `steppe.domains.load` expects it.
+    """Downloads a dataset, lays it out as `steppe.domains.load` expects it, returns its folder.
 
     The archives are kept in ``root/downloads``, where an interrupted download goes on. The
     dataset's folder appears only when it is complete, and one that exists is never touched.
-
-    Args:
-        spec: the dataset.
-        root: the data folder.
-        console: where to show what happens; nowhere unless given.
-        patience: how long to try each mirror.
-
-    Returns:
-        The dataset's folder.
 
     Raises:
         UserError: with every URL and why it failed, where else to look and how to lay the files

@@ -13,12 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mirror:
-    """One place that has a file.
-
-    Attributes:
-        url: where it is.
-        checksum: of what this place has, as ``md5:...`` or ``sha256:...``; None if none is known.
-    """
+    """A place that has a file, and the checksum of what it has: ``md5:...`` or ``sha256:...``."""
 
     url: str
     checksum: str | None = None

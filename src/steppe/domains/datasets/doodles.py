@@ -111,9 +111,7 @@ class _Drawings:
     def distance(self, wobble: float = 0.0, shift: float = 0.0) -> Floats:
         """The signed distance of each pixel to the shape's edge, in pixels.
 
-        Args:
-            wobble: how far an unsteady hand strays.
-            shift: how far down and to the right the shape is moved.
+        An unsteady hand strays by `wobble`; the shape is moved down and to the right by `shift`.
         """
         x, y = self.x - self.x0 - shift, self.y - self.y0 - shift
         if wobble:

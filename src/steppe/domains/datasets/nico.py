@@ -32,13 +32,7 @@ _log = logging.getLogger("steppe")
 
 
 def read(root: Path) -> Contents:
-    """The classes and the domains, from list files where there are any, or else from folders.
-
-    Args:
-        root: the dataset's folder. Lists are looked for in it and in ``NICO_DG_official``; images
-            in it, in ``NICO_DG``, and where the public archive has them,
-            ``track_1/public_dg_0416/train``.
-    """
+    """From list files where there are any, or else from folders; below `root` at several places."""
     lists = _find_lists(root)
     if lists is not None:
         return _read_lists(root, lists)
