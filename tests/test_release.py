@@ -24,8 +24,8 @@ from packaging.utils import canonicalize_name
 from PIL import Image
 
 import steppe
+from steppe.domains import dataset_names, dataset_spec
 from steppe.domains.dataset import UnreadableImage, decode
-from steppe.domains.mirrors import SOURCES
 from steppe.errors import UserError
 from steppe.reports import build_report, load_runs
 from steppe.training import load_model, make_config, train
@@ -450,7 +450,8 @@ def test_a_report_imports_nothing_that_a_run_names(tmp_path, monkeypatch):
 def test_plain_http_is_only_used_with_a_checksum():
     mirrors = [
         mirror
-        for source in SOURCES.values()
+        for name in dataset_names()
+        if (source := dataset_spec(name).source) is not None
         for item in source.downloads
         for mirror in item.mirrors
     ]

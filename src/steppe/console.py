@@ -59,9 +59,10 @@ def text(value: object, style: str = "") -> Text:
     return Text(printable(str(value)), style=style)
 
 
-def say(console: Console, line: object) -> None:
-    """Prints a line as it is, however long: a terminal folds it, a file keeps it."""
-    console.print(printable(str(line)), highlight=False, markup=False, soft_wrap=True)
+def say(console: Console | None, line: object) -> None:
+    """Prints a line as it is, however long: a terminal folds it, a file keeps it. None: nowhere."""
+    if console is not None:
+        console.print(printable(str(line)), highlight=False, markup=False, soft_wrap=True)
 
 
 def table(
@@ -182,6 +183,8 @@ class Meter:
             note: in words, in place of the time left.
         """
         anew = title is not None and title != self.title
+        if done < self.done:  # it starts over, and so does the rate
+            self._first, self._began = done, time.monotonic()
         self.done, self.note = done, note
         self.total = self.total if total is None else total
         self.title = title if title is not None else self.title
@@ -199,8 +202,7 @@ class Meter:
     def say(self, line: str) -> None:
         """Prints a line, above the bar if there is one."""
         self._said = time.monotonic()
-        if self._console is not None:
-            say(self._console, line)
+        say(self._console, line)
 
     def _state(self) -> str:
         show = self._show

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from steppe.algorithms import Algorithm, Prepared, build_algorithm
-from steppe.domains.batches import training_batches
+from steppe.domains.batches import planned_batches
 from steppe.training import RunDirectory, make_config
 from steppe.training.processes import Processes
 from steppe.training.progress import Silent
@@ -263,7 +263,7 @@ def trained_featurizer(folder: Path, penalty: float) -> Tensor:
     trainer = Trainer(config, run, Processes(torch.device("cpu")), Silent())
     sagnet: Any = trainer.algorithm
     style_before = sagnet.style.weight.clone()
-    for batches in training_batches(trainer.sampling, 0, config.steps):
+    for batches in planned_batches(trainer.sampling, range(config.steps)):
         trainer.step(batches)
     assert not torch.equal(sagnet.style.weight, style_before)
     return torch.cat([p.detach().flatten() for p in sagnet.network.featurizer.parameters()])

@@ -28,7 +28,7 @@ from steppe.domains.batches import (
     Sampling,
     View,
     evaluation_batches,
-    training_batches,
+    planned_batches,
 )
 from steppe.errors import RunError, UserError
 from tests.limits import seconds
@@ -100,10 +100,12 @@ def test_a_batch_is_what_its_draw_says(sampling):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_depends_on_seed_domain_and_step_only(sampling, workers):
     expected = [sampling.batches(step) for step in range(6)]
-    assert same(training_batches(sampling, 0, 6, workers), expected)
-    assert same(training_batches(sampling, 4, 6, workers), expected[4:]), "begun in the middle"
+    assert same(planned_batches(sampling, range(6), workers), expected)
+    assert same(planned_batches(sampling, range(4, 6), workers), expected[4:]), (
+        "begun in the middle"
+    )
     found = []
-    for step, batches in enumerate(training_batches(sampling, 0, 6, workers)):
+    for step, batches in enumerate(planned_batches(sampling, range(6), workers)):
         found.append(batches)
         domain = sampling.sources[0].domain
         list(evaluation_batches(domain, np.arange(3), AUGMENTED, 2, (1, 2), workers % (step + 1)))
@@ -152,7 +154,7 @@ def test_sampling_is_uniform_with_replacement_over_the_train_split(sources):
 def test_a_source_smaller_than_the_batch_works(tmp_path):
     tiny = split(files(tmp_path, "tiny", 2, 0), 0, held_out=1)
     sampling = Sampling((tiny,), batch_size=32, view=AUGMENTED, seed=0)
-    (batch,) = next(training_batches(sampling, 0, 1))
+    (batch,) = next(planned_batches(sampling, range(1)))
     assert len(batch.images) == len(batch.labels) == 32
 
 
@@ -171,7 +173,7 @@ def generators_untouched() -> Iterator[None]:
 def test_loaders_leave_the_global_generators_alone(sampling, workers):
     domain = sampling.sources[1].domain
     with generators_untouched():
-        list(training_batches(sampling, 0, 3, workers))
+        list(planned_batches(sampling, range(3), workers))
         list(evaluation_batches(domain, np.arange(9), AUGMENTED, 4, (0,), workers))
 
 
@@ -204,7 +206,7 @@ def test_layout_is_channels_last_without_a_copy(workers, channels):
     pixels = np.random.default_rng(0).integers(256, size=(9, SIZE, SIZE, channels), dtype=np.uint8)
     domain = Domain("arrays", Arrays(pixels), np.arange(9))
     sampling = Sampling((split(domain, 0),), 4, PLAIN, 0)
-    (batch,) = next(training_batches(sampling, 0, 1, workers))
+    (batch,) = next(planned_batches(sampling, range(1), workers))
     (other,) = evaluation_batches(domain, np.arange(9), PLAIN, 9, workers=workers)
     for images, labels in (batch, other):
         assert images.dtype == torch.uint8
@@ -237,7 +239,7 @@ def test_an_unreadable_image_is_named(tmp_path, workers, kind):
     bad.write_bytes(bad.read_bytes()[:60])
     if kind == "training":
         sampling = Sampling((split(domain, 0, held_out=0),), 2, AUGMENTED, 0)
-        batches: Any = training_batches(sampling, 0, 10_000, workers)
+        batches: Any = planned_batches(sampling, range(10_000), workers)
     else:
         batches = evaluation_batches(domain, np.arange(8), PLAIN, 2, workers=workers)
     message = complaint(batches)
@@ -250,21 +252,21 @@ def test_an_unreadable_image_is_named(tmp_path, workers, kind):
 def test_nothing_hangs_when_the_consumer_stops_early(sampling, monkeypatch):
     # So long, instead of 5 s, torch waits for a worker that does not end, before it kills it.
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", seconds(60))
-    batches = training_batches(sampling, 0, 10**9, workers=2)
+    batches = planned_batches(sampling, range(10**9), workers=2)
     for _ in range(3):
         next(batches)
     assert len(workers := multiprocessing.active_children()) == 2
     batches.close()
     assert not children()
     assert [worker.exitcode for worker in workers] == [0, 0]  # by themselves
-    for _ in training_batches(sampling, 0, 10**9, workers=2):
+    for _ in planned_batches(sampling, range(10**9), workers=2):
         break
     assert not children()
 
 
 def test_workers_outlive_the_signals_of_their_group(sampling):
     expected = [sampling.batches(step) for step in range(40)]
-    batches = training_batches(sampling, 0, 40, workers=2)
+    batches = planned_batches(sampling, range(40), workers=2)
     found = [next(batches)]
     for name in ("TERM", "INT"):
         subprocess.run(["kill", f"-{name}", *map(str, children())], check=True)
@@ -304,7 +306,7 @@ def test_no_moment_of_a_workers_birth_is_open_to_a_signal(sampling):
         signal.signal(signal.SIGTERM, hear)
         ready.set()
         for _ in range(5):
-            assert len(list(training_batches(sampling, 0, 4, workers=2))) == 4
+            assert len(list(planned_batches(sampling, range(4), workers=2))) == 4
 
     process = run_in_a_group(work)
     assert ready.wait(seconds(200))
@@ -322,7 +324,7 @@ def test_a_loader_that_was_not_closed_does_not_keep_its_process(sampling):
     kept = []
 
     def work() -> None:
-        kept.append(training_batches(sampling, 0, 10**9, workers=2))
+        kept.append(planned_batches(sampling, range(10**9), workers=2))
         next(kept[0])
 
     assert exit_code(run_in_a_group(work)) == 0
@@ -337,7 +339,7 @@ def test_a_killed_worker_ends_the_run_with_one_line(sampling, moment):
     def work() -> None:  # in a process of its own, where torch has not handled any signal so far
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal_handling._SIGCHLD_handler_set = False
-        batches = training_batches(sampling, 0, 10**9, workers=2)
+        batches = planned_batches(sampling, range(10**9), workers=2)
         next(batches)
         victim = children()[0]
         if moment == "between batches":

@@ -1,5 +1,7 @@
 """The records of the datasets, and the ways to name one."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +12,16 @@ from steppe.domains import (
     Arrays,
     DatasetSpec,
     Domain,
+    Source,
     catalog,
     dataset_names,
     dataset_spec,
     load,
     register_dataset,
 )
+from steppe.domains.get import get
 from steppe.errors import UserError
+from steppe.registry import Registry
 
 ALL = [dataset_spec(name) for name in dataset_names()]
 BUILT_IN = ["RotatedDigits", "Doodles"]
@@ -163,7 +168,7 @@ def test_the_data_folder_is_an_environment_variable(
 
 
 def test_register_a_dataset_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(catalog, "_BY_NAME", dict(catalog._BY_NAME))
+    monkeypatch.setattr(catalog, "DATASETS", Registry("dataset", catalog.BUILT_IN))
     asked = []
 
     @register_dataset("Mine", domains=["a", "b"], n_classes=1, folder="my_files", steps=7)
@@ -179,6 +184,27 @@ def test_register_a_dataset_of_ones_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert (dataset.spec.steps, dataset.spec.labels) == (7, ("a", "b"))
     assert "Mine" in dataset_names()
     with pytest.raises(UserError, match="already"):
-        register_dataset("pacs", domains=["a", "b"], n_classes=1)
+        register_dataset("pacs", domains=["a", "b"], n_classes=1)(mine)
     with pytest.raises(UserError, match="'stepz', did you mean 'steps'"):
         register_dataset("Wrong", domains=["a", "b"], n_classes=1, stepz=7)(mine)
+
+
+def test_naming_datasets_needs_neither_torch_nor_pillow():
+    code = (
+        "import sys\n"
+        "from steppe.domains import dataset_spec, listing, seed_hash\n"
+        "dataset_spec('PACS'), seed_hash(0)\n"
+        "print({'torch', 'torchvision', 'PIL', 'sklearn'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_a_plugins_dataset_says_where_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(catalog, "DATASETS", Registry("dataset", catalog.BUILT_IN))
+    source = Source(elsewhere=("https://example.org/mine",))
+    register_dataset("Mine", domains=["a", "b"], n_classes=1, folder="mine", source=source)(print)
+    with pytest.raises(UserError, match=r"(?s)Where else to look:\n  https://example.org/mine"):
+        get(dataset_spec("mine"), tmp_path)

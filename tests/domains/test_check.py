@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from steppe.domains import DatasetSpec, catalog, check, dataset_spec, load, packing, pool
+from steppe.domains import DatasetSpec, check, dataset_spec, load, packing, pool
 from steppe.errors import UserError
 
 
@@ -34,7 +34,7 @@ def spec(tmp_path: Path) -> DatasetSpec:
     return replace(own, name="Pets", folder="pets", counts=(4, 4))
 
 
-def text_of(report: check.Report) -> str:
+def text_of(report: check.CheckResult) -> str:
     console = Console(width=200, color_system=None)
     with console.capture() as shown:
         console.print(*check.tables(report), sep="\n")
@@ -186,7 +186,7 @@ def test_domainnet_says_whether_its_list_was_there(tmp_path: Path) -> None:
         paint(tmp_path / "domain_net" / domain / "axe" / "1.png", 2 * seed)
         paint(tmp_path / "domain_net" / domain / "axe" / "2.png", 2 * seed + 1)
     assert "is not there" in check.check(spec, tmp_path).problems[0]
-    (tmp_path / "domain_net" / catalog.DUPLICATES).write_text("clipart/axe/2.png\n")
+    (tmp_path / "domain_net" / "domain_net_duplicates.txt").write_text("clipart/axe/2.png\n")
     report = check.check(spec, tmp_path)
     assert report.problems[0].startswith("domain 'clipart' has 1 images instead of 48,129")
     assert "is there" in report.problems[0]

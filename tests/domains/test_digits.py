@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import rotate
 
-from steppe.domains import digits
+from steppe.domains.datasets import digits
 
 
 def test_every_digit_is_in_one_domain_turned_as_torchvision_turns_it():

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from steppe.domains import doodles
+from steppe.domains.datasets import doodles
 
 CHECKSUM = """
 import hashlib
-from steppe.domains import doodles
+from steppe.domains.datasets import doodles
 digest = hashlib.sha256()
 for domain in doodles.read()[1]:
     digest.update(domain.images.pixels.tobytes() + domain.labels.tobytes())

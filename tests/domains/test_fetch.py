@@ -21,11 +21,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from steppe.domains import dataset_names, dataset_spec, terra
-from steppe.domains.fetch import Download, Mirror, Patience, Unavailable, download, meter
-from steppe.domains.mirrors import SOURCES, Source, get
+from steppe.console import Console
+from steppe.domains import DatasetSpec, dataset_names, dataset_spec
+from steppe.domains.datasets import terra_incognita
+from steppe.domains.fetch import Patience, Unavailable, download
+from steppe.domains.get import get
+from steppe.domains.spec import Download, Mirror, Source
 from steppe.errors import UserError
 from tests.limits import seconds
 
@@ -149,9 +151,9 @@ def names(folder: Path) -> set[str]:
 
 def fetch(item: Download, folder: Path, patience: Patience = QUICK) -> list[str]:
     """Downloads, and returns what was reported."""
-    said: list[str] = []
-    download(item, folder, report=said.append, patience=patience)
-    return said
+    said = io.StringIO()
+    download(item, folder, console=Console(file=said), patience=patience)
+    return said.getvalue().splitlines()
 
 
 def one(server: Server, path: str = "a.zip", checksum: str | None = None) -> Download:
@@ -226,7 +228,8 @@ def test_wrong_bytes_fall_to_the_second_mirror(server: Server, tmp_path: Path) -
     said = fetch(Download("a.zip", (Mirror(bad, MD5), Mirror(good, MD5))), tmp_path)
     assert (tmp_path / "a.zip").read_bytes() == BODY
     found = hashlib.md5(OTHER).hexdigest()
-    assert said == [f"{bad}: its md5 is {found}, expected {MD5[4:]}; deleted"]
+    reports = [line for line in said if not line.startswith("a.zip: ")]  # how far it is
+    assert reports == [f"{bad}: its md5 is {found}, expected {MD5[4:]}; deleted"]
     assert names(tmp_path) == {"a.zip"}
 
 
@@ -371,8 +374,7 @@ def test_ctrl_c_keeps_what_has_arrived(server: Server, tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"
         "from steppe.domains.fetch import *\n"
-        f"download(Download('a.zip', (Mirror({server.url('a.zip')!r}),)), Path({str(tmp_path)!r}),"
-        " report=print)"
+        f"download(Download('a.zip', (Mirror({server.url('a.zip')!r}),)), Path({str(tmp_path)!r}))"
     )
     part = tmp_path / "a.zip.part"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as process:
@@ -392,20 +394,12 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
     server: Server, tmp_path: Path
 ) -> None:
     server.pages["a.zip"] = Page(BODY)
-    screen = io.StringIO()
-    with meter(print, console=Console(file=screen, force_terminal=True, width=100)) as tick:
-        download(one(server), tmp_path / "bar", report=lambda line: None, tick=tick)
-    assert "a.zip" in screen.getvalue()
-    assert "300.2/300.2 kB" in screen.getvalue()
-    said: list[str] = []
-    with meter(said.append, console=Console(file=screen, force_terminal=False), every=0) as tick:
-        tick("a.zip", 1_000_000, 3_000_000)
-        time.sleep(0.01)
-        tick("a.zip", 2_000_000, 3_000_000)
-        tick("b.zip", 5, None)
-    assert said[0] == "a.zip: 1.0 MB of 3.0 MB"
-    assert re.fullmatch(r"a.zip: 2.0 MB of 3.0 MB, [\d.]+ MB/s, \d+ s left", said[1])
-    assert said[2] == "b.zip: 5 bytes"
+    screen = Console(file=io.StringIO(), force_terminal=True, width=100)
+    download(one(server), tmp_path / "bar", console=screen)
+    assert "a.zip" in screen.file.getvalue()
+    assert "300.2 kB of 300.2 kB" in screen.file.getvalue()
+    said = fetch(one(server), tmp_path / "lines")
+    assert re.fullmatch(r"a.zip: 300.2 kB of 300.2 kB, [\d.]+ [kMG]B/s", said[0])
 
 
 # Whole datasets.
@@ -425,24 +419,26 @@ def tarred(files: dict[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def served(server: Server, name: str, files: dict[str, bytes]) -> Source:
-    """The dataset's own source, with this server for all its mirrors."""
-    source = SOURCES[name]
+def served(server: Server, name: str, files: dict[str, bytes]) -> DatasetSpec:
+    """The dataset, with this server for all its mirrors."""
+    spec = dataset_spec(name)
+    source = spec.source
+    assert source is not None
     assert {item.file for item in source.downloads} == set(files)
     server.pages |= {file: Page(body) for file, body in files.items()}
     downloads = tuple(
         Download(item.file, (Mirror(server.url(item.file)),), item.into)
         for item in source.downloads
     )
-    return Source(downloads, source.elsewhere, source.holds, source.arrange)
+    return replace(spec, source=replace(source, downloads=downloads))
 
 
-def fetch_dataset(name: str, root: Path, source: Source) -> list[str]:
-    said: list[str] = []
-    folder = get(name, root, source=source, report=said.append, patience=QUICK)
-    assert folder == root / str(dataset_spec(name).folder)
+def fetch_dataset(spec: DatasetSpec, root: Path) -> list[str]:
+    said = io.StringIO()
+    folder = get(spec, root, console=Console(file=said), patience=QUICK)
+    assert folder == root / str(spec.folder)
     assert not [path for path in root.iterdir() if path.name.startswith(".")]  # no scaffolding
-    return said
+    return said.getvalue().splitlines()
 
 
 @pytest.mark.parametrize(
@@ -457,12 +453,12 @@ def fetch_dataset(name: str, root: Path, source: Source) -> list[str]:
 def test_archives_of_folders(
     server: Server, tmp_path: Path, name: str, file: str, inside: str
 ) -> None:
-    spec = dataset_spec(name)
-    files = images(inside, spec.domains, ("cat", "dog"))
-    files |= images("__MACOSX/", spec.domains, ("cat",))
+    domains = dataset_spec(name).domains
+    files = images(inside, domains, ("cat", "dog"))
+    files |= images("__MACOSX/", domains, ("cat",))
     body = zipped(files) if file.endswith(".zip") else tarred(files)
-    source = served(server, name, {file: body})
-    said = fetch_dataset(name, tmp_path, source)
+    spec = served(server, name, {file: body})
+    said = fetch_dataset(spec, tmp_path)
     folder = tmp_path / str(spec.folder)
     classes, domains = spec.read(folder)
     assert classes == ("cat", "dog")
@@ -472,7 +468,7 @@ def test_archives_of_folders(
     # A second time nothing is asked for, and what is there stays as it is.
     (folder / "mine.txt").write_text("mine")
     asked = len(server.asked)
-    assert f"steppe data check {name}" in fetch_dataset(name, tmp_path, source)[0]
+    assert f"steppe data check {name}" in fetch_dataset(spec, tmp_path)[0]
     assert len(server.asked) == asked
     assert (folder / "mine.txt").read_text() == "mine"
 
@@ -498,7 +494,7 @@ def test_terra_incognita_is_sorted_by_its_annotations(server: Server, tmp_path: 
 
     train = [("a", 38, [1]), ("b", 38, [1, 1]), ("c", 43, [1, 6]), ("d", 46, [33]), ("e", 7, [1])]
     test = [("f", 100, [6]), ("g", 46, [6])]
-    source = served(
+    spec = served(
         server,
         "TerraIncognita",
         {
@@ -514,7 +510,7 @@ def test_terra_incognita_is_sorted_by_its_annotations(server: Server, tmp_path: 
             ),
         },
     )
-    fetch_dataset("TerraIncognita", tmp_path, source)
+    fetch_dataset(spec, tmp_path)
     folder = tmp_path / "terra_incognita"
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert found == {
@@ -534,17 +530,16 @@ def test_domain_net_comes_in_pieces_with_its_duplicates(server: Server, tmp_path
     spec = dataset_spec("DomainNet")
     files = {f"{d}.zip": zipped(images("", (d,), ("ant", "bee"))) for d in spec.domains}
     files["domain_net_duplicates.txt"] = b"real/ant/1.jpg\n"
-    fetch_dataset("DomainNet", tmp_path, served(server, "DomainNet", files))
+    fetch_dataset(served(server, "DomainNet", files), tmp_path)
     _, domains = spec.read(tmp_path / "domain_net")
     assert [len(d) for d in domains] == [2, 2, 2, 2, 1, 2]
 
 
 def test_mnist_is_unzipped(server: Server, tmp_path: Path) -> None:
-    files = {
-        item.file: gzip.compress(item.file.encode()) for item in SOURCES["RotatedMNIST"].downloads
-    }
-    source = served(server, "RotatedMNIST", files)
-    fetch_dataset("RotatedMNIST", tmp_path, source)
+    source = dataset_spec("RotatedMNIST").source
+    assert source is not None
+    files = {item.file: gzip.compress(item.file.encode()) for item in source.downloads}
+    fetch_dataset(served(server, "RotatedMNIST", files), tmp_path)
     raw = tmp_path / "MNIST" / "raw"
     assert (raw / "t10k-labels-idx1-ubyte").read_text() == "t10k-labels-idx1-ubyte.gz"
     assert len(names(raw)) == 4
@@ -561,8 +556,9 @@ def test_when_all_mirrors_are_dead_the_message_says_what_to_do(
     source = Source(
         (Download("PACS.zip", tuple(map(Mirror, urls))),), elsewhere=("https://example.org/pacs",)
     )
+    spec = replace(dataset_spec("PACS"), source=source)
     with pytest.raises(UserError) as error:
-        get("pacs", tmp_path, source=source, report=lambda line: None, patience=QUICK)
+        get(spec, tmp_path, patience=QUICK)
     assert str(error.value).splitlines() == [
         "PACS cannot be downloaded: no mirror has PACS.zip:",
         f"  {urls[0]}: HTTP 404 Not Found",
@@ -584,7 +580,7 @@ def test_when_all_mirrors_are_dead_the_message_says_what_to_do(
     # What it says works: the archive put there by hand is taken.
     files = images("kfold/", dataset_spec("PACS").domains, ("dog",))
     (tmp_path / "downloads" / "PACS.zip").write_bytes(zipped(files))
-    fetch_dataset("PACS", tmp_path, source)
+    fetch_dataset(spec, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -598,40 +594,40 @@ def test_when_all_mirrors_are_dead_the_message_says_what_to_do(
 def test_a_bad_archive_leaves_nothing_behind(
     server: Server, tmp_path: Path, body: bytes, reason: str
 ) -> None:
-    source = served(server, "PACS", {"PACS.zip": body})
+    spec = served(server, "PACS", {"PACS.zip": body})
     with pytest.raises(UserError, match=reason):
-        get("PACS", tmp_path, source=source, report=lambda line: None, patience=QUICK)
+        get(spec, tmp_path, patience=QUICK)
     assert names(tmp_path) == {"downloads"}
 
 
 def test_no_room_to_unpack_leaves_nothing_behind(server: Server, tmp_path: Path) -> None:
     files = images("kfold/", dataset_spec("PACS").domains, ("dog",)) | {"kfold/big": bytes(70_000)}
-    source = served(server, "PACS", {"PACS.zip": gzip.compress(b"")})
+    spec = served(server, "PACS", {"PACS.zip": gzip.compress(b"")})
     (tmp_path / "downloads").mkdir()
     (tmp_path / "downloads" / "PACS.zip").write_bytes(zipped(files))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, hard))
     try:
         with pytest.raises(UserError, match="no room to unpack in .*nothing is downloaded twice"):
-            get("PACS", tmp_path, source=source, report=lambda line: None)
+            get(spec, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == {"downloads"}
-    fetch_dataset("PACS", tmp_path, source)
+    fetch_dataset(spec, tmp_path)
 
 
 def test_an_incomplete_folder_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "PACS" / "photo").mkdir(parents=True)
     with pytest.raises(UserError, match="without art_painting, cartoon, sketch. Move it away"):
-        get("PACS", tmp_path)
+        get(dataset_spec("PACS"), tmp_path)
     assert names(tmp_path / "PACS") == {"photo"}
 
 
 def test_datasets_without_a_download_say_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="RotatedDigits needs no download"):
-        get("RotatedDigits", tmp_path)
+        get(dataset_spec("RotatedDigits"), tmp_path)
     with pytest.raises(UserError) as error:
-        get("NICO++", tmp_path)
+        get(dataset_spec("NICO++"), tmp_path)
     message = str(error.value)
     assert message.startswith("NICO++ has no download that a program can start.")
     assert "https://nicochallenge.com/dataset" in message
@@ -640,15 +636,13 @@ def test_datasets_without_a_download_say_so(tmp_path: Path) -> None:
 
 
 def test_the_table_is_complete_and_well_formed() -> None:
-    on_disk = [name for name in dataset_names() if dataset_spec(name).folder is not None]
-    assert set(SOURCES) == set(on_disk)
-    for name, source in SOURCES.items():
-        assert source.elsewhere, name
+    for spec in map(dataset_spec, dataset_names()):
+        assert (spec.source is None) == (spec.folder is None)
+        source = spec.source or Source()
+        assert bool(source.elsewhere) == (spec.folder is not None), spec.name
         for item in source.downloads:
             for mirror in item.mirrors:
                 assert re.match(r"https?://[\w.-]+/", mirror.url)
                 if mirror.checksum is not None:
                     assert re.fullmatch(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}", mirror.checksum)
-    locations = {f"location_{number}" for number in terra.LOCATIONS}
-    assert locations == set(dataset_spec("TerraIncognita").domains)
-    assert len(terra.CATEGORIES) == dataset_spec("TerraIncognita").n_classes
+    assert len(terra_incognita.CATEGORIES) == 10

@@ -9,7 +9,6 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from steppe.domains import Domain, dataset_spec, load
-from steppe.domains.catalog import DUPLICATES
 from steppe.domains.folder import read_folder
 from steppe.errors import UserError
 
@@ -97,7 +96,9 @@ def test_domainnets_duplicates_are_left_out_where_the_list_is_there(tmp_path: Pa
         write(root / domain, [f"{classes[0]}/{k}.jpg" for k in range(3)])
     assert [len(domain) for domain in load("DomainNet", tmp_path).domains] == [3] * 6
 
-    (root / DUPLICATES).write_text(f"clipart/{classes[0]}/1.jpg\nreal/{classes[0]}/2.jpg\n")
+    (root / "domain_net_duplicates.txt").write_text(
+        f"clipart/{classes[0]}/1.jpg\nreal/{classes[0]}/2.jpg\n"
+    )
     domains = {domain.name: domain for domain in load("DomainNet", tmp_path).domains}
     assert names(domains["clipart"]) == [f"{classes[0]}/0.jpg", f"{classes[0]}/2.jpg"]
     assert names(domains["real"]) == [f"{classes[0]}/0.jpg", f"{classes[0]}/1.jpg"]
@@ -125,6 +126,6 @@ def test_an_image_whose_name_is_not_text_is_read(tmp_path: Path):
 
 
 def test_a_list_of_duplicates_that_is_a_pipe_is_not_waited_for(tmp_path: Path):
-    os.mkfifo(tmp_path / DUPLICATES)
+    os.mkfifo(tmp_path / "domain_net_duplicates.txt")
     with pytest.raises(OSError, match="not a plain file"):
         dataset_spec("DomainNet").read(tmp_path)

@@ -9,7 +9,8 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import rotate
 
-from steppe.domains import load, mnist
+from steppe.domains import load
+from steppe.domains.datasets import mnist
 from steppe.errors import UserError
 
 

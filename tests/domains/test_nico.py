@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from steppe.domains import UnreadableImage, nico
+from steppe.domains import UnreadableImage
+from steppe.domains.datasets import nico
 from steppe.errors import UserError
 
 LABELS = {"truck": 0, "bear": 1, "hot air balloon": 2}

@@ -14,11 +14,11 @@ from steppe.domains import (
     Domain,
     Files,
     dataset_spec,
-    nico,
     seed_hash,
     split_dataset,
     split_indices,
 )
+from steppe.domains.datasets import nico
 from steppe.errors import UserError
 
 PACS_COUNTS = (2048, 2344, 1670, 3929)

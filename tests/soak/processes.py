@@ -4,7 +4,6 @@ A child is forked before any thread of torch's exists, and computes; its parent 
 """
 
 import ctypes
-import functools
 import os
 import signal
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from steppe import cli
-from steppe.domains import digits
+from steppe.domains.datasets import digits
 from steppe.sweeps import local, store, worker
 from tests.limits import seconds
 
@@ -171,8 +170,8 @@ def hurry() -> None:
 
     The digits are rotated once, and not by every child.
     """
-    digits.read = functools.cache(digits.read)
-    digits.read()
+    contents = digits.read()
+    object.__setattr__(digits.ROTATED_DIGITS, "read", lambda root: contents)
     local.subprocess = SimpleNamespace(Popen=_Forked, DEVNULL=None, STDOUT=None)  # type: ignore[assignment]
     local.LOOK_SECONDS = 0.1
     worker.IDLE_SECONDS = 0.1

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from steppe.console import stderr, stdout
 from steppe.strangers import command, printable
 
 from .common import JSON, PLUGINS, ROOT
@@ -27,11 +28,9 @@ def data_list(
     import_plugins(plugin or ())
     rows = listing.find_all(root or data_folder())
     if as_json:
-        print(json.dumps([row.to_json() for row in rows], indent=2))
+        print(json.dumps(rows, indent=2))
         return
-    from rich.console import Console
-
-    Console().print(listing.table(rows))
+    stdout().print(listing.table(rows))
     print("'--json' has where they were found; 'steppe data get NAME' fetches one.")
 
 
@@ -39,11 +38,14 @@ def data_list(
 def data_get(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A dataset's name.")],
     root: Annotated[Path | None, ROOT] = None,
+    plugin: Annotated[list[str] | None, PLUGINS] = None,
 ) -> None:
     """Download a dataset and lay it out, resuming where an earlier attempt stopped."""
-    from steppe.domains import data_folder, mirrors
+    from steppe.domains import data_folder, dataset_spec, import_plugins
+    from steppe.domains.get import get
 
-    folder = mirrors.get(name, root or data_folder())
+    import_plugins(plugin or ())
+    folder = get(dataset_spec(name), root or data_folder(), console=stderr())
     where = ("--root", root) if root else ()
     check = command("steppe", "data", "check", name, *where)
     print(printable(f"{folder}: check it with: {check}"))
@@ -58,17 +60,15 @@ def data_check(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Check a dataset's layout, counts and every image; exit with 1 if anything is wrong."""
-    from rich.console import Console
-
     from steppe.domains import check, data_folder, dataset_spec, import_plugins
 
     import_plugins(plugin or ())
     home = root or data_folder()
-    report = check.check(dataset_spec(name), home, jobs=jobs, console=Console(stderr=True))
+    report = check.check(dataset_spec(name), home, jobs=jobs, console=stderr())
     if as_json:
         print(json.dumps(report.to_json(), indent=2))
     else:
-        Console().print(*check.tables(report), sep="\n", soft_wrap=True)
+        stdout().print(*check.tables(report), sep="\n", soft_wrap=True)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -85,13 +85,10 @@ def data_pack(
     plugin: Annotated[list[str] | None, PLUGINS] = None,
 ) -> None:
     """Decode every image once, into memory-mapped files that runs then use."""
-    from rich.console import Console
-
     from steppe.domains import data_folder, import_plugins, load, packing
 
     import_plugins(plugin or ())
     home = root or data_folder()
     dataset = load(name, home, packed=False)
-    console = Console(stderr=True)
-    path = packing.make(dataset, home, size, force=force, jobs=jobs, console=console)
+    path = packing.make(dataset, home, size, force=force, jobs=jobs, console=stderr())
     print(printable(f"{path}: runs on {dataset.spec.name} use it from now on"))

@@ -1,10 +1,10 @@
 """Datasets with named domains: records, images, splits, batches.
 
-The names below are the public ones; the modules beside this file hold one idea each.
+The names below are the public ones. None of their modules imports torch or Pillow: commands that
+only read records need a dataset's facts, and not its images.
 """
 
 from .catalog import (
-    DatasetSpec,
     data_folder,
     dataset_names,
     dataset_spec,
@@ -13,6 +13,7 @@ from .catalog import (
     register_dataset,
 )
 from .dataset import Arrays, Dataset, Domain, Files, Images, UnreadableImage
+from .spec import DatasetSpec, Download, Mirror, Source
 from .splits import Split, seed_hash, split_dataset, split_indices
 
 __all__ = [
@@ -20,8 +21,11 @@ __all__ = [
     "Dataset",
     "DatasetSpec",
     "Domain",
+    "Download",
     "Files",
     "Images",
+    "Mirror",
+    "Source",
     "Split",
     "UnreadableImage",
     "data_folder",

@@ -45,19 +45,13 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """How images reach the network.
-
-    Attributes:
-        size: height and width.
-        augment: whether they are cropped, flipped and jittered at random.
-    """
+    """How images reach the network: their height and width, and whether they are augmented."""
 
     size: int
     augment: bool
 
 
 def read(domain: Domain, chosen: Indices, view: View, draws: augment.Draws | None = None) -> Batch:
-    """Reads, transforms and stacks images of a domain."""
     images, labels = domain.images, torch.from_numpy(domain.labels[chosen])
     if draws is not None:
         rows = zip(chosen, draws, strict=True)
@@ -77,13 +71,8 @@ def read(domain: Domain, chosen: Indices, view: View, draws: augment.Draws | Non
 class Sampling:
     """What determines the batches of a run.
 
-    Attributes:
-        sources: the splits of the source domains.
-        batch_size: images of each source domain in a step, over all processes.
-        view: how images reach the network.
-        seed: the run's seed.
-        rank: this process's number; it reads its share of every batch.
-        world: how many processes there are.
+    Of the `batch_size` images of each source domain in a step, the process of this `rank` reads its
+    share; there are `world` processes.
     """
 
     sources: tuple[Split, ...]
@@ -114,7 +103,6 @@ class Sampling:
         return [(split.domain, *self.draw(split, number)) for split in self.sources]
 
     def batches(self, step: int) -> list[Batch]:
-        """The batch of every source domain at a step."""
         return read_all(self.drawn(step), self.view)
 
 
@@ -122,12 +110,7 @@ class Sampling:
 class Evaluation:
     """Images of one domain, once each, in order.
 
-    Attributes:
-        domain: the domain.
-        chosen: which of its images.
-        view: how they reach the network.
-        batch_size: how many together.
-        seeds: determine the augmentation, where `view` asks for it.
+    `seeds` determine the augmentation, where `view` asks for it.
     """
 
     domain: Domain
@@ -140,7 +123,6 @@ class Evaluation:
         return -(-len(self.chosen) // self.batch_size)
 
     def drawn(self, number: int) -> list[Drawn]:
-        """The images of the batch of that number, with the randomness of each."""
         start = number * self.batch_size
         chosen = self.chosen[start : start + self.batch_size]
         draws = None
@@ -155,7 +137,6 @@ Plan = Sampling | Evaluation
 
 
 def read_all(drawn: Sequence[Drawn], view: View) -> list[Batch]:
-    """Reads and transforms the images of several domains, a batch of each."""
     return [read(domain, chosen, view, draws) for domain, chosen, draws in drawn]
 
 
@@ -167,12 +148,7 @@ class Failure:
 
 
 class Reading(Dataset[Any]):
-    """What a plan draws, read by a function, possibly in another process.
-
-    Args:
-        plan: says which images.
-        read: reads them.
-    """
+    """What a plan draws, read by a function, possibly in another process."""
 
     def __init__(self, plan: Plan, read: Callable[[Sequence[Drawn]], Any]) -> None:
         self._plan, self._read = plan, read
@@ -190,13 +166,6 @@ def planned_batches(
     """The batches of a plan that these numbers stand for, a list of one per domain each."""
     reading = Reading(plan, partial(read_all, view=plan.view))
     yield from read_ahead(reading, numbers, workers, pin)
-
-
-def training_batches(
-    sampling: Sampling, start: int, stop: int, workers: int = 0, pin: bool = False
-) -> Iterator[list[Batch]]:
-    """The batches of the steps from `start` to `stop` - 1, one per source domain."""
-    yield from planned_batches(sampling, range(start, stop), workers, pin)
 
 
 def evaluation_batches(

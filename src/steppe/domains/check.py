@@ -12,35 +12,24 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from steppe.console import Console, RenderableType, table, text
 from steppe.errors import UserError, reason
-from steppe.strangers import command, plain, printable
+from steppe.strangers import command, plain
 
 from . import pack
-from .catalog import DUPLICATES, DatasetSpec
 from .dataset import Domain, Files, UnreadableImage, decode
 from .folder import SUFFIXES, read_folder, subfolders
 from .pool import map_files
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+from .spec import DatasetSpec
 
 _SHOWN = 20
-"""Copies that the terminal and a summary list; all are in the report."""
+"""Copies that the terminal lists; all are in the JSON."""
 _CLASS_ROWS = 80
 """Classes that the terminal has a table for."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that a person should know."""
-
-    problem: bool
-    text: str
 
 
 @dataclass(frozen=True)
@@ -63,37 +52,37 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a check found."""
-
+class CheckResult:
     dataset: str
     where: str
     domains: tuple[DomainCount, ...]
-    findings: tuple[Finding, ...]
     unreadable: tuple[str, ...]
     """Paths of images that cannot be decoded to the end."""
     copies: tuple[Copies, ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether there is no problem."""
         return not self.problems
 
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """What is wrong."""
-        return tuple(finding.text for finding in self.findings if finding.problem)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What is worth knowing and not wrong."""
-        return tuple(finding.text for finding in self.findings if not finding.problem)
-
     def to_json(self) -> dict[str, object]:
-        """The report as plain values."""
-        report = asdict(self)
-        del report["findings"]
-        return {"ok": self.ok, **report, "problems": self.problems, "notes": self.notes}
+        return {"ok": self.ok, **asdict(self)}
+
+
+def check(
+    spec: DatasetSpec, home: Path, *, jobs: int | None = None, console: Console | None = None
+) -> CheckResult:
+    """Looks at every file of a dataset below the data folder `home`, in `jobs` processes."""
+    found = _Check(spec, home)
+    where = found.open()
+    counts = found.check_counts()
+    found.check_layout()
+    unreadable = found.look_at_images(jobs, console)
+    copies = found.check_copies()
+    found.check_pack(console)
+    problems, notes = tuple(found.problems), tuple(found.notes)
+    return CheckResult(spec.name, where, counts, unreadable, copies, problems, notes)
 
 
 @dataclass(frozen=True)
@@ -107,166 +96,183 @@ class _Listed:
         return self.classes[int(self.domain.labels[index])]
 
 
-def check(
-    spec: DatasetSpec, home: Path, *, jobs: int | None = None, console: Console | None = None
-) -> Report:
-    """Looks at every file of a dataset.
+class _Check:
+    """What is found out about a dataset, one thing after another."""
 
-    Args:
-        spec: the dataset.
-        home: the data folder.
-        jobs: processes that decode images; as many as there are cores unless given.
-        console: where to show progress; nowhere unless given.
-    """
-    where, listed, findings = _open(spec, home)
-    counts = tuple(_count(spec, item, listed) for item in listed)
-    published = spec.counts is not None and spec.counts == tuple(count.images for count in counts)
-    findings += _check_counts(spec, home, counts)
-    findings += _check_classes(spec, counts, published)
-    findings += _check_layout(spec, home, listed)
-    unreadable, copies = _look_at_images(spec, listed, jobs, console)
-    findings += [Finding(True, text) for text in unreadable.values()]
-    findings += _check_copies(copies, published)
-    findings += _check_pack(spec, home, listed, console)
-    return Report(spec.name, where, counts, tuple(findings), tuple(unreadable), copies)
+    def __init__(self, spec: DatasetSpec, home: Path) -> None:
+        self.spec, self.home, self.folder = spec, home, spec.where(home)
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.listed: list[_Listed] = []
+        self.published = False
+        self.same: dict[bytes, list[tuple[_Listed, int]]] = defaultdict(list)
+        """Images by the checksum of their bytes."""
 
-
-def _folder(spec: DatasetSpec, home: Path) -> Path:
-    return home / spec.folder if spec.folder is not None else home
-
-
-def _open(spec: DatasetSpec, home: Path) -> tuple[str, list[_Listed], list[Finding]]:
-    """Lists the images: of all domains, of those that are there, or of the pack alone."""
-    folder = _folder(spec, home)
-    try:
-        classes, domains = spec.read(folder)
-    except UserError as error:
-        if not folder.is_dir() and (packed := pack.find(spec, home)) is not None:
-            listed = [_Listed(packed.classes, domain) for domain in packed.domains]
-            note = f"{folder} is not there: the pack serves alone, its images are not checked again"
-            return packed.origin, listed, [Finding(False, note)]
-        return _open_partly(spec, folder, error)
-    origin = f"files in {folder}" if spec.folder is not None else "in memory"
-    return origin, [_Listed(classes, domain) for domain in domains], []
-
-
-def _open_partly(
-    spec: DatasetSpec, folder: Path, error: UserError
-) -> tuple[str, list[_Listed], list[Finding]]:
-    here = subfolders(folder) if folder.is_dir() else []
-    present = [name for name in spec.domains if name in here]
-    if not present:
-        reason = str(error).replace("'steppe data get'", f"'steppe data get {spec.name}'")
-        return f"not found in {folder}", [], [Finding(True, reason)]
-    findings = []
-    missing = [name for name in spec.domains if name not in here]
-    if missing:
-        text = f"domain folders are missing in {folder}: {', '.join(missing)}"
-        findings.append(Finding(True, text))
-    listed = []
-    for name in present:
+    def open(self) -> str:
+        """Lists the images of all domains, of those that are there, or of the pack; says where."""
+        spec, folder = self.spec, self.folder
         try:
-            classes, (domain,) = read_folder(folder, [name])
-            listed.append(_Listed(classes, domain))
-        except UserError as reason:
-            findings.append(Finding(True, str(reason)))
-    if not findings:  # each domain can be read, and still the whole cannot
-        findings.append(Finding(True, str(error)))
-    return f"files in {folder}", listed, findings
-
-
-def _count(spec: DatasetSpec, item: _Listed, listed: Sequence[_Listed]) -> DomainCount:
-    found = Counter(item.domain.labels.tolist())
-    by_class = {name: found[label] for label, name in enumerate(item.classes)}
-    everywhere = sorted({name for other in listed for name in other.classes} - set(by_class))
-    return DomainCount(
-        item.domain.name,
-        len(item.domain),
-        dict(zip(spec.domains, spec.counts or (), strict=False)).get(item.domain.name),
-        by_class | dict.fromkeys(everywhere, 0),
-    )
-
-
-def _check_counts(
-    spec: DatasetSpec, home: Path, counts: Sequence[DomainCount]
-) -> Iterator[Finding]:
-    hint = ""
-    if spec.name == "DomainNet":
-        there = (_folder(spec, home) / DUPLICATES).exists()
-        hint = f" ({DUPLICATES}, which says what to leave out, is {'' if there else 'not '}there)"
-    for count in counts:
-        if count.expected is not None and count.images != count.expected:
-            yield Finding(
-                True,
-                f"domain {count.name!r} has {count.images:,} images instead of "
-                f"{count.expected:,}{hint}",
+            classes, domains = spec.read(folder)
+        except UserError as error:
+            if folder.is_dir() or (packed := pack.find(spec, self.home)) is None:
+                return self._open_partly(error)
+            classes, domains, where = packed.classes, packed.domains, packed.origin
+            self.notes.append(
+                f"{folder} is not there: the pack serves alone, its images are not checked again"
             )
+        else:
+            where = f"files in {folder}" if spec.folder is not None else "in memory"
+        self.listed = [_Listed(classes, domain) for domain in domains]
+        return where
 
+    def _open_partly(self, error: UserError) -> str:
+        spec, folder = self.spec, self.folder
+        here = subfolders(folder) if folder.is_dir() else []
+        missing = [name for name in spec.domains if name not in here]
+        if len(missing) == len(spec.domains):
+            named = str(error).replace("'steppe data get'", f"'steppe data get {spec.name}'")
+            self.problems.append(named)
+            return f"not found in {folder}"
+        if missing:
+            self.problems.append(f"domain folders are missing in {folder}: {', '.join(missing)}")
+        for name in (name for name in spec.domains if name in here):
+            try:
+                classes, (domain,) = read_folder(folder, [name])
+                self.listed.append(_Listed(classes, domain))
+            except UserError as said:
+                self.problems.append(str(said))
+        if not self.problems:  # each domain can be read, and still the whole cannot
+            self.problems.append(str(error))
+        return f"files in {folder}"
 
-def _check_classes(
-    spec: DatasetSpec, counts: Sequence[DomainCount], published: bool
-) -> Iterator[Finding]:
-    if not counts:
-        return
-    classes = list(counts[0].classes)
-    if len(classes) != spec.n_classes:
-        names = ", ".join(classes[:8]) + (", ..." if len(classes) > 8 else "")
-        text = f"there are {len(classes)} classes instead of {spec.n_classes}: {names}"
-        yield Finding(True, text)
-    for count in counts:
-        lacking = [name for name, images in count.classes.items() if not images]
-        if lacking:
-            yield Finding(
-                not published,
-                f"domain {count.name!r} has no images of {', '.join(lacking[:8])}"
-                + (f" and {len(lacking) - 8} more classes" if len(lacking) > 8 else ""),
+    def check_counts(self) -> tuple[DomainCount, ...]:
+        """Compares the images of each domain and class with what the dataset should have."""
+        spec = self.spec
+        expected = dict(zip(spec.domains, spec.counts or (), strict=False))
+        everywhere = sorted({name for item in self.listed for name in item.classes})
+        counts = []
+        for item in self.listed:
+            name, found = item.domain.name, Counter(item.domain.labels.tolist())
+            by_class = {of_class: found[label] for label, of_class in enumerate(item.classes)}
+            by_class |= {of_class: 0 for of_class in everywhere if of_class not in by_class}
+            counts.append(DomainCount(name, len(item.domain), expected.get(name), by_class))
+        self.published = bool(spec.counts) and spec.counts == tuple(c.images for c in counts)
+        hint = ""
+        if spec.left_out is not None:
+            there = "" if (self.folder / spec.left_out).exists() else "not "
+            hint = f" ({spec.left_out}, which says what to leave out, is {there}there)"
+        self.problems += [
+            f"domain {c.name!r} has {c.images:,} images instead of {c.expected:,}{hint}"
+            for c in counts
+            if c.expected is not None and c.images != c.expected
+        ]
+        if counts and len(everywhere) != spec.n_classes:
+            names = _some(list(counts[0].classes), 8)
+            self.problems.append(
+                f"there are {len(everywhere)} classes instead of {spec.n_classes}: {names}"
             )
+        for count in counts:
+            lacking = [name for name, images in count.classes.items() if not images]
+            if lacking:
+                names = _some(lacking, 8)
+                self._unless_published(f"domain {count.name!r} has no images of {names}")
+        return tuple(counts)
 
+    def _unless_published(self, finding: str) -> None:
+        (self.notes if self.published else self.problems).append(finding)
 
-def _check_layout(spec: DatasetSpec, home: Path, listed: Sequence[_Listed]) -> Iterator[Finding]:
-    """Files and folders that reading a dataset passes over."""
-    folder = _folder(spec, home)
-    images: dict[Path, set[str]] = defaultdict(set)
-    for item in listed:
-        if isinstance(item.domain.images, Files):
-            images[item.domain.images.root].update(item.domain.images.names)
-    classes = {name for item in listed for name in item.classes}
-    if folder / spec.domains[0] in images:  # else its folders are laid out in another way
-        for name in subfolders(folder):
-            if name not in spec.domains:
+    def check_layout(self) -> None:
+        """Names files and folders that reading a dataset passes over."""
+        images: dict[Path, set[str]] = defaultdict(set)
+        for _, files in self._files():
+            images[files.root].update(files.names)
+        classes = {name for item in self.listed for name in item.classes}
+        if self.folder / self.spec.domains[0] in images:  # else it is laid out in another way
+            for name in subfolders(self.folder):
+                if name in self.spec.domains:
+                    continue
                 # A folder with the same classes was meant as a domain, any other as something else.
-                a_domain = bool(classes.intersection(subfolders(folder / name)))
-                what = "an unexpected domain" if a_domain else "no domain, and passed over"
-                yield Finding(a_domain, f"the folder {folder / name} is {what}")
-    for root, names in images.items():
-        yield from _check_strays(root, names)
+                if classes.intersection(subfolders(self.folder / name)):
+                    self.problems.append(f"the folder {self.folder / name} is an unexpected domain")
+                else:
+                    self.notes.append(
+                        f"the folder {self.folder / name} is no domain, and passed over"
+                    )
+        for root, names in images.items():
+            self._check_strays(root, names)
 
+    def _check_strays(self, root: Path, names: set[str]) -> None:
+        strays: list[str] = []
+        loose: list[str] = []
+        left_out: list[str] = []
+        for path, _, files in os.walk(root, followlinks=True):
+            for file in files:
+                name = os.path.relpath(os.path.join(path, file), root).replace(os.sep, "/")
+                if name in names:
+                    continue
+                if not file.lower().endswith(SUFFIXES):
+                    strays.append(name)
+                else:
+                    (left_out if "/" in name else loose).append(name)
+        for found, findings, what in (
+            (loose, self.problems, "images outside the class folders are not read"),
+            (left_out, self.notes, "images are left out by the dataset's lists"),
+            (strays, self.notes, "files that are not images are passed over"),
+        ):
+            if found:
+                findings.append(f"{what}, {len(found):,} in {root}: {_some(sorted(found))}")
 
-def _check_strays(root: Path, names: set[str]) -> Iterator[Finding]:
-    strays: list[str] = []
-    loose: list[str] = []
-    left_out: list[str] = []
-    for path, _, files in os.walk(root, followlinks=True):
-        for file in files:
-            name = os.path.relpath(os.path.join(path, file), root).replace(os.sep, "/")
-            if name in names:
-                continue
-            if not file.lower().endswith(SUFFIXES):
-                strays.append(name)
+    def _files(self) -> list[tuple[_Listed, Files]]:
+        """The domains that are kept as image files."""
+        return [
+            (item, item.domain.images)
+            for item in self.listed
+            if isinstance(item.domain.images, Files)
+        ]
+
+    def look_at_images(self, jobs: int | None, console: Console | None) -> tuple[str, ...]:
+        """Decodes every image; returns the paths of those that cannot be read."""
+        images = [
+            (item, index, f"{files.root}/{name}")
+            for item, files in self._files()
+            for index, name in enumerate(files.names)
+        ]
+        paths, title = [path for _, _, path in images], f"checking {self.spec.name}"
+        looks = map_files(_look, paths, title=title, jobs=jobs, console=console)
+        unreadable = []
+        for (item, index, path), (checksum, error) in zip(images, looks, strict=True):
+            if error:
+                unreadable.append(path)
+                self.problems.append(error)
             else:
-                (left_out if "/" in name else loose).append(name)
-    for found, problem, what in (
-        (loose, True, "images outside the class folders are not read"),
-        (left_out, False, "images are left out by the dataset's lists"),
-        (strays, False, "files that are not images are passed over"),
-    ):
-        if found:
-            yield Finding(problem, f"{what}, {len(found):,} in {root}: {_some(sorted(found))}")
+                self.same[checksum].append((item, index))
+        return tuple(unreadable)
+
+    def check_copies(self) -> tuple[Copies, ...]:
+        copies = tuple(_copies(same) for same in self.same.values() if len(same) > 1)
+        for kind in sorted({same.kind for same in copies}):
+            found = [" = ".join(same.files) for same in copies if same.kind == kind]
+            times = "once" if len(found) == 1 else f"{len(found):,} times"
+            self._unless_published(f"identical images {kind}, {times}: {_some(found)}")
+        return copies
+
+    def check_pack(self, console: Console | None) -> None:
+        spec = self.spec
+        if spec.folder is None or (path := pack.present(spec, self.home)) is None:
+            return
+        problems, files = pack.verify(path, console), [item for item, _ in self._files()]
+        if not problems and files:
+            changed = pack.outdated(path, files[0].classes, [item.domain for item in files])
+            problems = [f"pack {path} is out of date: {changed}"] if changed else []
+        again = command("steppe", "data", "pack", spec.name, "--force")
+        self.problems += [f"{found}. Delete it, or make it again: {again}" for found in problems]
+        if not problems:
+            self.notes.append(f"pack {path} is valid")
 
 
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {more:,} more" if more > 0 else "")
+def _some(names: Sequence[str], shown: int = 3) -> str:
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _look(path: str) -> tuple[bytes, str]:
@@ -281,28 +287,6 @@ def _look(path: str) -> tuple[bytes, str]:
         return b"", f"image {path} cannot be read: {reason(error)}"
 
 
-def _look_at_images(
-    spec: DatasetSpec, listed: Sequence[_Listed], jobs: int | None, console: Console | None
-) -> tuple[dict[str, str], tuple[Copies, ...]]:
-    """The images that cannot be read, by path, and those with the same bytes."""
-    places = [
-        (item, index, f"{item.domain.images.root}/{item.domain.images.names[index]}")
-        for item in listed
-        if isinstance(item.domain.images, Files)
-        for index in range(len(item.domain))
-    ]
-    unreadable = {}
-    by_content = defaultdict(list)
-    paths = [path for _, _, path in places]
-    looks = map_files(_look, paths, title=f"checking {spec.name}", jobs=jobs, console=console)
-    for (item, index, path), (checksum, error) in zip(places, looks, strict=True):
-        if error:
-            unreadable[path] = error
-        else:
-            by_content[checksum].append((item, index))
-    return unreadable, tuple(_copies(same) for same in by_content.values() if len(same) > 1)
-
-
 def _copies(same: Sequence[tuple[_Listed, int]]) -> Copies:
     if len({item.domain.name for item, _ in same}) > 1:
         kind = "across domains"
@@ -315,64 +299,30 @@ def _copies(same: Sequence[tuple[_Listed, int]]) -> Copies:
     )
 
 
-def _check_copies(copies: Sequence[Copies], published: bool) -> Iterator[Finding]:
-    by_kind = defaultdict(list)
-    for same in copies:
-        by_kind[same.kind].append(" = ".join(same.files))
-    for kind, found in sorted(by_kind.items()):
-        times = "once" if len(found) == 1 else f"{len(found):,} times"
-        yield Finding(not published, f"identical images {kind}, {times}: {_some(found)}")
-
-
-def _check_pack(
-    spec: DatasetSpec, home: Path, listed: Sequence[_Listed], console: Console | None
-) -> Iterator[Finding]:
-    if spec.folder is None or (path := pack.present(spec, home)) is None:
-        return
-    again = command("steppe", "data", "pack", spec.name, "--force")
-    remedy = f"Delete it, or make it again: {again}"
-    problems = pack.verify(path, console)
-    files = [item for item in listed if isinstance(item.domain.images, Files)]
-    if not problems and files:
-        changed = pack.outdated(path, files[0].classes, [item.domain for item in files])
-        problems = [f"pack {path} is out of date: {changed}"] if changed else []
-    yield from (Finding(True, f"{problem}. {remedy}") for problem in problems)
-    if not problems:
-        yield Finding(False, f"pack {path} is valid")
-
-
-def tables(report: Report) -> list[RenderableType]:
-    """The report for a terminal: counts, what was found, and the verdict."""
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    def text(words: str, style: str = "") -> Text:
-        return Text(printable(words), style)
-
+def tables(report: CheckResult) -> list[RenderableType]:
+    """A check for a terminal: counts, what was found, and the verdict."""
     shown: list[RenderableType] = [text(f"{report.dataset}: {report.where}", style="bold")]
-    if report.domains:
-        numbers = ("images", "expected", "classes")
-        domains = Table("domain", *(Column(name, justify="right") for name in numbers))
-        for domain in report.domains:
-            expected = "" if domain.expected is None else f"{domain.expected:,}"
-            present = sum(1 for images in domain.classes.values() if images)
-            domains.add_row(text(domain.name), f"{domain.images:,}", expected, str(present))
-        shown.append(domains)
-        classes = list(report.domains[0].classes)
+    domains = report.domains
+    if domains:
+        counts = (
+            (
+                domain.name,
+                f"{domain.images:,}",
+                "" if domain.expected is None else f"{domain.expected:,}",
+                sum(1 for images in domain.classes.values() if images),
+            )
+            for domain in domains
+        )
+        shown.append(table(("domain", "images", "expected", "classes"), counts))
+        classes = list(domains[0].classes)
         if len(classes) <= _CLASS_ROWS:
-            names = (text(domain.name) for domain in report.domains)
-            counts = Table("class", *(Column(name, justify="right") for name in names))
-            for name in classes:
-                row = (f"{domain.classes[name]:,}" for domain in report.domains)
-                counts.add_row(text(name), *row)
-            shown.append(counts)
+            rows = ((name, *(f"{d.classes[name]:,}" for d in domains)) for name in classes)
+            shown.append(table(("class", *(domain.name for domain in domains)), rows))
         else:
             shown.append(text(f"{len(classes)} classes: see --json for the images of each"))
     if report.copies:
-        copies = Table("identical images", "files")
-        for same in report.copies[:_SHOWN]:
-            copies.add_row(same.kind, text("\n".join(same.files)))
-        shown.append(copies)
+        copies = ((same.kind, "\n".join(same.files)) for same in report.copies[:_SHOWN])
+        shown.append(table(("identical images", "files"), copies, labels=2))
         if len(report.copies) > _SHOWN:
             shown.append(text(f"and {len(report.copies) - _SHOWN:,} more: see --json"))
     shown += [text(f"note: {note}") for note in report.notes]

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
 
 from steppe.errors import UserError, reason
 from steppe.strangers import plain
 
 if TYPE_CHECKING:
-    from .catalog import DatasetSpec
+    from .spec import DatasetSpec
 
 Pixels = NDArray[np.uint8]
 """One image, height x width x channels."""
@@ -71,7 +70,6 @@ class Arrays:
         return image
 
     def name(self, index: int, /) -> str:
-        """The image's number: one in memory has no other name."""
         return str(index)
 
 
@@ -89,7 +87,6 @@ class Files:
         return decode(self.root / self.names[index])
 
     def name(self, index: int, /) -> str:
-        """The path below the domain's folder."""
         return self.names[index]
 
 
@@ -99,6 +96,8 @@ def decode(path: Path) -> Pixels:
     So is one of 16 bits or of floating point: Pillow would cut its values off at 255, to white.
     A file that is not a plain one is an error too, and is not waited for.
     """
+    from PIL import Image, UnidentifiedImageError  # slow to import, and records do not need it
+
     try:
         with plain(path) as file, Image.open(file, formats=_FORMATS) as image:
             if image.mode.startswith(("I", "F")):
@@ -140,6 +139,10 @@ class Domain:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+
+Contents = tuple[Sequence[str], Sequence[Domain]]
+"""What reading a dataset gives: the class names and the domains, in order."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -54,8 +54,7 @@ _Lengths = TypeVar("_Lengths", Tensor, NDArray[Any])
 _PLACES = tuple(sum(order[place] << 2 * i for i, order in enumerate(_ORDERS)) for place in range(4))
 
 
-@dataclass(frozen=True)
-class Stack:
+class Stack(NamedTuple):
     """Images of any sizes, one after another in one flat tensor.
 
     Attributes:
@@ -72,15 +71,10 @@ class Stack:
     widths: Tensor
     channels: int
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Stack:
+    def to(self, device: torch.device | str) -> Stack:
         """The same images on another device."""
-        return Stack(
-            self.pixels.to(device, non_blocking=non_blocking),
-            self.offsets.to(device, non_blocking=non_blocking),
-            self.heights.to(device, non_blocking=non_blocking),
-            self.widths.to(device, non_blocking=non_blocking),
-            self.channels,
-        )
+        pixels, offsets, heights, widths = (tensor.to(device) for tensor in self[:4])
+        return Stack(pixels, offsets, heights, widths, self.channels)
 
 
 @dataclass(frozen=True)

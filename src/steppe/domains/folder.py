@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from steppe.errors import UserError
 from steppe.strangers import printable, read
 
-from .dataset import FORMATS, Domain, Files
+from .dataset import FORMATS, Contents, Domain, Files
 
 SUFFIXES = tuple(FORMATS)
 """Files with these endings, in any case, are images; others are left alone."""
@@ -71,19 +71,24 @@ def require_text(path: Path) -> None:
         ) from None
 
 
+def reader(domains: Sequence[str], left_out: str | None = None) -> Callable[[Path], Contents]:
+    """What reads a dataset laid out as `root/domain/class/image`.
+
+    A file `left_out` in its folder, where there is one, lists images that do not belong to it.
+    """
+
+    def read(root: Path) -> Contents:
+        listed = root / left_out if left_out else None
+        names = lines(listed) if listed and listed.exists() else ()
+        return read_folder(root, domains, [name.strip() for name in names])
+
+    return read
+
+
 def read_folder(
     root: Path, domains: Sequence[str], exclude: Collection[str] = ()
 ) -> tuple[tuple[str, ...], tuple[Domain, ...]]:
-    """Lists the images of `root/domain/class/image`; none is opened.
-
-    Args:
-        root: the dataset's folder.
-        domains: the domains' folders in order.
-        exclude: images to leave out, as ``domain/class/image``.
-
-    Returns:
-        The class names and the domains.
-    """
+    """Lists the images of `root/domain/class/image` but for those to `exclude`; none is opened."""
     found = subfolders(root) if root.is_dir() else []
     missing = [name for name in domains if name not in found]
     if missing:

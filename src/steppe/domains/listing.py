@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict
 
-from rich.table import Table
+from steppe import console
 
 from . import pack
 from .catalog import dataset_names, dataset_spec
 
 
-@dataclass(frozen=True)
-class Row:
-    """What a list says about one dataset."""
-
+class Found(TypedDict):
     name: str
     domains: tuple[str, ...]
     classes: int
@@ -24,51 +22,45 @@ class Row:
     packed: str | None
     citation: str
 
-    def to_json(self) -> dict[str, object]:
-        """Plain values."""
-        return asdict(self)
 
-
-def find_all(home: Path) -> list[Row]:
+def find_all(home: Path) -> list[Found]:
     """Every known dataset, with where it was found; no image is looked at."""
-    rows = []
-    for spec in map(dataset_spec, dataset_names()):
-        found = packed = None
-        if spec.folder is None:
-            found = "in memory"
-        else:
-            folder, pack_folder = home / spec.folder, pack.present(spec, home)
-            found = str(folder) if folder.is_dir() else None
-            packed = str(pack_folder) if pack_folder is not None else None
-        images = sum(spec.counts) if spec.counts else None
-        rows.append(
-            Row(
-                spec.name,
-                spec.domains,
-                spec.n_classes,
-                images,
-                spec.steps,
-                found,
-                packed,
-                spec.citation,
-            )
+    return [_find(name, home) for name in dataset_names()]
+
+
+def _find(name: str, home: Path) -> Found:
+    spec = dataset_spec(name)
+    packed = pack.present(spec, home) if spec.folder else None
+    found = str(spec.where(home)) if spec.where(home).is_dir() else None
+    return {
+        "name": spec.name,
+        "domains": spec.domains,
+        "classes": spec.n_classes,
+        "images": sum(spec.counts) if spec.counts else None,
+        "steps": spec.steps,
+        "found": found if spec.folder else "in memory",
+        "packed": str(packed) if packed else None,
+        "citation": spec.citation,
+    }
+
+
+def table(rows: Sequence[Found]) -> console.Table:
+    headings = ("dataset", "domains", "classes", "images", "steps", "found")
+    cells = (
+        (
+            row["name"],
+            ", ".join(row["domains"]),
+            row["classes"],
+            f"{row['images']:,}" if row["images"] else "?",
+            f"{row['steps']:,}",
+            _where(row),
         )
-    return rows
+        for row in rows
+    )
+    return console.table(headings, cells, labels=2)
 
 
-def table(rows: list[Row]) -> Table:
-    """The list for the terminal."""
-    grid = Table()
-    grid.add_column("dataset", no_wrap=True)
-    grid.add_column("domains")
-    for heading in ("classes", "images", "steps"):
-        grid.add_column(heading, justify="right", no_wrap=True)
-    grid.add_column("found", no_wrap=True)
-    for row in rows:
-        where = "in memory" if row.found == "in memory" else "yes" if row.found else "no"
-        if row.packed:
-            where = "packed"
-        images = f"{row.images:,}" if row.images else "?"
-        numbers = (str(row.classes), images, f"{row.steps:,}")
-        grid.add_row(row.name, ", ".join(row.domains), *numbers, where)
-    return grid
+def _where(row: Found) -> str:
+    if row["packed"]:
+        return "packed"
+    return "in memory" if row["found"] == "in memory" else "yes" if row["found"] else "no"

@@ -28,17 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from steppe.console import Console, Meter
 from steppe.errors import UserError, reason
 from steppe.strangers import command, is_name, parse, printable, read
 
 from .dataset import Dataset, Domain, Files, Indices, Pixels
-from .pool import progress
 from .workshop import abandoned, put_back, workshops
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .catalog import DatasetSpec
+    from .spec import DatasetSpec
 
 FORMAT = 1
 ROW = np.dtype(
@@ -52,10 +50,6 @@ INDEX, INDEX_SUM = "index.json", "index.sha256"
 log = logging.getLogger("steppe")
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
 def _a_name(text: str) -> str:
     """A pack may come from anybody: none of its names leads out of its folder."""
     if not is_name(text):
@@ -66,9 +60,11 @@ def _a_name(text: str) -> str:
 _Name = Annotated[str, AfterValidator(_a_name)]
 
 
-class Shard(_Frozen):
-    """One file of pixels."""
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+
+class Shard(_Frozen):
     file: _Name
     images: Annotated[int, Field(ge=1, le=2**40)]
     bytes: Annotated[int, Field(ge=1, le=2**60)]
@@ -95,6 +91,10 @@ class Index(_Frozen):
     size: int
     classes: tuple[str, ...]
     domains: tuple[PackedDomain, ...]
+
+    @property
+    def shards(self) -> list[Shard]:
+        return [shard for domain in self.domains for shard in domain.shards]
 
 
 class _Unusable(Exception):
@@ -132,7 +132,6 @@ class Packed:
         return pixels.reshape(shape)
 
     def name(self, index: int, /) -> str:
-        """The path of the file it was made from, below the domain's folder."""
         return self.names[index]
 
     def _shard(self, number: int) -> Pixels:
@@ -179,7 +178,6 @@ def present(spec: DatasetSpec, home: Path) -> Path | None:
 
 
 def remedy(dataset: str) -> str:
-    """What to do about a pack that cannot be used."""
     again = command("steppe", "data", "pack", dataset, "--force")
     return f"Copy it again from where it was made, or make it again: {again}"
 
@@ -190,29 +188,21 @@ def find(spec: DatasetSpec, home: Path) -> Dataset | None:
     The index is checked in full, the shards by their sizes (the pixels when they are read), and
     the folder of images, where it is there too, must still be as it was packed: the same names,
     labels and file sizes. A pack that fails is not used, and a warning says why.
-
-    Args:
-        spec: the dataset.
-        home: the data folder.
-
-    Returns:
-        The dataset, or None where the files are to be used.
     """
     if spec.folder is None or (path := present(spec, home)) is None:
         return None
     try:
-        index = _read_index(path)
-        domains = _read_domains(path, index)
+        index, domains = _open(path)
         if tuple(domain.name for domain in domains) != spec.domains:
             names = ", ".join(domain.name for domain in domains)
             raise _Unusable(f"it has other domains than {spec.name}: {names}")
         if len(index.classes) != spec.n_classes:
             raise _Unusable(f"it has {len(index.classes)} classes, {spec.name} {spec.n_classes}")
-        for shard in (shard for domain in index.domains for shard in domain.shards):
+        for shard in index.shards:
             if (wrong := _shard_problem(path, shard)) is not None:
                 raise _Unusable(wrong)
         if (folder := home / spec.folder).is_dir():
-            _compare(spec, folder, path, index, domains)
+            _compare(spec, folder, index, domains)
     except _Unusable as error:
         log.warning("pack %s is not used: %s. %s", path, printable(error), remedy(spec.name))
         return None
@@ -224,30 +214,33 @@ def find(spec: DatasetSpec, home: Path) -> Dataset | None:
 def verify(path: Path, console: Console | None = None) -> list[str]:
     """Reads a whole pack and returns what is wrong with it: checksums, sizes, missing files."""
     try:
-        index = _read_index(path)
-        _read_domains(path, index)
+        index, _ = _open(path)
     except _Unusable as error:
         return [f"pack {path}: {printable(error)}"]
     problems = []
-    shards = [shard for domain in index.domains for shard in domain.shards]
-    with progress(f"verifying {path.name}", len(shards), console) as advance:
-        for shard in shards:
+    with Meter(f"verifying {path.name}", len(index.shards), console=console, every=5) as meter:
+        for shard in index.shards:
             wrong = _shard_problem(path, shard)
             if wrong is None and checksum(path / shard.file) != shard.sha256:
                 wrong = f"{shard.file} is damaged: its checksum is not the one in {INDEX}"
             if wrong is not None:
                 problems.append(f"pack {path}: {wrong}")
-            advance()
+            meter.advance()
     return problems
 
 
 def outdated(path: Path, classes: Sequence[str], domains: Sequence[Domain]) -> str | None:
     """Says how the images of a dataset differ from those that were packed; None if they do not."""
     try:
-        index = _read_index(path)
-        return _difference(index, _read_domains(path, index), classes, domains)
+        return _difference(*_open(path), classes, domains)
     except _Unusable as error:
         return printable(error)
+
+
+def _open(path: Path) -> tuple[Index, tuple[Domain, ...]]:
+    """What a pack holds, but for the pixels; raises `_Unusable`."""
+    index = _read_index(path)
+    return index, tuple(_read_domain(path, index, entry) for entry in index.domains)
 
 
 def _read_index(path: Path) -> Index:
@@ -272,23 +265,16 @@ def _read_index(path: Path) -> Index:
         raise _Unusable(f"{INDEX} is not valid: {where}: {first['msg']}") from None
 
 
-def _read(file: Path, missing: str = "") -> bytes:
+def _read(file: Path) -> bytes:
     try:
         return read(file)
-    except FileNotFoundError as error:
-        raise _Unusable(missing or f"{file} cannot be read: {error.strerror}") from None
     except OSError as error:
         raise _Unusable(f"{file} cannot be read: {error.strerror}") from None
 
 
-def _read_domains(path: Path, index: Index) -> tuple[Domain, ...]:
-    return tuple(_read_domain(path, index, entry) for entry in index.domains)
-
-
 def _read_domain(path: Path, index: Index, entry: PackedDomain) -> Domain:
-    names_file, rows_file = f"{entry.stem}.json", f"{entry.stem}.npy"
-    names, subsets = _lists(_checked(path, names_file, entry.names_sha256), names_file)
-    rows = _rows(_checked(path, rows_file, entry.rows_sha256), rows_file)
+    names, subsets = _read_lists(path, f"{entry.stem}.json", entry.names_sha256)
+    rows = _read_rows(path, f"{entry.stem}.npy", entry.rows_sha256)
     sizes = 3 * rows["height"].astype(np.int64) * rows["width"]
     _agree(index, entry, names, rows, subsets)
     shard_of = np.repeat(np.arange(len(entry.shards)), [shard.images for shard in entry.shards])
@@ -300,14 +286,17 @@ def _read_domain(path: Path, index: Index, entry: PackedDomain) -> Domain:
 
 def _checked(path: Path, file: str, expected: str) -> bytes:
     """The contents of a file of the pack, which must be those that the index speaks of."""
-    content = _read(path / file, missing=f"{file} is missing")
+    if not (path / file).exists():
+        raise _Unusable(f"{file} is missing")
+    content = _read(path / file)
     if hashlib.sha256(content).hexdigest() != expected:
         raise _Unusable(f"{file} is damaged: its checksum is not the one in {INDEX}")
     return content
 
 
-def _lists(content: bytes, file: str) -> tuple[list[str], dict[str, Indices]]:
+def _read_lists(path: Path, file: str, sha256: str) -> tuple[list[str], dict[str, Indices]]:
     """The names of a domain's images, which need not be text, and its official subsets."""
+    content = _checked(path, file, sha256)
     try:
         listed: Any = parse(content)
         names, subsets = listed["names"], listed["subsets"]
@@ -328,8 +317,9 @@ def _is_file_name(text: object) -> bool:
         return False
 
 
-def _rows(content: bytes, file: str) -> NDArray[np.void]:
+def _read_rows(path: Path, file: str, sha256: str) -> NDArray[np.void]:
     """The rows of a ``.npy`` file, whose own word for how many there are makes no room."""
+    content = _checked(path, file, sha256)
     stream = io.BytesIO(content)
     try:
         np.lib.format.read_magic(stream)
@@ -380,15 +370,13 @@ def _shard_problem(path: Path, shard: Shard) -> str | None:
     return None
 
 
-def _compare(
-    spec: DatasetSpec, folder: Path, path: Path, index: Index, domains: Sequence[Domain]
-) -> None:
+def _compare(spec: DatasetSpec, folder: Path, index: Index, domains: Sequence[Domain]) -> None:
     """Raises `_Unusable` where the dataset's own folder has other images by now."""
     try:
         classes, listed = spec.read(folder)
     except UserError as error:
         # Its images were deleted to save space, perhaps, and only the official lists kept.
-        log.warning("pack %s is used as it is, for %s cannot be read: %s", path, folder, error)
+        log.warning("the pack of %s is used as it is, for it cannot be read: %s", folder, error)
         return
     difference = _difference(index, domains, classes, listed)
     if difference is not None:
@@ -416,30 +404,23 @@ def _difference(
             return f"in {new.name}, the labels have changed"
         if plain_subsets(new.subsets) != plain_subsets(old.subsets):
             return f"in {new.name}, the official subsets have changed"
-        changed = _first_changed(new.images, old.images.rows["source"])
-        if changed is not None:
-            return f"{changed} has changed"
+        for name, size in zip(names, old.images.rows["source"].tolist(), strict=True):
+            if not _has_size(path := f"{new.images.root}/{name}", size):
+                return f"{path} has changed"
     return None
+
+
+def _has_size(path: str, size: int) -> bool:
+    try:
+        return os.stat(path).st_size == size
+    except OSError:
+        return False
 
 
 def plain_subsets(subsets: Mapping[str, Indices]) -> dict[str, list[int]]:
-    """A domain's official subsets as JSON holds them."""
     return {key: chosen.tolist() for key, chosen in subsets.items()}
 
 
-def _first_changed(files: Files, sizes: NDArray[np.int64]) -> str | None:
-    root = os.fspath(files.root)
-    for name, size in zip(files.names, sizes.tolist(), strict=True):
-        path = f"{root}/{name}"
-        try:
-            if os.stat(path).st_size != size:
-                return path
-        except OSError:
-            return path
-    return None
-
-
 def checksum(path: Path) -> str:
-    """The sha256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

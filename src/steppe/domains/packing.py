@@ -13,11 +13,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
+from steppe.console import Console
 from steppe.durable import durable, sync_folder
 from steppe.errors import UserError, reason
 
@@ -38,9 +38,6 @@ from .pack import (
 from .pool import map_files
 from .workshop import OLD, workshop
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 SIZE = 256
 """The longest that a shorter side may be, unless another length is asked for."""
 SHARD_BYTES = 2**30
@@ -56,7 +53,7 @@ def make(
     jobs: int | None = None,
     console: Console | None = None,
 ) -> Path:
-    """Decodes every image of a dataset into a pack.
+    """Decodes every image of a dataset into a pack, and returns the pack's folder.
 
     The pack appears whole or not at all, and an unreadable image means not at all: all such images
     are named in one error.
@@ -65,12 +62,9 @@ def make(
         dataset: the dataset, opened from its files (``load(..., packed=False)``).
         home: the data folder.
         size: images whose shorter side is longer are made smaller, to this length.
-        force: whether to replace a pack that is there.
-        jobs: processes that decode; as many as there are cores unless given.
-        console: where to show progress; nowhere unless given.
-
-    Returns:
-        The pack's folder.
+        force: replace a pack that is there.
+        jobs: processes that decode (default: one per core).
+        console: where to show progress (default: nowhere).
     """
     path = location(dataset.spec, home)
     if size < 1:
@@ -80,19 +74,10 @@ def make(
     files = [_files(domain) for domain in dataset.domains]
     paths = [f"{file.root}/{name}" for file in files for name in file.names]
     unreadable: list[str] = []
+    title, load = f"packing {dataset.spec.name}", partial(_load, size=size)
+    mapped = map_files(load, paths, title=title, jobs=jobs, console=console)
     try:
-        with (
-            workshop(path) as folder,
-            closing(
-                map_files(
-                    partial(_load, size=size),
-                    paths,
-                    title=f"packing {dataset.spec.name}",
-                    jobs=jobs,
-                    console=console,
-                )
-            ) as loaded,
-        ):
+        with workshop(path) as folder, closing(mapped) as loaded:
             entries = tuple(
                 _write_domain(folder, domain, itertools.islice(loaded, len(domain)), unreadable)
                 for domain in dataset.domains
@@ -180,10 +165,7 @@ def _write_domain(
             yield image.pixels
 
     shards = _write_shards(folder, stem, images())
-    listed = {
-        "names": list(_files(domain).names),
-        "subsets": plain_subsets(domain.subsets),
-    }
+    listed = {"names": list(_files(domain).names), "subsets": plain_subsets(domain.subsets)}
     with durable(folder / f"{stem}.npy") as out:
         np.save(out, rows, allow_pickle=False)
     return PackedDomain(

@@ -1,4 +1,4 @@
-"""Work on many files: a pool of processes, results in order, progress with the time left."""
+"""Work on many files: a pool of processes, and results in order."""
 
 from __future__ import annotations
 
@@ -6,27 +6,19 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from steppe.console import Console, Meter
 from steppe.errors import UserError
-from steppe.strangers import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _BATCH = 8
 """Files that a process is handed at a time."""
 _WORTHWHILE = 512
 """Files per process: fewer are decoded before another process has started."""
-_LINES_EVERY = 5.0
-"""Seconds between two lines of progress where there is no terminal."""
 
 T = TypeVar("T")
 
@@ -41,18 +33,14 @@ def map_files(
 ) -> Generator[T, None, None]:
     """Yields ``work(path)`` for every path in order, computed by a pool of processes.
 
-    Args:
-        work: a function that can be pickled.
-        paths: the files.
-        title: what the progress is called.
-        jobs: processes; as many as there are cores unless given, fewer for few files.
-        console: where to show progress; nowhere unless given.
+    `work` must be picklable. There are as many processes as cores unless `jobs` says how many, and
+    fewer for few files.
     """
     jobs = min(jobs or cores(), -(-len(paths) // _WORTHWHILE))
     results = map(work, paths) if jobs <= 1 else _pooled(work, paths, jobs)
-    with progress(title, len(paths), console) as advance:
+    with Meter(title, len(paths), console=console, every=5) as meter:
         for result in results:
-            advance()
+            meter.advance()
             yield result
 
 
@@ -99,37 +87,3 @@ def start_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
-
-
-@contextmanager
-def progress(title: str, total: int, console: Console | None) -> Iterator[Callable[[], None]]:
-    """Shows a bar on a terminal and a line now and then elsewhere; yields the function to call."""
-    if console is None:
-        yield lambda: None
-    elif console.is_terminal:
-        from rich.markup import escape
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task(escape(printable(title)), total=total)
-            yield lambda: bar.advance(task)
-    else:
-        yield _lines(title, total, console)
-
-
-def _lines(title: str, total: int, console: Console) -> Callable[[], None]:
-    start = last = time.monotonic()
-    done = 0
-
-    def advance() -> None:
-        nonlocal done, last
-        done += 1
-        now = time.monotonic()
-        if now - last >= _LINES_EVERY or done == total:
-            left = timedelta(seconds=round((total - done) * (now - start) / done))
-            line = f"{printable(title)}: {done:,} of {total:,}, {left} left"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-            last = now
-
-    return advance

@@ -18,11 +18,11 @@ from steppe.errors import UserError
 
 from .dataset import Dataset, Domain, Indices
 from .folder import lines as lines_of
+from .spec import DatasetSpec
 
 SPLITS = ("domainbed", "appendix")
 HOLDOUT = 0.2
 """The share of each domain that DomainBed keeps for validation."""
-_APPENDIX_HOLDOUT = {"VLCS": 0.3}
 
 
 def seed_hash(*args: object) -> int:
@@ -83,7 +83,7 @@ def split_dataset(
         kind: ``domainbed`` (20 % of each domain), or ``appendix`` (the FAD paper's appendix: 30 %
             for VLCS, the official lists for PACS, and otherwise as ``domainbed``).
         sources: the domains to train on; all that are not targets unless given.
-        root: the dataset's folder, where PACS has its official lists.
+        root: the dataset's folder, for its official lists.
     """
     if kind not in SPLITS:
         raise UserError(f"unknown split {kind!r}: known are {', '.join(SPLITS)}")
@@ -97,7 +97,7 @@ def split_dataset(
     sources = list(sources) or [name for name in names if name not in targets]
     if not sources:
         raise UserError(f"all domains of {dataset.spec.name} are targets: none is left to train on")
-    official = kind == "appendix" and dataset.spec.name == "PACS"
+    appendix, spec = kind == "appendix", dataset.spec
     splits = []
     for position, domain in enumerate(dataset.domains):
         if domain.name not in (*targets, *sources):
@@ -106,17 +106,14 @@ def split_dataset(
         if domain.subsets:
             larger = domain.subsets["train" if source else "test"]
             held_out = domain.subsets["val"]
-        elif official:
-            larger, held_out = _pacs_lists(domain, root)
+        elif appendix and spec.official_lists:
+            larger, held_out = _listed(domain, spec, root or Path())
             if not source:  # its third list, of images to test on, has them all
                 larger = np.arange(len(domain))
         else:
-            share = _APPENDIX_HOLDOUT.get(dataset.spec.name, HOLDOUT)
-            larger, held_out = split_indices(
-                len(domain),
-                share if kind == "appendix" else HOLDOUT,
-                seed_hash(trial_seed, position),
-            )
+            share = spec.appendix_holdout if appendix else HOLDOUT
+            seed = seed_hash(trial_seed, position)
+            larger, held_out = split_indices(len(domain), share, seed)
         keys = ("train", "val") if source else ("test", "oracle")
         splits.append(
             Split(domain, position, source, dict(zip(keys, (larger, held_out), strict=True)))
@@ -130,17 +127,18 @@ def split_dataset(
     return tuple(splits)
 
 
-def _pacs_lists(domain: Domain, root: Path | None) -> tuple[Indices, Indices]:
-    """PACS's own split, from its files ``<domain>_{train,crossval}_kfold.txt``."""
+def _listed(domain: Domain, spec: DatasetSpec, root: Path) -> tuple[Indices, Indices]:
+    """A dataset's own split of a domain, from its lists for ``train`` and ``crossval``."""
+    assert spec.official_lists is not None
     index = {domain.images.name(i): i for i in range(len(domain))}
     parts = []
     for part in ("train", "crossval"):
-        folder, file = root or Path(), f"{domain.name}_{part}_kfold.txt"
-        path = folder / "splits" / file if (folder / "splits" / file).exists() else folder / file
+        file = spec.official_lists.format(domain=domain.name, part=part)
+        path = root / "splits" / file if (root / "splits" / file).exists() else root / file
         if not path.exists():
             raise UserError(
-                f"the split 'appendix' of PACS needs its official lists: {path} is missing (or in "
-                "'splits'). They come with the original download; or use --split domainbed."
+                f"the split 'appendix' of {spec.name} needs its official lists: {path} is missing "
+                "(or in 'splits'). They come with the original download; or use --split domainbed."
             )
         # A line is "domain/class/image label", the label counted from 1.
         lines = [line.split() for line in lines_of(path)]

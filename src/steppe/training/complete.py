@@ -138,7 +138,7 @@ def _complete_averaging(value: Any, dataset: DatasetSpec) -> dict[str, Any]:
     name, options = _split_name(value, "averaging")
     spec = averaging_spec(name)
     spec.check(options)
-    own = {"every": dataset.valley_every, "tolerance": dataset.valley_tolerance}
+    own = {"every": dataset.validate_every, "tolerance": dataset.validation_tolerance}
     defaults = {key: own.get(key, default) for key, default in spec.default_options.items()}
     return {"name": spec.name, **defaults, **options}
 

@@ -12,13 +12,10 @@ from steppe.domains.dataset import Domain, Indices
 
 
 class Store(ABC):
-    """The images of a run, as batches on its device.
-
-    Attributes:
-        where: where they live, for people.
-    """
+    """The images of a run, as batches on its device."""
 
     where: str
+    """Where they live, for people."""
 
     @abstractmethod
     def batches(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
@@ -43,12 +40,7 @@ class Store(ABC):
 
 
 class Host(Store):
-    """Images that workers read and transform.
-
-    Args:
-        to: the device.
-        workers: how many; 0: this process itself.
-    """
+    """Images that workers read and transform; 0: this process itself."""
 
     def __init__(self, to: torch.device, workers: int) -> None:
         self._device, self.workers = to, workers
@@ -56,7 +48,6 @@ class Host(Store):
         self.where = f"on the host, transformed by Pillow{readers}"
 
     def batches(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
-        """As `planned_batches`, moved to the device."""
         pin = self._device.type == "cuda"
         for batches in planned_batches(plan, numbers, self.workers, pin):
             yield [

@@ -51,7 +51,6 @@ class OnDevice(Store):
         self._resize = _compiled(device.resize) if compiled else device.resize
 
     def batches(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
-        """What `made` makes, ahead of its use."""
         yield from _ahead(self.made(plan, numbers), self._device)
 
     @abstractmethod

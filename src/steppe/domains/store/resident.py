@@ -20,13 +20,7 @@ _READERS = 8  # threads that fill the device's memory, of the cores there are
 
 
 class Resident(OnDevice):
-    """Images that are all on the device.
-
-    Args:
-        to: the device.
-        domains: the domains of the run; their images are packed or in memory.
-        compiled: whether transforms go through `torch.compile`.
-    """
+    """Images, packed or in memory, that are all on the device."""
 
     def __init__(self, to: torch.device, domains: Sequence[Domain], compiled: bool = False) -> None:
         super().__init__(to, domains, compiled)
@@ -37,7 +31,6 @@ class Resident(OnDevice):
         self.where = f"on the device ({size:.2f} GiB), transformed there"
 
     def made(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
-        """Transforms what a plan draws."""
         for number in numbers:
             drawn = plan.drawn(number)
             positions = np.concatenate([self._first[d.name] + chosen for d, chosen, _ in drawn])

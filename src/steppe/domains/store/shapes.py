@@ -37,7 +37,6 @@ def check_channels(domains: Sequence[Domain]) -> None:
 
 
 def channels(images: Images) -> int:
-    """The channels of images that are packed or in memory."""
     return images.pixels.shape[3] if isinstance(images, Arrays) else 3
 
 

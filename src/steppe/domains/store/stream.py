@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from steppe.domains.batches import Batch, Drawn, Plan, Reading, read_ahead
 from steppe.domains.dataset import Domain
@@ -17,14 +16,7 @@ from .ondevice import OnDevice, Work, mark_dynamic, work
 
 
 class Stream(OnDevice):
-    """Images whose pixels workers read ahead.
-
-    Args:
-        to: the device.
-        domains: the domains of the run; their images are packed or in memory.
-        workers: how many; 0: this process itself.
-        compiled: whether transforms go through `torch.compile`.
-    """
+    """Images, packed or in memory, whose pixels workers read ahead; 0: this process itself."""
 
     def __init__(
         self,
@@ -38,28 +30,17 @@ class Stream(OnDevice):
         self.where = f"streamed by {workers} workers, transformed on the device"
 
     def made(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
-        """Transforms what workers have read."""
         pin = self._device.type == "cuda"
         for raw in read_ahead(Reading(plan, _read), numbers, self.workers, pin):
-            stack = Raw(*map(self.moved, raw.stack))
+            stack = Stack(*map(self.moved, raw.stack))
             mark_dynamic(stack)  # of another length in every batch
-            yield self.transformed(Stack(*stack), Work(*map(self.moved, raw.work)), plan.view)
-
-
-class Raw(NamedTuple):
-    """A `Stack`, as a loader can pin it."""
-
-    pixels: Tensor
-    offsets: Tensor
-    heights: Tensor
-    widths: Tensor
-    channels: int
+            yield self.transformed(stack, Work(*map(self.moved, raw.work)), plan.view)
 
 
 class _Read(NamedTuple):
     """Pixels of images as they were read, and what is to become of them."""
 
-    stack: Raw
+    stack: Stack
     work: Work
 
 
@@ -74,6 +55,6 @@ def _read(drawn: Sequence[Drawn]) -> _Read:
     pixels = torch.cat([stack.pixels for stack in stacks])
     positions = np.arange(len(heights))
     return _Read(
-        Raw(pixels, torch.cat(offsets), heights, widths, stacks[0].channels),
+        Stack(pixels, torch.cat(offsets), heights, widths, stacks[0].channels),
         work(drawn, positions, heights.numpy(), widths.numpy()),
     )

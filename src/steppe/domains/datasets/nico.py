@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from steppe.domains.dataset import Contents, Domain, Files
+from steppe.domains.folder import lines as lines_of, read_folder, require_text
+from steppe.domains.spec import DatasetSpec, Source
 from steppe.errors import UserError
 from steppe.strangers import parse, read as read_file
-
-from .dataset import Domain, Files
-from .folder import lines as lines_of, read_folder, require_text
 
 DOMAINS = ("autumn", "dim", "grass", "outdoor", "rock", "water")
 SUBSETS = ("train", "val", "test")
@@ -30,17 +30,9 @@ LABELS = "dg_label_id_mapping.json"
 
 _log = logging.getLogger("steppe")
 
-Contents = tuple[tuple[str, ...], tuple[Domain, ...]]
-
 
 def read(root: Path) -> Contents:
-    """The classes and the domains, from list files where there are any, or else from folders.
-
-    Args:
-        root: the dataset's folder. Lists are looked for in it and in ``NICO_DG_official``; images
-            in it, in ``NICO_DG``, and where the public archive has them,
-            ``track_1/public_dg_0416/train``.
-    """
+    """From list files where there are any, or else from folders; below `root` at several places."""
     lists = _find_lists(root)
     if lists is not None:
         return _read_lists(root, lists)
@@ -187,3 +179,24 @@ def _in_official_order(
         tuple(classes[label] for label in order),
         tuple(replace(domain, labels=renumbered[domain.labels]) for domain in domains),
     )
+
+
+NICO = DatasetSpec(
+    name="NICO++",
+    domains=DOMAINS,
+    labels=DOMAINS,
+    n_classes=60,
+    citation="Zhang et al., NICO++: Towards Better Benchmarking for Domain Generalization, "
+    "CVPR 2023",
+    read=read,
+    folder="NICO++",
+    steps=10001,
+    target_sets=(("autumn", "rock"), ("dim", "grass"), ("outdoor", "water")),
+    source=Source(
+        elsewhere=(
+            "https://nicochallenge.com/dataset and https://github.com/xxgege/NICO-plus (the "
+            "authors' pages; the folders wanted are track_1/public_dg_0416/train/DOMAIN)",
+            "https://huggingface.co/datasets/2018LZY/NICOplusplus",
+        ),
+    ),
+)

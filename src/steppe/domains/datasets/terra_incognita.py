@@ -11,12 +11,14 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
+from steppe.domains.folder import reader
+from steppe.domains.spec import DatasetSpec, Source, same_file
 from steppe.errors import UserError, reason
 from steppe.strangers import parse, read
 
-LOCATIONS = ("38", "43", "46", "100")
+LOCATIONS = ("100", "38", "43", "46")
 CATEGORIES = (
     "bird",
     "bobcat",
@@ -31,29 +33,7 @@ CATEGORIES = (
 )
 
 
-class _Category(TypedDict):
-    id: int
-    name: str
-
-
-class _Image(TypedDict):
-    id: str
-    file_name: str
-    location: int | str
-
-
-class _Annotation(TypedDict):
-    image_id: str
-    category_id: int
-
-
-class _Annotations(TypedDict):
-    categories: list[_Category]
-    images: list[_Image]
-    annotations: list[_Annotation]
-
-
-def places(annotations: Iterable[_Annotations]) -> dict[str, set[str]]:
+def places(annotations: Iterable[Any]) -> dict[str, set[str]]:
     """Where each image belongs: its file name, and folders as ``location_38/dog``.
 
     An image with animals of two categories belongs to both, as in DomainBed.
@@ -100,3 +80,34 @@ def arrange(unpacked: Path) -> Path:
             shutil.copyfile(images[name], arranged / folder / name)
         os.replace(images[name], arranged / first / name)
     return arranged
+
+
+_DOMAINS = tuple(f"location_{number}" for number in LOCATIONS)
+# LILA keeps the same files in three clouds.
+_LILA = (
+    "https://storage.googleapis.com/public-datasets-lila/caltechcameratraps/",
+    "https://lilawildlife.blob.core.windows.net/lila-wildlife/caltechcameratraps/",
+    "http://us-west-2.opendata.source.coop.s3.amazonaws.com/agentmorris/lila-wildlife/"
+    "caltechcameratraps/",
+)
+
+TERRA_INCOGNITA = DatasetSpec(
+    name="TerraIncognita",
+    domains=_DOMAINS,
+    labels=tuple(f"L{number}" for number in LOCATIONS),
+    n_classes=len(CATEGORIES),
+    citation="Beery et al., Recognition in Terra Incognita, ECCV 2018",
+    read=reader(_DOMAINS),
+    folder="terra_incognita",
+    counts=(4879, 9767, 4020, 6122),
+    source=Source(
+        downloads=(
+            same_file("eccv_18_annotations.tar.gz", "md5:66a1f481b44aa1edadf75c9cfbd27aba", *_LILA),
+            same_file(
+                "eccv_18_all_images_sm.tar.gz", "md5:8143c17aa2a12872b66f284ff211531f", *_LILA
+            ),
+        ),
+        elsewhere=("https://lila.science/datasets/caltech-camera-traps (CCT20 benchmark subset)",),
+        arrange=arrange,
+    ),
+)

@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 from numpy.random import RandomState
 from numpy.typing import NDArray
 
-from .dataset import Arrays, Domain, Indices
+from steppe.domains.dataset import Arrays, Contents, Domain, Indices
+from steppe.domains.spec import DatasetSpec
 
 SIZE = 32
 PER_STYLE = 800
@@ -109,9 +111,7 @@ class _Drawings:
     def distance(self, wobble: float = 0.0, shift: float = 0.0) -> Floats:
         """The signed distance of each pixel to the shape's edge, in pixels.
 
-        Args:
-            wobble: how far an unsteady hand strays.
-            shift: how far down and to the right the shape is moved.
+        An unsteady hand strays by `wobble`; the shape is moved down and to the right by `shift`.
         """
         x, y = self.x - self.x0 - shift, self.y - self.y0 - shift
         if wobble:
@@ -228,7 +228,7 @@ _STYLES: dict[str, Callable[[_Drawings], Floats]] = {
 STYLES = tuple(_STYLES)
 
 
-def read() -> tuple[tuple[str, ...], tuple[Domain, ...]]:
+def read(root: Path | None = None) -> Contents:
     """The classes and the domains, one for each style; every class is as frequent as any other.
 
     Examples:
@@ -247,3 +247,21 @@ def _draw(style: str) -> Domain:
     labels = rng.permutation(np.arange(PER_STYLE, dtype=np.int64) % len(CLASSES))
     image = _STYLES[style](_Drawings(labels, rng))
     return Domain(style, Arrays(np.rint(255 * np.clip(image, 0, 1)).astype(np.uint8)), labels)
+
+
+DOODLES = DatasetSpec(
+    name="Doodles",
+    domains=STYLES,
+    labels=STYLES,
+    n_classes=len(CLASSES),
+    citation="drawn by steppe",
+    read=read,
+    counts=(PER_STYLE,) * len(STYLES),
+    steps=301,
+    checkpoint_every=50,
+    validate_every=10,
+    image_size=SIZE,
+    augment=False,
+    backbone="small-cnn",
+    pretrained=False,
+)

@@ -11,27 +11,27 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.random import RandomState
 from numpy.typing import NDArray
-from PIL import Image
 
+from steppe.domains.dataset import Arrays, Contents, Domain, Indices, Pixels
+from steppe.domains.spec import DatasetSpec, Download, Mirror, Source
 from steppe.errors import UserError
-
-from .dataset import Arrays, Domain, Indices, Pixels
 
 ANGLES = ("0", "15", "30", "45", "60", "75")
 COLORS = ("+90%", "+80%", "-90%")
 """How often, and in which direction, the colour agrees with the label."""
-FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
-"""MNIST's files; each may also be there with ``.gz``."""
+FILES = {
+    "train-images-idx3-ubyte": "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte": "md5:d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte": "md5:9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte": "md5:ec29112dd5afa0611ce80d1b7f02629c",
+}
+"""MNIST's files; each may also be there with ``.gz``, of which torchvision has the checksums."""
 
 _LIMIT = 2**28
 """More bytes than a file of MNIST has: 47 million."""
@@ -39,8 +39,6 @@ _LIMIT = 2**28
 DIGITS = tuple(str(digit) for digit in range(10))
 _LABEL_FLIPS = 0.25
 _COLOR_FLIPS = (0.1, 0.2, 0.9)
-
-Contents = tuple[tuple[str, ...], tuple[Domain, ...]]
 
 
 def rotated(root: Path) -> Contents:
@@ -86,6 +84,8 @@ def rotate(images: Pixels, degrees: float) -> Pixels:
 
     The same pixels as torchvision's `rotate` of a Pillow image, which is what DomainBed calls.
     """
+    from PIL import Image  # slow to import, and naming datasets does not need it
+
     turned = [
         np.asarray(Image.fromarray(image).rotate(degrees, Image.Resampling.BILINEAR))
         for image in images
@@ -152,3 +152,51 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
             f"{expected}. Delete it and download it again."
         )
     return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape)
+
+
+_BASES = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/")
+_SOURCE = Source(
+    downloads=tuple(
+        Download(
+            f"{file}.gz",
+            tuple(Mirror(f"{base}{file}.gz", checksum) for base in _BASES),
+            into="raw",
+            limit=10**9,
+        )
+        for file, checksum in FILES.items()
+    ),
+    elsewhere=("torchvision.datasets.MNIST(DIR, download=True) makes the same MNIST/raw in DIR",),
+    holds=tuple(f"raw/{file}" for file in FILES),
+)
+
+ROTATED_MNIST = DatasetSpec(
+    name="RotatedMNIST",
+    domains=ANGLES,
+    labels=ANGLES,
+    n_classes=10,
+    citation="Ghifary et al., Domain Generalization for Object Recognition with Multi-task "
+    "Autoencoders, ICCV 2015",
+    read=rotated,
+    folder="MNIST",
+    counts=(11667, 11667, 11667, 11667, 11666, 11666),
+    checkpoint_every=100,
+    batch_size=64,
+    batch_exponents=(3, 9),
+    image_size=28,
+    channels=1,
+    augment=False,
+    backbone="mnist-cnn",
+    pretrained=False,
+    source=_SOURCE,
+)
+COLORED_MNIST = replace(
+    ROTATED_MNIST,
+    name="ColoredMNIST",
+    domains=COLORS,
+    labels=COLORS,
+    n_classes=2,
+    citation="Arjovsky et al., Invariant Risk Minimization, 2019",
+    read=colored,
+    counts=(23334, 23333, 23333),
+    channels=2,
+)
