@@ -29,7 +29,7 @@ def test_bfloat16_warns_once_at_the_users_line(compiled):
     step = trainer(torch.bfloat16)
     if compiled:
         step = torch.compile(step, backend="eager")
-    with pytest.warns(Bfloat16Warning, match="FAD.*bfloat16.*steppe bench fidelity") as seen:
+    with pytest.warns(Bfloat16Warning, match="FAD.*bfloat16.*benchmarks/fidelity.py") as seen:
         step()
         step()
     assert len(seen) == 1

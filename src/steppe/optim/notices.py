@@ -28,7 +28,7 @@ class BatchNormWarning(UserWarning):
 _BFLOAT16 = (
     "{method}'s passes computed in bfloat16. It acts on differences of gradients "
     "(g1 - g0), of which bfloat16's 8 bits of mantissa lose more than float16's 11: "
-    "'steppe bench fidelity' measures how much. Prefer torch.autocast(..., dtype=torch.float16) "
+    "'benchmarks/fidelity.py' measures how much. Prefer torch.autocast(..., dtype=torch.float16) "
     "with a GradScaler, TF32 or float32. This is said once per optimizer."
 )
 _BATCH_NORM = (

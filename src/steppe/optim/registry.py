@@ -257,7 +257,7 @@ _SPECS = (
             "degenerated_to_sgd": True,
             "ams_bound": False,
         },
-        extra="bench",
+        extra="dg",
     ),
     # Ours: pytorch_optimizer's has no spatial averaging, and leaves the graph on the gradients.
     OptimizerSpec(
