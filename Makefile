@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) -e '.[dg,dev]'
 	@touch $@ $(DEMO_STAMP)
 
-# What the demo needs, and nothing else: half of the above.
+# What the demo needs, and nothing else: half as many packages.
 $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) -e '.[dg]'
 	@touch $@
@@ -75,6 +75,7 @@ figures: $(STAMP) ## draw the figures of the documentation again (minutes)
 
 results: $(STAMP) ## make the tables of published results from their records again
 	$(BIN)/python docs/results/publish.py
+	$(BIN)/python docs/defaults.py
 
 bench: $(STAMP) ## measure the optimizers; benchmarks/README.md lists the other measurements
 	$(BIN)/python benchmarks/optim.py

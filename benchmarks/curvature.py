@@ -90,28 +90,18 @@ def measure(options: Options) -> Result:
 
 def solve(task: Task, options: Options, rivals: Sequence[str]) -> Result:
     """All solvers in turn."""
-    n, top, few = (
-        sum(p.numel() for p in task.model.parameters()),
-        options.top,
-        min(FEW, options.top),
-    )
+    n = sum(p.numel() for p in task.model.parameters())
+    top, few = options.top, min(FEW, options.top)
     check = Check(task, exact=n <= EXACT)
-    steppe(task, 1, "LA")  # what is imported or chosen at the first product is not timed
-    values = torch.empty(0)  # ours; not the vectors, whose memory would count as a rival's
-
-    def first() -> Found:
-        nonlocal values
-        found = steppe(task, top, "LA")
-        values = found.values
-        return found
-
-    def arpack() -> Found:
-        # Its tolerance is relative to each eigenvalue: this asks the smallest for `RESIDUAL`.
-        tol = min(RESIDUAL * float(values.max()) / abs(float(values.min())), 0.1)
-        return reaching(check, "eigsh", eigsh(task, options.limit), top, tol)
-
-    solvers: dict[str, tuple[int, Callable[[], Found]]] = {"steppe": (top, first)}
+    # What is imported or chosen at the first product is not timed.
+    values = steppe(task, top, "LA").values.tolist()
+    solvers: dict[str, tuple[int, Callable[[], Found]]] = {
+        "steppe": (top, partial(steppe, task, top, "LA"))
+    }
     if "eigsh" in rivals:
+        # Its tolerance is relative to each eigenvalue: this asks the smallest for `RESIDUAL`.
+        tol = min(RESIDUAL * max(values) / abs(min(values)), 0.1)
+        arpack = partial(reaching, check, "eigsh", eigsh(task, options.limit), top, tol)
         solvers["eigsh"] = top, arpack
     if "pyhessian" in rivals:
         solvers[RIVALS["pyhessian"]] = few, partial(steppe, task, few, "LM")

@@ -215,7 +215,8 @@ def _table(heading: str, rows: Mapping[Any, Any]) -> Table:
 
 def _cell(value: Any) -> str:
     if isinstance(value, dict) and "median" in value:
-        return f"{_cell(value['median'])} ({_cell(value['min'])} to {_cell(value['max'])})"
+        median, low, high = map(_cell, list(value.values())[:3])
+        return f"{median} ({low} to {high})"
     if isinstance(value, dict):
         return ", ".join(f"{key} {_cell(item)}" for key, item in value.items())
     if isinstance(value, float):

@@ -36,6 +36,7 @@ def carry_out(
         name = Path(str(script.__file__)).name
         arguments = [*map(str, words), "--json", "--save", str(path)]
         monkeypatch.setattr("sys.argv", [name, *arguments])
+        monkeypatch.setattr("signal.signal", lambda *_: None)  # it would outlive the test
         with pytest.raises(SystemExit) as ended:
             script.main()
         assert not ended.value.code

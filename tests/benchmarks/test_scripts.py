@@ -92,6 +92,7 @@ def test_defaults(carry_out, tmp_path, monkeypatch):
 
 
 def test_a_mistake_is_told_on_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("sys.argv", ["data.py", "--images", str(tmp_path / "none")])
     with pytest.raises(SystemExit) as ended:
         data.main()
@@ -99,7 +100,7 @@ def test_a_mistake_is_told_on_one_line(monkeypatch, capsys, tmp_path):
     assert "data.py: " in capsys.readouterr().err
 
 
-def test_every_stored_result_can_be_shown(capsys):
+def test_every_stored_result_can_be_shown():
     for path in Path(harness.__file__).parent.glob("*.json"):
         result = json.loads(path.read_text())
         if "studies" not in result:
