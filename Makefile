@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.demo-installed
 JOBS   ?= 2
 MINUTES ?= 10
 
@@ -15,19 +16,28 @@ PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## create .venv with the package, the benchmark and the tools
+install: $(STAMP) ## create .venv with the package, its extras and the tools
 
-# Reinstalls when the requirements or the pinned versions change.
-$(STAMP): pyproject.toml constraints.txt
+# Both stamps are older than the requirements or the pinned versions when these change: it installs again.
+$(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || \
 		{ echo "steppe needs Python 3.11 to 3.14, and $(PYTHON) is $$($(PYTHON) -V 2>&1): try make PYTHON=python3.13" >&2; exit 1; }
-	@test -x $(BIN)/pip || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "$(PYTHON) cannot create a virtual environment: apt-get install python3-venv" >&2; exit 1; }
-	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[bench,dev]'
+	@$(PYTHON) -m venv $(VENV)
+
+PIP := $(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
+	$(PIP) -e '.[dg,dev]'
+	@touch $@ $(DEMO_STAMP)
+
+# What the demo needs, and nothing else: half as many packages.
+$(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/pip
+	$(PIP) -e '.[dg]'
 	@touch $@
 
-demo: $(STAMP) ## run the demo (minutes on a laptop CPU)
+demo: $(DEMO_STAMP) ## run the demo (minutes on a laptop CPU)
 	$(BIN)/steppe demo
 
 test: $(STAMP) ## run the tests, except those marked slow or gpu
@@ -65,9 +75,10 @@ figures: $(STAMP) ## draw the figures of the documentation again (minutes)
 
 results: $(STAMP) ## make the tables of published results from their records again
 	$(BIN)/python docs/results/publish.py
+	$(BIN)/python docs/defaults.py
 
-bench: $(STAMP) ## measure the optimizers
-	$(BIN)/steppe bench optim
+bench: $(STAMP) ## measure the optimizers; benchmarks/README.md lists the other measurements
+	$(BIN)/python benchmarks/optim.py
 
 build: $(STAMP) ## build the wheel and the source distribution into dist/
 	$(BIN)/python -m build

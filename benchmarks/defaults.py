@@ -1,206 +1,120 @@
-"""Every optimizer's default learning rate against a grid around it, by validation accuracy.
+"""Default learning rates and FAD's radius against grids around them, by validation accuracy.
 
-    python benchmarks/defaults.py run digits doodles --save benchmarks/defaults-cpu.json
-    python benchmarks/defaults.py run pacs-resnet50-v1 --root data \
-        --weights resnet50_v1_imagenet.safetensors --save benchmarks/defaults-resnet50-v1.json
-    python benchmarks/defaults.py table        # writes the tables into docs/guide/defaults.md
-
-Runs are those of an ordinary sweep with the tuned defaults (space `fair`) and other learning rates:
-a sweep that was interrupted goes on, and `steppe status` shows how far it is.
+Runs are those of an ordinary sweep with the tuned defaults (space `fair`) and other values: a sweep
+that was interrupted goes on, and `steppe sweep status` shows how far it is. The tables of the docs
+are made by `docs/defaults.py`, from stored results.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
+import torch
+from harness import Result, command, facts, option
+from runs import SweepOptions, carry_out
+
+from steppe.errors import UserError, unknown
+from steppe.optim import optimizer_names, optimizer_spec
+from steppe.sweeps import Grid
+from steppe.training import RunDirectory, select, validation_accuracy
+
 FACTORS = (1 / 9, 1 / 3, 1, 3, 9)
+"""Of the default learning rate; those about the radius have the middle three."""
+RHO, BATCHES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0), (8, 32)
 SEEDS = 3
-MARGIN = 2.0
-"""Points below the best of its grid that a default may be."""
-HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "guide" / "defaults.md"
-BEGIN, END = "<!-- {name}: made by a script in benchmarks/ -->", "<!-- end of {name} -->"
 
 
 @dataclass(frozen=True)
 class Study:
-    """A task to try learning rates on."""
+    """A task: from scratch, unless there is a backbone to be fine-tuned."""
 
-    title: str
     dataset: str
     target: str
+    backbone: str = ""
     optimizers: tuple[str, ...] = ()
-    """All if empty."""
-    options: dict[str, Any] = field(default_factory=dict)
+    """Those whose learning rates are tried, all if empty; none of it where FAD's radius is."""
+    radius: bool = False
+
+    def settings(self) -> Iterator[tuple[tuple[str, ...], str, str, tuple[str, ...], str]]:
+        """For every cell: its row, the optimizer, the learning rate, other overrides, a tag."""
+        for optimizer in ("fad",) if self.radius else self.optimizers or optimizer_names():
+            default = optimizer_spec(optimizer).defaults(pretrained=bool(self.backbone))["lr"]
+            rates = [default * factor for factor in (FACTORS[1:4] if self.radius else FACTORS)]
+            if self.radius:
+                for batch, rho, lr in product(BATCHES, RHO, rates):
+                    overrides = (f"optimizer.rho={rho:g}", f"batch_size={batch}")
+                    tag = f"b{batch}-rho{rho:g}-lr{lr:.3g}"
+                    yield (str(batch), f"{rho:g}"), optimizer, f"{lr:.3g}", overrides, tag
+            else:
+                for factor, lr in zip(FACTORS, rates, strict=True):
+                    yield (optimizer,), optimizer, f"{lr:.4g}", (), f"x{factor:.3g}"
 
 
-_ON_PACS = {
-    "optimizers": ("adam", "adamw", "sgd", "sam", "fad"),
-    "options": {"steps": 201, "checkpoint_every": 200},
-}
+FEW = ("adam", "adamw", "sgd", "sam", "fad")
 STUDIES = {
-    "digits": Study("RotatedDigits, from scratch", "RotatedDigits", "75"),
-    "doodles": Study("Doodles, from scratch", "Doodles", "sketch"),
-    "pacs-lite0": Study("PACS, EfficientNet-Lite0, fine-tuned", "PACS", "sketch", **_ON_PACS),
-    "pacs-resnet50-v1": Study("PACS, ResNet-50 v1, fine-tuned", "PACS", "sketch", **_ON_PACS),
+    "digits": Study("RotatedDigits", "75"),
+    "doodles": Study("Doodles", "sketch"),
+    "pacs-lite0": Study("PACS", "sketch", "tf_efficientnet_lite0", FEW),
+    "pacs-resnet50-v1": Study("PACS", "sketch", "resnet50-v1", FEW),
+    "radius-digits": Study("RotatedDigits", "75", radius=True),
+    "radius-doodles": Study("Doodles", "sketch", radius=True),
 }
-BACKBONES = {"pacs-lite0": "tf_efficientnet_lite0", "pacs-resnet50-v1": "resnet50-v1"}
 
 
-def grids(name: str, given: dict[str, Any]) -> Iterator[Any]:
-    """One grid of a sweep for every optimizer and learning rate."""
-    from steppe.optim import optimizer_names, optimizer_spec
-    from steppe.sweeps import Grid
+@dataclass(frozen=True, kw_only=True)
+class Options(SweepOptions):
+    study: list[str] | None = option(None, f"May be repeated: {', '.join(STUDIES)}.")
+    root: Path | None = option(None, "The data folder.")
+    weights: Path | None = option(None, "The backbone's ImageNet weights.")
 
+
+def measure(options: Options) -> Result:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name in options.study or ():
+        if name not in STUDIES:
+            raise UserError(unknown("study", name, STUDIES))
+    studies = {name: run(name, options) for name in options.study or ()}
+    return {"environment": facts(device), "studies": studies}
+
+
+def run(name: str, options: Options) -> dict[str, Any]:
+    """Accuracies by row and learning rate."""
     study = STUDIES[name]
-    options = {**study.options, **given}
-    if name in BACKBONES:
-        options["backbone"] = BACKBONES[name]
-    for optimizer in study.optimizers or optimizer_names():
-        default = optimizer_spec(optimizer).defaults(pretrained=name in BACKBONES)["lr"]
-        for factor in FACTORS:
-            yield Grid(
-                (study.dataset,),
-                optimizers=(optimizer,),
-                trials=SEEDS,
-                draws=0,
-                targets=study.target,
-                overrides=(f"optimizer.lr={default * factor:.4g}",),
-                options=options,
-                tag=f"x{factor:.3g}",
-            )
-
-
-def carry_out(name: str, planned: Sequence[Any], out: Path, **workers: Any) -> list[Any]:
-    """Run a sweep of these grids; returns the validation accuracies of each in percent, by seed.
-
-    A run that diverged has None.
-    """
-    from steppe.sweeps import jobs, write_plan
-    from steppe.sweeps.local import run_local
-    from steppe.sweeps.store import Job
-    from steppe.training import RunDirectory, select, validation_accuracy
-
-    sweep = write_plan(planned, out / name, command=f"benchmarks {name}", extend=True)
-    run_local(sweep, **workers)
-
-    def value(run_name: str) -> float | None:
-        run = RunDirectory(Job(sweep.folder(run_name)).result)  # there once it is done
-        if not run.exists():
-            return None
-        return round(100 * validation_accuracy(select(run.records())), 2)
-
-    return [[value(run_name) for run_name, _ in jobs(grid)] for grid in planned]
-
-
-def run(names: Sequence[str], out: Path, given: dict[str, Any], workers: dict[str, int]) -> Any:
-    """Carry studies out; returns accuracies by study, optimizer and learning rate."""
+    given = {"root": options.root, "weights": options.weights}
+    config: dict[str, Any] = {key: str(value) for key, value in given.items() if value}
+    if study.backbone:
+        config |= {"backbone": study.backbone, "steps": 201, "checkpoint_every": 200}
+    settings = list(study.settings())
+    planned = [
+        Grid(
+            (study.dataset,),
+            optimizers=(optimizer,),
+            trials=SEEDS,
+            draws=0,
+            targets=study.target,
+            overrides=(f"optimizer.lr={lr}", *overrides),
+            options=config,
+            tag=tag,
+        )
+        for _, optimizer, lr, overrides, tag in settings
+    ]
     found: dict[str, Any] = {}
-    for name in names:
-        planned = list(grids(name, given))
-        rows = found[name] = {}
-        for grid, values in zip(planned, carry_out(name, planned, out, **workers), strict=True):
-            lr = grid.overrides[0].partition("=")[2]
-            rows.setdefault(grid.optimizers[0], {})[lr] = values
+    for (row, _, lr, _, _), runs in zip(settings, carry_out(name, planned, options), strict=True):
+        rates = found
+        for key in row:
+            rates = rates.setdefault(key, {})
+        rates[lr] = accuracies(runs)
     return found
 
 
-def verdict(row: dict[str, list[float | None]]) -> tuple[str, float, float]:
-    """The best learning rate of a grid, its lead over the default, and the noise of that lead.
-
-    The noise is two standard errors of the mean of the paired differences between the seeds.
-    """
-    learned = {lr: v for lr, v in row.items() if None not in v}
-    best = max(learned, key=lambda lr: fmean(learned[lr]))
-    default = row[list(row)[FACTORS.index(1)]]  # a diverged run learned nothing
-    leads = [b - (d or 0.0) for b, d in zip(learned[best], default, strict=True)]
-    noise = 2 * stdev(leads) / len(leads) ** 0.5
-    return best, fmean(leads), noise
+def accuracies(runs: Sequence[RunDirectory | None]) -> list[float | None]:
+    """Of validation, in percent, by seed; None: it diverged."""
+    best = [None if run is None else validation_accuracy(select(run.records())) for run in runs]
+    return [None if value is None else round(100 * value, 2) for value in best]
 
 
-def table(rows: dict[str, dict[str, list[float | None]]]) -> str:
-    """The rows of a study as Markdown."""
-    lines = [
-        "| optimizer | default lr | 1/9 | 1/3 | **1** | 3 | 9 | best minus default |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for optimizer, row in rows.items():
-        best, lead, noise = verdict(row)
-        cells = []
-        for lr, values in row.items():
-            shown = "diverged" if None in values else f"{fmean(values):.1f}"
-            cells.append(f"**{shown}**" if lr == best else shown)
-        default = list(row)[FACTORS.index(1)]
-        behind = "default is best" if best == default else f"{lead:.1f} ± {noise:.1f}"
-        columns = [f"`{optimizer}`", f"{float(default):g}", *cells, behind]
-        lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join(lines) + "\n"
-
-
-def within(row: dict[str, list[float | None]]) -> bool:
-    """Whether a default holds: within the margin of the best of its grid, or within the noise."""
-    _, lead, noise = verdict(row)
-    return lead <= max(MARGIN, noise)
-
-
-def stored() -> dict[str, Any]:
-    """All studies that have been run, by name."""
-    found: dict[str, Any] = {}
-    for path in sorted(HERE.glob("defaults-*.json")):
-        found |= json.loads(path.read_text())["studies"]
-    return {name: found[name] for name in STUDIES if name in found}
-
-
-def write_tables(page: str, tables: dict[str, str]) -> str:
-    """The page, with tables in the places it has for them."""
-    for name, text in tables.items():
-        begin, end = BEGIN.format(name=name), END.format(name=name)
-        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        page = pattern.sub(lambda _, new=f"{begin}\n{text}\n{end}": new, page)
-    return page
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    commands = parser.add_subparsers(required=True, dest="command")
-    running = commands.add_parser("run", help="run studies and store what they gave")
-    running.add_argument("studies", nargs="+", choices=STUDIES)
-    running.add_argument("--out", type=Path, default=Path("runs/defaults"))
-    running.add_argument("--save", type=Path, required=True)
-    running.add_argument("--root", type=Path, help="the data folder")
-    running.add_argument("--weights", type=Path, help="the backbone's ImageNet weights")
-    running.add_argument("--workers", type=int)
-    running.add_argument("--per-gpu", type=int, default=1)
-    commands.add_parser("table", help="write the tables into the docs")
-    arguments = parser.parse_args()
-    if arguments.command == "table":
-        made = {name: table(rows) for name, rows in stored().items()}
-        PAGE.write_text(write_tables(PAGE.read_text(), made))
-        return
-    import torch
-
-    from steppe.bench.record import environment, write
-
-    options = {"root": arguments.root, "weights": arguments.weights}
-    given = {key: str(value) for key, value in options.items() if value is not None}
-    workers = {"workers": arguments.workers, "per_gpu": arguments.per_gpu}
-    found = run(arguments.studies, arguments.out, given, workers)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    facts = environment(device, "python benchmarks/defaults.py")
-    write({"environment": facts, "studies": found}, arguments.save)
-    for name, rows in found.items():
-        print(f"{STUDIES[name].title}\n{table(rows)}")
-        for optimizer, row in rows.items():
-            if not within(row):
-                print(f"{name}, {optimizer}: the default is worse than the best of its grid")
-
-
+main = command(Options, measure)
 if __name__ == "__main__":
     main()

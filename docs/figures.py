@@ -32,7 +32,6 @@ from scipy.stats import rankdata
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steppe.bench.record import environment
 from steppe.curvature import (
     HessianOperator,
     flatness,
@@ -43,6 +42,7 @@ from steppe.curvature import (
 from steppe.demo import OPTIMIZERS
 from steppe.domains import load, split_dataset
 from steppe.domains.pool import cores, start_worker
+from steppe.environment import environment
 from steppe.optim import FAD, GAM, SAM, optimizer_spec
 from steppe.training import load_model, make_config, train
 

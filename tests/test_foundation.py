@@ -90,7 +90,7 @@ def test_without_the_extra_the_command_says_what_to_install(package):
         f"import sys; sys.modules[{package!r}] = None; from steppe.cli import main; main()"
     )
     assert result.returncode == 1
-    assert result.stderr == (f"steppe: this command needs {package}: pip install 'steppe[bench]'\n")
+    assert result.stderr == (f"steppe: this command needs {package}: pip install 'steppe[dg]'\n")
 
 
 RAISING_COMMAND = """
@@ -115,7 +115,7 @@ RAISING_COMMAND = """
         (
             "import sklearn_not_here",
             1,
-            "steppe: this command needs sklearn_not_here: pip install 'steppe[bench]'\n",
+            "steppe: this command needs sklearn_not_here: pip install 'steppe[dg]'\n",
         ),
         (
             "sys.modules['ray'] = None; import ray",
@@ -205,7 +205,7 @@ def test_constraints_are_plain_versions():
 def test_constraints_pin_every_requirement():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    required = project["dependencies"] + extras["bench"] + extras["dev"]
+    required = project["dependencies"] + extras["dg"] + extras["dev"]
     names = {r.partition(">=")[0].partition("[")[0].lower().replace("_", "-") for r in required}
     pinned = {
         line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()

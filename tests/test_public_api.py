@@ -24,7 +24,7 @@ import steppe
 
 LISTING = Path(__file__).with_name("public_api.txt")
 RENEW = "python tests/test_public_api.py > tests/public_api.txt"
-INTERNAL = {"bench", "cli"}
+INTERNAL = {"cli"}
 """Packages for `steppe` commands only."""
 SPECIAL = {
     "__call__",

@@ -315,7 +315,7 @@ def test_the_wheel_works_in_a_clean_environment(installed, tmp_path):
 def test_the_command_without_its_extra_says_what_to_install(installed, tmp_path, arguments):
     result = run(installed.with_name("steppe"), *arguments, cwd=tmp_path)
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == "steppe: this command needs rich: pip install 'steppe[bench]'\n"
+    assert result.stderr == "steppe: this command needs rich: pip install 'steppe[dg]'\n"
 
 
 TYPED = """
@@ -357,7 +357,7 @@ ONLY_IN = {
         "optim/frameworks.py",
         "optim/registry.py",
     },
-    "subprocess": {"bench/job.py", "bench/sweeps.py", "sweeps/local.py", "sweeps/slurm.py"},
+    "subprocess": {"sweeps/local.py", "sweeps/slurm.py"},
     "torch.load": {"training/backbones.py"},
     "urlopen": {"domains/fetch.py"},
 }

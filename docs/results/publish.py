@@ -27,7 +27,7 @@ import torch
 from matplotlib.figure import Figure
 from scipy.special import stdtr
 
-from steppe.bench.record import environment
+from steppe.environment import environment
 from steppe.optim import optimizer_spec
 from steppe.recipes import Order, make_order, plan
 from steppe.recipes.figures import FIGURES

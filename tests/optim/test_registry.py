@@ -294,7 +294,7 @@ def test_options_that_the_equations_depend_on_are_not_for_the_caller() -> None:
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(ImportError, match=r"pip install 'steppe\[bench\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'steppe\[dg\]'"):
         build_optimizer("adabelief", [nn.Parameter(torch.ones(1))])
     build_optimizer("yogi", [nn.Parameter(torch.ones(1))])
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from images import packed_images
 
-from steppe.bench.step import packed_images
 from steppe.training import RunDirectory, make_config, train
 from steppe.training.directory import VOLATILE
 from tests.devices import GPU

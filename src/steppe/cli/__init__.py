@@ -25,7 +25,7 @@ try:
 except ModuleNotFoundError as error:  # a plain `pip install steppe` brings torch and nothing else
     raise SystemExit(missing(error)) from None
 
-from . import bench, curvature, data, reports, reproduce, runs, sweep
+from . import curvature, data, reports, reproduce, runs, sweep
 
 app = typer.Typer(
     help="Flatness-aware optimizers and a domain-generalization benchmark.",
@@ -76,7 +76,6 @@ for name, group in (
     ("sweep", sweep.app),
     ("import", reports.import_app),
     ("curvature", curvature.app),
-    ("bench", bench.app),
 ):
     app.add_typer(group, name=name, no_args_is_help=True)
 

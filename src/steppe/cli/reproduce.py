@@ -161,7 +161,7 @@ def _numbers(text: str) -> tuple[float, ...] | None:
 
 
 def _facts(order: "Order") -> dict[str, Any]:
-    from steppe.bench.record import environment
+    from steppe.environment import environment
     from steppe.training.processes import find_device
 
     return environment(find_device(str(order.options.get("device", "auto"))))

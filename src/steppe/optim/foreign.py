@@ -54,6 +54,6 @@ FOREIGN = (
             "degenerated_to_sgd": True,
             "ams_bound": False,
         },
-        extra="bench",
+        extra="dg",
     ),
 )

@@ -1,7 +1,6 @@
-"""`steppe bench data`: rates are of what they are called, and the disk's are of the disk."""
+"""`benchmarks/data.py`: rates are of what they are called, and the disk's are of the disk."""
 
 import ctypes
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,14 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import data
 import numpy as np
 import pytest
 import torch
+from images import packed_images
 from PIL import Image
 
-from steppe.bench import data
-from steppe.cli import app
-from steppe.domains import Dataset, load
+from steppe.domains import load
 from steppe.domains.batches import Batch, Sampling
 from steppe.domains.dataset import Files, Pixels
 from steppe.domains.pack import Packed
@@ -79,14 +78,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("kept", [[0.0, 0.25], [0.0, None]])
-def test_rates_are_those_of_known_costs(
-    pets: Path, monkeypatch: pytest.MonkeyPatch, kept: list[float | None]
-) -> None:
-    shares = iter(kept)
-    monkeypatch.setattr(data, "drop", lambda _: next(shares))
-    monkeypatch.setattr(data, "CHUNK", 5000)  # the files of the pack are longer
-    result = data.measure(CPU, pets, batch=5, workers=0, rounds=2, batches=3)
+def test_rates_are_those_of_known_costs(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "CHUNK", 8192)  # the files of the pack are longer
+    options = data.Options(device="cpu", images=pets, batch=5, workers=0, rounds=2, batches=3)
+    result = data.measure(options)
     rates = {name: spread["median"] for name, spread in result["images per second"].items()}
     ratios = {name: spread["max"] for name, spread in result["ratios"].items()}
     pixels = 3 * SIDES[0] * SIDES[1]
@@ -101,25 +96,16 @@ def test_rates_are_those_of_known_costs(
     assert rates[data.PACKED] == close(500)
     assert rates[data.TRAINING_PACK] == close(500)
     assert rates[data.EVALUATION_PACK] == close(500)
-    assert rates[f"{data.DECODER}, times {cores()} cores"] == close(100 * cores())
+    assert rates[f"{data.DECODER}, all cores"] == close(100 * cores())
     assert ratios["packed over decoding"] == close(5)
     assert ratios["training, pack over files"] == close(5)
     assert ratios["evaluation, pack over files"] == close(5)
     assert data.STREAM not in rates  # a CPU leaves it to Pillow
     assert ratios["training from files over decoding on all cores"] == close(1 / cores())
-    # Between two looks at the clock, every byte of the pack is read.
+    # Every look at the clock, every byte of the pack is read.
     whole = 2 * sum(SIZES.values()) / Clock.look
-    sequential = dict.fromkeys((data.DISK, data.CACHE), whole)
-    if kept[-1] is None:  # what was read is not known: it is not called the disk
-        del sequential[data.DISK]
-        assert data.DISK not in rates
-    assert result["share of the pack in memory when the disk is read, at most"] == kept[-1]
-    for name, rate in sequential.items():
-        assert rates[name] == close(rate)
-        assert result["MB per second"][name]["median"] == close(rate * pixels / 1e6)
-    assert result["MB per second"].keys() == sequential.keys()
-    rows = [table.row_count for table in data.tables(result)]
-    assert rows == [len(rates) + len(sequential), len(ratios)]
+    assert rates[data.CACHE] == close(whole)
+    assert result["MB per second"][data.CACHE]["median"] == close(whole * pixels / 1e6)
 
 
 def test_the_clock_starts_when_all_workers_are_at_work(pets: Path, clock: Clock) -> None:
@@ -135,43 +121,39 @@ def test_the_clock_starts_when_all_workers_are_at_work(pets: Path, clock: Clock)
                 yield [Batch(torch.zeros(0), torch.zeros(sampling.batch_size))] * 2
 
     store = Slow(CPU, workers=3)
-    with data.packed_images(pets) as root:
+    with packed_images(pets) as root:
         sample = data.draw(root, batch=8, batches=4)
-        rate = data._training(sample.packed, store, sample, CPU, 3, 4)
+        rate = data.train_rate(store, sample.packed, sample, CPU, 4)
     assert store.arrived == 3 + 6
     assert rate == pytest.approx(8, rel=1e-3)
 
 
 @pytest.mark.usefixtures("clock")
-def test_every_place_of_a_runs_images_is_measured(
-    pets: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_place_of_a_runs_images_is_measured(pets: Path) -> None:
     """Streamed pixels are read whenever they are wanted, those on the device once for all."""
-    with data.packed_images(pets) as root:
+    with packed_images(pets) as root:
         sample = data.draw(root, batch=4, batches=2)
         sample = replace(
             sample, packed=replace(sample.packed, spec=replace(sample.packed.spec, image_size=8))
         )
-        found = data._contenders(sample, CPU, workers=0, batches=2, places=True)
+        found = data.contenders(sample, CPU, 0, 2, ("stream", "device"))
         assert found[data.STREAM]() == pytest.approx(500, rel=1e-3)
         assert found[data.RESIDENT]() == pytest.approx(8 / Clock.look, rel=1e-3)
-        monkeypatch.setattr(data, "READ_AT_MOST", 1000)  # less than the images take
-        assert data.RESIDENT not in data._contenders(sample, CPU, 0, 2, places=True)
 
 
-def test_the_first_reading_is_not_timed(pets: Path, clock: Clock) -> None:
+def test_the_first_reading_is_not_timed(clock: Clock) -> None:
     """It may be from the disk."""
     costs = iter([1000.0])
 
-    def work(_: Dataset) -> int:
+    def work() -> int:
         clock.now += next(costs, 0.1)
         return 7
 
-    assert data._rate(work, load(pets)) == pytest.approx(70, rel=1e-3)
+    assert data.rate(work) == pytest.approx(70, rel=1e-3)
 
 
 def test_a_sample_is_drawn_from_every_domain(pets: Path) -> None:
-    with data.packed_images(pets) as root:
+    with packed_images(pets) as root:
         few, many = (data.draw(root, batch=4, batches=n) for n in (5, 7))
     assert [len(chosen) for chosen in few.chosen] == [10, 10]
     assert [len(chosen) for chosen in many.chosen] == [12, 14]  # ink has no more
@@ -184,15 +166,15 @@ def test_a_sample_is_drawn_from_every_domain(pets: Path) -> None:
         for images, chosen in zip(files, few.chosen, strict=True)
         for i in chosen
     ]
-    assert few.file_bytes == pytest.approx(np.mean(sizes))
-    assert few.images == 20
+    assert few.mean(lambda rows: rows["source"]) == pytest.approx(np.mean(sizes))
+    assert len(few) == 20
 
 
 def test_a_pack_is_made_once_and_never_replaced(pets: Path) -> None:
     pack = pets.with_name("pets.pack")
     assert not pack.exists()
     for _ in range(2):
-        with data.packed_images(pets) as root:
+        with packed_images(pets) as root:
             assert root == pets
         index = (pack / "index.json").stat()
         assert isinstance(load(pets).domains[0].images, Packed)
@@ -200,14 +182,14 @@ def test_a_pack_is_made_once_and_never_replaced(pets: Path) -> None:
     shard = next(pack.glob("*.bin"))
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UserError, match="steppe data pack .*pets --force"):
-        data.measure(CPU, pets)
+        data.measure(data.Options(device="cpu", images=pets))
     with pytest.raises(UserError, match="cats is not a folder"):
-        data.measure(CPU, pets / "cats")
+        data.measure(data.Options(device="cpu", images=pets / "cats"))
 
 
 def test_a_batch_has_an_image_of_every_domain(pets: Path) -> None:
     with pytest.raises(UserError, match="--batch 1 is fewer than the 2 domains"):
-        data.measure(CPU, pets, batch=1)
+        data.measure(data.Options(device="cpu", images=pets, batch=1))
 
 
 def in_memory(path: Path) -> float:
@@ -220,59 +202,18 @@ def in_memory(path: Path) -> float:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what it has in memory")
-def test_the_disk_is_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "shard.bin"
-    path.write_bytes(os.urandom(2**25))
-    assert in_memory(path) == 1
-    with open(path, "rb") as file:
+def test_the_disk_is_read_past_the_systems_memory(pets: Path) -> None:
+    """What was not in memory is not there afterwards either."""
+    with packed_images(pets) as root:
+        sample = data.draw(root, batch=4, batches=2)
+    (shard, *_) = sample.shards
+    with open(shard, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if in_memory(path) > 0.1:
+    if in_memory(shard) > 0.1 or not data._opens(shard, data.DIRECT):
         pytest.skip("the file system does not forget")
-    path.read_bytes()
-    assert in_memory(path) == 1
-    shown = data.drop([path])
-    assert shown is not None
-    # Neither was it kept, nor did looking bring it back; a fast disk may answer some looks.
-    assert in_memory(path) < 0.1
-    assert shown < 0.5
-    with open(path, "rb") as file:  # a page that somebody has mapped is not forgotten
-        held = np.memmap(file, np.uint8, "r")
-        assert held.max() == 255
-        assert data.drop([path]) == 1
-    del held
-    # No more than a round reads is forgotten.
-    monkeypatch.setattr(data, "READ_AT_MOST", 2**24)
-    data.drop([path])
-    assert in_memory(path) == pytest.approx(0.5, abs=0.05)
-    assert list(data._extent([path, path])) == [(path, 2**24)]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at what this process has mapped")
-@pytest.mark.parametrize(
-    "name", [data.PACKED, data.TRAINING_PACK, data.STREAM, data.EVALUATION_PACK]
-)
-def test_no_shard_stays_mapped(pets: Path, name: str) -> None:
-    """Or the next round would not read it from the disk."""
-    with data.packed_images(pets) as root:
-        sample = data.draw(root, batch=4, batches=1)
-        assert data._contenders(sample, CPU, 0, 1, places=True)[name]() > 0
-    assert "pets.pack" not in Path("/proc/self/maps").read_text()
-
-
-def test_the_command_reads_with_workers_and_saves(
-    pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "result.json"
-    arguments = ["bench", "data", "--images", str(pets), "--batch", "4", "--workers", "2"]
-    arguments += ["--rounds", "1", "--batches", "3", "--json", "--save", str(path)]
-    monkeypatch.setattr("sys.argv", ["steppe", *arguments])
-    app(arguments, standalone_mode=False)
-    printed = json.loads(capsys.readouterr().out)
-    assert json.loads(path.read_text()) == printed
-    assert printed["images"] == "pets: 30 in 2 domains"
-    assert printed["workers"] == 2
-    rates = printed["images per second"]
-    assert all(spread["median"] > 0 for spread in rates.values())
-    quotient = rates[data.PACKED]["median"] / rates[data.DECODER]["median"]
-    assert printed["ratios"]["packed over decoding"]["median"] == pytest.approx(quotient, rel=1e-3)
+    every = sum(path.stat().st_size for path in sample.shards)
+    assert data._read(sample.shards, data.DIRECT) == every
+    assert in_memory(shard) < 0.1
+    assert data._read(sample.shards, 0) == every
+    assert in_memory(shard) == 1

@@ -1,9 +1,6 @@
 """What a measurement needs to be believed: the machine, the versions, the command."""
 
-from __future__ import annotations
-
 import datetime
-import json
 import os
 import platform
 import shlex
@@ -15,7 +12,6 @@ from typing import Any
 import torch
 
 from steppe import __version__
-from steppe.durable import replace
 
 PACKAGES = ("torch", "torchvision", "timm", "pillow", "pytorch_optimizer")
 
@@ -36,11 +32,6 @@ def environment(device: torch.device, program: str = "steppe") -> dict[str, Any]
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["cuda"] = torch.version.cuda
     return facts
-
-
-def write(result: dict[str, Any], path: Path) -> None:
-    """Stores a result as JSON."""
-    replace(path, (json.dumps(result, indent=2) + "\n").encode())
 
 
 def _command(program: str, arguments: list[str]) -> str:

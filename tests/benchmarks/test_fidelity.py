@@ -1,18 +1,18 @@
-"""`steppe bench fidelity`: the cosines are of the right differences, and tell precisions apart."""
+"""`benchmarks/fidelity.py`: the cosines are of the right differences, and tell precisions apart."""
 
+import fidelity
 import pytest
 import torch
 from PIL import Image
+from task import TaskOptions, prepare
 
-from steppe.bench import fidelity
-from steppe.bench.task import prepare
 from steppe.errors import UserError
 from tests.optim import reference
 
 
 @pytest.fixture(scope="module")
 def task():
-    return prepare(torch.device("cpu"), steps=20, batch=16, batches=2)
+    return prepare(TaskOptions(device="cpu", steps=20, batch=16, batches=2))
 
 
 def test_radii_are_those_that_a_search_draws():
@@ -49,24 +49,25 @@ def test_lower_precision_is_less_faithful(task):
 
 
 def test_mistakes_are_named(tmp_path):
-    cpu = torch.device("cpu")
+    resnet, small = (TaskOptions(device="cpu", backbone=b) for b in ("resnet18", "small-cnn"))
     with pytest.raises(UserError, match="--images FOLDER"):
-        prepare(cpu, "resnet18")
+        prepare(resnet)
     with pytest.raises(UserError, match="--backbone"):
-        prepare(cpu, "small-cnn", images=tmp_path)
+        prepare(small, tmp_path)
     with pytest.raises(UserError, match="--weights"):
-        prepare(cpu, "small-cnn", weights=tmp_path / "w.safetensors")
+        prepare(small, weights=tmp_path / "w.safetensors")
     with pytest.raises(UserError, match="is not a folder"):
-        prepare(cpu, "resnet18", images=tmp_path / "none")
+        prepare(resnet, tmp_path / "none")
     with pytest.raises(UserError, match="has 0 domains"):
-        prepare(cpu, "resnet18", images=tmp_path)
+        prepare(resnet, tmp_path)
 
 
 def test_a_folder_of_images(tmp_path):
     for folder in ("photo/cat", "photo/dog", "sketch/cat", "sketch/dog"):
         (tmp_path / folder).mkdir(parents=True)
         Image.new("RGB", (8, 8), (200, 10, 10)).save(tmp_path / folder / "1.png")
-    task = prepare(torch.device("cpu"), "resnet18", images=tmp_path, steps=1, batch=3, batches=1)
+    options = TaskOptions(device="cpu", backbone="resnet18", steps=1, batch=3, batches=1)
+    task = prepare(options, tmp_path)
     assert task.about["data"] == f"{tmp_path.name} (photo, sketch)"
     assert task.batches[0][0].shape == (3, 3, 224, 224)
     assert task.model.classifier.out_features == 2

@@ -1,10 +1,11 @@
-"""`steppe bench curvature`: every solver solves the same problem, and is judged alike."""
+"""`benchmarks/curvature.py`: every solver solves the same problem, and is judged alike."""
 
+import curvature
 import pytest
 import torch
+from curvature import Found, Options
+from task import prepare
 
-from steppe.bench import curvature
-from steppe.bench.curvature import Found
 from steppe.errors import UserError
 
 TOP = 4
@@ -12,12 +13,12 @@ TOP = 4
 
 @pytest.fixture(scope="module")
 def task():
-    return curvature.prepare(torch.device("cpu"), "small-cnn", steps=30, batch=16, batches=1)
+    return prepare(Options(device="cpu", steps=30, batch=16))
 
 
 @pytest.fixture(scope="module")
 def result(task):
-    return curvature.measure(task, top=TOP, rounds=2)
+    return curvature.solve(task, Options(top=TOP, rounds=2), tuple(curvature.RIVALS))
 
 
 def test_all_find_the_same_eigenvalues_to_the_same_residual(result):
@@ -33,24 +34,21 @@ def test_all_find_the_same_eigenvalues_to_the_same_residual(result):
     for name, ratio in result["ratios"].items():
         assert ratio["min"] <= ratio["median"] <= ratio["max"], name
     assert len(result["ratios"]) == 2
-    assert [table.row_count for table in curvature.tables(result)] == [4, 2]
 
 
 def test_a_rival_that_is_stopped_gives_a_bound(task):
-    result = curvature.measure(task, top=TOP, rounds=1, rivals=["eigsh"], limit=1e-6)
+    result = curvature.solve(task, Options(top=TOP, rounds=1, limit=1e-6), ["eigsh"])
     ours, theirs = result["solvers"]
     assert theirs["stopped"]
     assert "lambda_max" not in theirs
     assert "stopped" not in ours
     assert result["ratios"] == {}  # stopped sooner than we solved: it says nothing
-    (table,) = curvature.tables(result)
-    assert table.row_count == 2
 
 
 def test_tolerances_are_lowered_until_the_residual_is_reached(task):
     """A made-up rival, whose vectors are as wrong as its tolerance."""
-    check = curvature._Check(task, exact=True)
-    exact = curvature._steppe(task, TOP, "LA")
+    check = curvature.Check(task, exact=True)
+    exact = curvature.steppe(task, TOP, "LA")
     asked = []
 
     def rival(k, tol):
@@ -59,16 +57,16 @@ def test_tolerances_are_lowered_until_the_residual_is_reached(task):
         noise *= tol / noise.norm(dim=0)
         return Found(exact.values, exact.vectors + noise, 1.0, None)
 
-    found = curvature._reaching(check, "rival", rival, TOP, 0.5)
+    found = curvature.reaching(check, "rival", rival, TOP, 0.5)
     assert 1 < len(asked) < 7
     assert asked == [0.5 / 10**i for i in range(len(asked))]
     assert check.residuals(found).max() <= curvature.RESIDUAL * exact.values.max()
     with pytest.raises(UserError, match="rival does not reach a residual of 0.001"):
-        curvature._reaching(check, "rival", lambda k, tol: rival(k, 0.5), TOP, 0.5)
+        curvature.reaching(check, "rival", lambda k, tol: rival(k, 0.5), TOP, 0.5)
 
 
-def test_bad_input(task):
+def test_bad_input():
     with pytest.raises(UserError, match="unknown rival 'egish', did you mean 'eigsh'"):
-        curvature.measure(task, rivals=["egish"])
-    with pytest.raises(UserError, match="limit=-1"):
-        curvature.measure(task, limit=-1)
+        curvature.measure(Options(rival=["egish"]))
+    with pytest.raises(UserError, match="--limit -1"):
+        curvature.measure(Options(limit=-1))

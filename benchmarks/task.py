@@ -1,7 +1,5 @@
 """A network, trained for a while, and batches to measure it on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
-from rich.console import Console
-from rich.progress import Progress
+from harness import DeviceOptions, option, track
+from images import check_folder
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,42 +19,43 @@ from steppe.errors import UserError
 from steppe.training.backbones import build_network
 
 SMALL = "small-cnn"
-PIXELS = 227
-"""The side of photograph-sized images, as in PACS."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions(DeviceOptions):
+    backbone: str = option(SMALL, f"{SMALL}, or any that 'steppe train' knows.")
+    steps: int = option(300, "Training steps before the measurement.", min=0)
+    batch: int = option(96, "Images in a batch.", min=1)
+    batches: int = option(8, "Batches to measure on.", min=1)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A trained model and the batches to measure on."""
-
     model: nn.Module
     batches: list[tuple[Tensor, Tensor]]
     about: dict[str, Any]  # backbone, data and steps, for the record
 
+    @property
+    def device(self) -> torch.device:
+        return self.batches[0][0].device
 
-def prepare(
-    device: torch.device,
-    backbone: str = SMALL,
-    weights: Path | None = None,
-    images: Path | None = None,
-    steps: int = 300,
-    batch: int = 96,
-    batches: int = 8,
-) -> Task:
-    """A model after `steps` of SGD on built-in digits or a folder ``domain/class/image``.
+
+def prepare(options: TaskOptions, images: Path | None = None, weights: Path | None = None) -> Task:
+    """A model after some steps of SGD on built-in digits or a folder ``domain/class/image``.
 
     Batch norm runs on its stored statistics, as fine-tuning for domain generalization does.
     """
     torch.manual_seed(0)
+    device, backbone, steps = options.where, options.backbone, options.steps
     if (backbone == SMALL) != (images is None):
         raise UserError(
-            f"backbone {SMALL!r} is for the built-in digits, every other one for colour images: "
+            f"backbone {SMALL!r} is for the built-in digits, every other one for color images: "
             "give both --backbone and --images FOLDER, or neither"
         )
     if weights is not None and images is None:
         raise UserError("--weights is for a pretrained backbone: give --backbone and --images too")
-    if images is not None and not images.is_dir():
-        raise UserError(f"{images} is not a folder; expected {images}/<domain>/<class>/<image>")
+    if images is not None:
+        check_folder(images)
     dataset = load(images or "RotatedDigits", packed=False)
     spec = dataset.spec
     model = build_network(
@@ -71,38 +69,22 @@ def prepare(
     # Fine-tuning wants small steps; a network that starts from nothing wants larger ones.
     lr = 0.01 if weights is None else 1e-3
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    draw = _draws(dataset, model, batch, device)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        for _ in progress.track(range(steps), description=f"training {backbone}"):
-            x, y = next(draw)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+    draw = _draws(dataset, model, options.batch, device)
+    for _ in track(range(steps), f"training {backbone}"):
+        x, y = next(draw)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
     names = ", ".join(domain.name for domain in dataset.domains)
     data = "digits" if images is None else f"{images.name} ({names})"
     about = {"backbone": backbone, "data": data, "steps": steps}
-    task = Task(model.eval(), [next(draw) for _ in range(batches)], about)
+    task = Task(model.eval(), [next(draw) for _ in range(options.batches)], about)
     with torch.no_grad():
         x, y = task.batches[0]
         loss = F.cross_entropy(model(x), y)
     if not loss.isfinite():
         raise UserError(f"{backbone} diverged in {steps} steps of training (loss {loss.item()})")
     return task
-
-
-def write_doodles(root: Path, per_class: int = 24) -> None:
-    """Writes a folder of photograph-sized images in four domains and seven classes.
-
-    Enlarged doodles: what is in an image does not matter to the time, its size does.
-    """
-    doodles = load("Doodles")
-    for domain in doodles.domains:
-        for label, name in enumerate(doodles.classes[:7]):
-            folder = root / domain.name / name
-            folder.mkdir(parents=True)
-            for i in np.flatnonzero(domain.labels == label)[:per_class]:
-                image = Image.fromarray(domain.images[int(i)])
-                image.resize((PIXELS, PIXELS)).save(folder / f"{i}.jpg", quality=90)
 
 
 def _draws(

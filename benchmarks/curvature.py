@@ -1,0 +1,285 @@
+"""The top eigenvalues of a Hessian against the tools that people use, to the same residual.
+
+The same network, data and number format for all, on the same device. The rivals are SciPy's `eigsh`
+(ARPACK) on curvlinops' Hessian, and PyHessian's deflated power iteration. Residuals are not taken
+from the solvers: they are computed afterwards, for everyone by the same products, in float64 where
+the network is small enough.
+"""
+
+import copy
+import math
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from harness import Result, command, facts, option, ratio, seconds, spread, take_turns
+from images import write_doodles
+from task import SMALL, Task, TaskOptions, prepare
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from steppe.curvature import HessianOperator, top_eigenvalues
+from steppe.errors import UserError, unknown
+
+RESIDUAL = 1e-3
+"""What a residual may be, relative to the largest eigenvalue: everyone is asked for this."""
+RIVALS = {"eigsh": "steppe", "pyhessian": "steppe, by magnitude"}
+"""And what of ours each is compared with."""
+EXACT = 1_000_000
+"""Parameters up to which residuals are checked in float64."""
+FEW = 10
+"""Eigenvalues that power iteration is asked for; the others take it too long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TaskOptions):
+    batch: int = option(64, "Images in a batch.", min=1)
+    batches: int = option(1, "Batches the loss is the mean of.", min=1)
+    top: int = option(50, "Eigenvalues.", min=1)
+    rounds: int = option(3, "Rounds of all solvers.", min=1)
+    rival: list[str] | None = option(
+        None, "eigsh (with curvlinops), pyhessian, or none (default: both)."
+    )
+    limit: float = option(math.inf, "Seconds after which eigsh is stopped; its time is then more.")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a solver returned: values, vectors in columns, and what it took."""
+
+    values: Tensor
+    vectors: Tensor
+    seconds: float
+    products: int | None
+
+
+Solver = Callable[[int, float], Found]
+"""Finds some eigenpairs to a tolerance of its own kind."""
+
+
+class TooSlowError(Exception):
+    """A rival was stopped at the limit, after some seconds and products."""
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+def measure(options: Options) -> Result:
+    rivals = tuple(RIVALS) if options.rival is None else tuple(options.rival)
+    for rival in rivals:
+        if rival not in (*RIVALS, "none"):
+            raise UserError(unknown("rival", rival, RIVALS))
+    if not options.limit > 0:
+        raise UserError(f"--limit {options.limit:g}: give a positive number of seconds")
+    if options.backbone == SMALL:
+        return solve(prepare(options), options, rivals)
+    with tempfile.TemporaryDirectory(prefix="steppe-bench-") as home:
+        images = Path(home) / "enlarged doodles"
+        write_doodles(images)
+        return solve(prepare(options, images), options, rivals)
+
+
+def solve(task: Task, options: Options, rivals: Sequence[str]) -> Result:
+    """All solvers in turn."""
+    n = sum(p.numel() for p in task.model.parameters())
+    top, few = options.top, min(FEW, options.top)
+    check = Check(task, exact=n <= EXACT)
+    # What is imported or chosen at the first product is not timed.
+    values = steppe(task, top, "LA").values.tolist()
+    solvers: dict[str, tuple[int, Callable[[], Found]]] = {
+        "steppe": (top, partial(steppe, task, top, "LA"))
+    }
+    if "eigsh" in rivals:
+        # Its tolerance is relative to each eigenvalue: this asks the smallest for `RESIDUAL`.
+        tol = min(RESIDUAL * max(values) / abs(min(values)), 0.1)
+        arpack = partial(reaching, check, "eigsh", eigsh(task, options.limit), top, tol)
+        solvers["eigsh"] = top, arpack
+    if "pyhessian" in rivals:
+        solvers[RIVALS["pyhessian"]] = few, partial(steppe, task, few, "LM")
+        power = partial(reaching, check, "PyHessian", pyhessian(task), few, RESIDUAL)
+        solvers["pyhessian"] = few, power
+    turns = {name: partial(_row, run, check, task.device) for name, (_, run) in solvers.items()}
+    rows = take_turns(turns, options.rounds, "solving")
+    ratios = {
+        f"{ours}, top {solvers[rival][0]}, over {rival}": _ratio(rows[ours], rows[rival])
+        for rival, ours in RIVALS.items()
+        if rival in rows
+    }
+    return {
+        "environment": facts(task.device),
+        **task.about,
+        "images": sum(len(y) for _, y in task.batches),
+        "batches": len(task.batches),
+        "parameters": n,
+        "residuals checked in": str(check.dtype).removeprefix("torch."),
+        "solvers": [
+            {"solver": name, "eigenvalues": k, **_summary(rows[name])}
+            for name, (k, _) in solvers.items()
+        ],
+        "ratios": {name: found for name, found in ratios.items() if found is not None},
+    }
+
+
+def _row(run: Callable[[], Found], check: "Check", device: torch.device) -> Result:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        found = run()
+    except TooSlowError as stopped:
+        spent, products = stopped.args
+        return {"seconds": spent, "products": products, "stopped": True}
+    row: Result = {"seconds": found.seconds, "products": found.products}
+    if device.type == "cuda":
+        row["peak GiB"] = torch.cuda.max_memory_allocated(device) / 2**30
+    row["residual"] = float(check.residuals(found).max() / found.values.abs().max())
+    return {**row, "max": float(found.values.max()), "min": float(found.values.min())}
+
+
+def _summary(rows: Sequence[Result]) -> Result:
+    summary = {"seconds": spread([row["seconds"] for row in rows]), "products": rows[0]["products"]}
+    if any("stopped" in row for row in rows):
+        return {**summary, "stopped": True}  # the seconds are a lower bound
+    peak = {"peak GiB": round(rows[-1]["peak GiB"], 2)} if "peak GiB" in rows[-1] else {}
+    return {
+        **summary,
+        "worst residual over lambda_max": float(f"{max(row['residual'] for row in rows):.2e}"),
+        "lambda_max": float(f"{rows[0]['max']:.8g}"),
+        "smallest": float(f"{rows[0]['min']:.8g}"),
+        **peak,
+    }
+
+
+def _ratio(ours: Sequence[Result], theirs: Sequence[Result]) -> Result | None:
+    """Our time over theirs; nothing where they were stopped before we were done."""
+    found: Result = ratio([row["seconds"] for row in ours], [row["seconds"] for row in theirs])
+    if any("stopped" in row for row in theirs):
+        return {**found, "upper bound": True} if found["max"] <= 1 else None
+    return found
+
+
+class Check:
+    """Residuals, by products of their own."""
+
+    def __init__(self, task: Task, exact: bool) -> None:
+        model, batches = task.model, task.batches
+        if exact:
+            model = copy.deepcopy(model).double()
+            batches = [(x.double(), y) for x, y in batches]
+        # Not kept: its memory must not count as a solver's.
+        self._op = HessianOperator(model, loss, batches, keep_graphs=False)
+        self.dtype = self._op.dtype
+
+    def residuals(self, found: Found) -> Tensor:
+        """The norms of H v - value v, for unit vectors v."""
+        lengths = []
+        for value, vector in zip(found.values.tolist(), found.vectors.T, strict=True):
+            v = vector.to(self._op.device, self.dtype)
+            v = v / torch.linalg.vector_norm(v)
+            lengths.append(float(torch.linalg.vector_norm(self._op @ v - value * v)))
+        return torch.tensor(lengths, dtype=torch.float64)
+
+
+def reaching(check: Check, name: str, solver: Solver, k: int, tol: float) -> Found:
+    """The first run of a rival whose residuals are as small as ours are asked to be.
+
+    Its own tolerance means something else: it is lowered until they are. Only the run that reaches
+    it counts.
+    """
+    for power in range(7):
+        found = solver(k, tol / 10**power)
+        if check.residuals(found).max() <= RESIDUAL * found.values.abs().max():
+            return found
+    raise UserError(
+        f"{name} does not reach a residual of {RESIDUAL} for {k} eigenvalues: leave it out with "
+        "--rival, or train for more --steps"
+    )
+
+
+def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[Any, float]:
+    found: list[Any] = []
+    took = seconds(device, lambda: found.append(run()))
+    return found[0], took
+
+
+def steppe(task: Task, k: int, which: Any) -> Found:
+    op = HessianOperator(task.model, loss, task.batches)
+    run = partial(top_eigenvalues, op, k, which, tol=RESIDUAL, vectors=True)
+    found, took = _timed(op.device, run)
+    return Found(found.values, found.vectors, took, op.products)
+
+
+def eigsh(task: Task, limit: float) -> Solver:
+    """ARPACK on curvlinops' Hessian, in the network's own number format.
+
+    That is faster than its default of float64. Its basis is indexed with 32 bits: where the default
+    of 2 k + 1 vectors would overflow (and crash the process), it gets as many as it can hold.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit, at the import
+        from curvlinops import HessianLinearOperator
+    from scipy.sparse.linalg import LinearOperator, eigsh
+
+    params = [p for p in task.model.parameters() if p.requires_grad]
+    dtype = str(task.batches[0][0].dtype).removeprefix("torch.")
+
+    def solver(k: int, tol: float) -> Found:
+        hessian = HessianLinearOperator(
+            task.model, nn.CrossEntropyLoss(), params, task.batches, check_deterministic=False
+        ).to_scipy(dtype=dtype)
+        count, n = 0, hessian.shape[0]
+        ncv = min(n, max(2 * k + 1, 20), (2**31 - 1) // n)
+
+        def matvec(v: Any) -> Any:
+            nonlocal count
+            count += 1
+            if (spent := time.perf_counter() - start) > limit:
+                raise TooSlowError(spent, count)
+            return hessian.matvec(v)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch.jit, at the first product
+            hessian.matvec(np.zeros(n, dtype=hessian.dtype))  # which is not timed, as ours is not
+        start = time.perf_counter()
+        counted = LinearOperator(hessian.shape, matvec=matvec, dtype=hessian.dtype)
+        run = partial(eigsh, counted, k=k, ncv=ncv, which="LA", tol=tol)
+        (values, vectors), took = _timed(task.device, run)
+        return Found(torch.from_numpy(values), torch.from_numpy(vectors), took, count)
+
+    return solver
+
+
+def pyhessian(task: Task) -> Solver:
+    """One batch is handed over as such: its gradient is then kept between products."""
+    from pyhessian import hessian
+
+    cuda = task.device.type == "cuda"
+    data = {"data": task.batches[0]} if len(task.batches) == 1 else {"dataloader": task.batches}
+
+    def solver(k: int, tol: float) -> Found:
+        def run() -> Any:
+            tool = hessian(task.model, nn.CrossEntropyLoss(), cuda=cuda, **data)
+            return tool.eigenvalues(maxIter=1000, tol=tol, top_n=k)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of backward(create_graph=True)
+            (values, vectors), took = _timed(task.device, run)
+        for p in task.model.parameters():
+            p.grad = None  # it holds a graph
+        columns = [torch.cat([part.detach().flatten() for part in v]) for v in vectors]
+        return Found(torch.tensor(values), torch.stack(columns, dim=1), took, None)
+
+    return solver
+
+
+main = command(Options, measure)
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""How fast images can be had, from files and packed, and what limits it.
+
+The limits are the disk, which a pack is read from, and the decoder, which files go through. Beside
+them: single images read from files and from the pack, batches as training wants them (cropped,
+jittered), from every place where a run may keep its images, and as evaluation does (resized). The
+disk is read past the operating system's memory of files; all others find there what they read.
+"""
+
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from harness import (
+    DeviceOptions,
+    Result,
+    command,
+    facts,
+    image_folder,
+    option,
+    ratio,
+    spread,
+    take_turns,
+    wait,
+)
+from images import name_of, packed_images
+
+from steppe.domains import Dataset, Split, load
+from steppe.domains.batches import Sampling, View, evaluation_batches
+from steppe.domains.dataset import Indices
+from steppe.domains.pack import Packed
+from steppe.domains.pool import cores
+from steppe.domains.store import SHARE, Store, open_store
+from steppe.domains.store import size as store_size
+from steppe.errors import UserError
+from steppe.training.engine import choose_gears
+
+LEAST = 0.25
+"""Seconds that a measurement takes at least: it is repeated until then."""
+READ_AT_MOST = 2**30
+"""Bytes of a pack that are read in order, and that images may take on a CPU."""
+CHUNK = 2**22
+"""Bytes that are asked of the disk at a time."""
+DIRECT = getattr(os, "O_DIRECT", None)
+"""What makes the system read from the disk; not every system or file system can."""
+
+DISK, CACHE = "disk: the pack, in order", "memory: the pack, in order"
+DECODER = "decoding a file, one process"
+PACKED = "reading a packed image, one process"
+TRAINING_FILES = "training batches from files, transformed by Pillow"
+TRAINING_PACK = "training batches from the pack, transformed by Pillow"
+STREAM = "training batches from the pack, transformed on the device"
+RESIDENT = "training batches from the device, transformed there"
+PLACES = {"stream": STREAM, "device": RESIDENT}
+EVALUATION_FILES = "evaluation batches from files, one process"
+EVALUATION_PACK = "evaluation batches from the pack, one process"
+RATIOS = {
+    "packed over decoding": (PACKED, DECODER),
+    "training, pack over files": (TRAINING_PACK, TRAINING_FILES),
+    "training, streamed over files": (STREAM, TRAINING_FILES),
+    "training, on the device over files": (RESIDENT, TRAINING_FILES),
+    "evaluation, pack over files": (EVALUATION_PACK, EVALUATION_FILES),
+    "training, streamed over the disk": (STREAM, DISK),
+    "training from files over decoding on all cores": (TRAINING_FILES, f"{DECODER}, all cores"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(DeviceOptions):
+    images: Path | None = image_folder()
+    batch: int = option(96, "Images in a batch, of all domains.", min=1)
+    workers: int | None = option(
+        None, "Processes that read training batches (default: one per core).", min=0
+    )
+    rounds: int = option(5, "Measurements.", min=1)
+    batches: int = option(4, "Batches in a measurement.", min=1)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The images that are read, of a dataset opened in two ways: for each domain, which."""
+
+    files: Dataset
+    packed: Dataset
+    chosen: tuple[Indices, ...]
+    share: int
+    """Images of each domain in a batch."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.chosen))
+
+    @property
+    def packs(self) -> list[Packed]:
+        return [d.images for d in self.packed.domains if isinstance(d.images, Packed)]
+
+    @property
+    def shards(self) -> list[Path]:
+        """The pack's files of pixels."""
+        return [images.pack / shard.file for images in self.packs for shard in images.shards]
+
+    def mean(self, size: Callable[[Any], Any]) -> float:
+        """The mean over the chosen images, of what a pack's rows say."""
+        every = [size(p.rows)[i] for p, i in zip(self.packs, self.chosen, strict=True)]
+        return float(np.concatenate(every).mean())
+
+    @property
+    def packed_bytes(self) -> float:
+        return self.mean(lambda rows: 3 * rows["height"].astype(np.int64) * rows["width"])
+
+
+def draw(root: Path, batch: int, batches: int) -> Sample:
+    """Opens a packed folder and draws as many images of each domain as some batches hold."""
+    files, packed = load(root, packed=False), load(root)
+    domains = packed.domains
+    if batch < len(domains):
+        raise UserError(f"--batch {batch} is fewer than the {len(domains)} domains in {root}")
+    share = batch // len(domains)
+    rng = np.random.default_rng(0)
+    chosen = tuple(rng.permutation(len(domain))[: batches * share] for domain in domains)
+    return Sample(files, packed, chosen, share)
+
+
+def measure(options: Options) -> Result:
+    device = options.where
+    workers = cores() if options.workers is None else options.workers
+    with packed_images(options.images) as root:
+        sample = draw(root, options.batch, options.batches)
+        places = _places(device, sample.packed)
+        turns = contenders(sample, device, workers, options.batches, places)
+        rates = take_turns(turns, options.rounds, "reading")
+        kinds = {
+            Path(domain.images.name(int(i))).suffix.lower()
+            for domain, chosen in zip(sample.files.domains, sample.chosen, strict=True)
+            for i in chosen
+        }
+    rates[f"{DECODER}, all cores"] = [cores() * rate for rate in rates[DECODER]]
+    megabytes, total = sample.packed_bytes / 1e6, sum(map(len, sample.files.domains))
+    return {
+        "environment": facts(device),
+        "images": f"{name_of(options.images)}: {total:,} in {len(sample.chosen)} domains",
+        "files": ", ".join(sorted(kinds)),
+        "bytes of an image": {
+            "file": round(sample.mean(lambda rows: rows["source"])),
+            "packed": round(sample.packed_bytes),
+        },
+        "image size": sample.packed.spec.image_size,
+        "batch": f"{len(sample.chosen)} x {sample.share}",
+        "workers": workers,
+        "cores": cores(),
+        "rounds": options.rounds,
+        "images read singly": len(sample),
+        "images per second": {name: spread(values) for name, values in rates.items()},
+        "MB per second": {
+            name: spread([megabytes * rate for rate in rates[name]])
+            for name in (DISK, CACHE)
+            if name in rates
+        },
+        "ratios": {
+            name: ratio(rates[top], rates[below])
+            for name, (top, below) in RATIOS.items()
+            if top in rates and below in rates
+        },
+    }
+
+
+def contenders(
+    sample: Sample, device: torch.device, workers: int, batches: int, places: Sequence[str]
+) -> dict[str, Callable[[], float]]:
+    """What is measured, in turn; each call is a measurement, in images per second."""
+    files, packed = sample.files, sample.packed
+
+    def training(dataset: Dataset, place: str) -> Callable[[], float]:
+        compiled = place != "host" and _compiled(device, packed.spec.image_size)
+        store = open_store(place, device, dataset.domains, workers, compiled=compiled)
+        return lambda: train_rate(store, dataset, sample, device, batches)
+
+    found: dict[str, Callable[[], float]] = {
+        CACHE: partial(in_order, sample),
+        DECODER: partial(rate, partial(_read_singly, files, sample)),
+        PACKED: partial(rate, partial(_read_singly, packed, sample)),
+        TRAINING_FILES: training(files, "host"),
+        TRAINING_PACK: training(packed, "host"),
+        **{PLACES[place]: training(packed, place) for place in places},
+        EVALUATION_FILES: partial(rate, partial(_evaluate, files, sample)),
+        EVALUATION_PACK: partial(rate, partial(_evaluate, packed, sample)),
+    }
+    if DIRECT is not None and _opens(sample.shards[0], DIRECT):
+        found[DISK] = partial(in_order, sample, DIRECT)
+    return found
+
+
+def _places(device: torch.device, packed: Dataset) -> tuple[str, ...]:
+    """Where a run may transform images on its device; on a CPU Pillow is many times faster."""
+    if device.type != "cuda":
+        return ()
+    fits = store_size(packed.domains) <= SHARE * torch.cuda.mem_get_info(device)[0]
+    return ("stream", "device") if fits else ("stream",)
+
+
+def _compiled(device: torch.device, size: int) -> bool:
+    return choose_gears("auto", device, size, needs_graph=False, world=1).compiled
+
+
+def rate(work: Callable[[], float]) -> float:
+    """Images per second of some work, after it has been done once, for as long as it takes."""
+    work()
+    images, began = 0.0, time.perf_counter()
+    while (elapsed := time.perf_counter() - began) < LEAST:
+        images += work()
+    return images / elapsed
+
+
+def _read_singly(dataset: Dataset, sample: Sample) -> int:
+    for domain, which in zip(dataset.domains, sample.chosen, strict=True):
+        for i in which.tolist():
+            domain.images[i]
+    return len(sample)
+
+
+def _evaluate(dataset: Dataset, sample: Sample) -> int:
+    view = View(dataset.spec.image_size, augment=False)
+    size = sample.share * len(sample.chosen)
+    return sum(
+        len(batch.labels)
+        for domain, which in zip(dataset.domains, sample.chosen, strict=True)
+        for batch in evaluation_batches(domain, which, view, size)
+    )
+
+
+def train_rate(
+    store: Store, dataset: Dataset, sample: Sample, device: torch.device, batches: int
+) -> float:
+    """Images per second once the workers are at work, and have nothing ready beforehand.
+
+    Nothing is done with a batch, so that the workers never wait; a multiple of as many batches as
+    there are workers, since these finish at about the same time.
+    """
+    splits = tuple(
+        Split(domain, position, True, {"train": chosen})
+        for position, (domain, chosen) in enumerate(
+            zip(dataset.domains, sample.chosen, strict=True)
+        )
+    )
+    view = View(dataset.spec.image_size, augment=True)
+    sampling = Sampling(splits, sample.share, view, seed=0)
+    first = max(1, getattr(store, "workers", 0))
+    stop = first + first * math.ceil(batches / first)
+    arriving = store.training(sampling, 0, stop)
+    for _ in range(first):
+        next(arriving)
+    wait(device)
+    began = time.perf_counter()
+    images = sum(len(batch.labels) for step in arriving for batch in step)
+    wait(device)
+    return images / (time.perf_counter() - began)
+
+
+def in_order(sample: Sample, flags: int = 0) -> float:
+    """Images per second of reading the pack's files from the beginning, and nothing more."""
+    if not flags:
+        _read(sample.shards, flags)  # it may be from the disk
+    began = time.perf_counter()
+    read = _read(sample.shards, flags)
+    return read / (time.perf_counter() - began) / sample.packed_bytes
+
+
+def _read(shards: Sequence[Path], flags: int) -> int:
+    """Reads files, at most `READ_AT_MOST` of them; returns how many bytes."""
+    buffer = mmap.mmap(-1, CHUNK)  # begins with a page, as the disk wants it
+    read = 0
+    for path in shards:
+        descriptor = os.open(path, os.O_RDONLY | flags)
+        try:
+            at, end = 0, min(path.stat().st_size, READ_AT_MOST - read)
+            while at < end:
+                at += os.preadv(descriptor, [buffer], at)
+        finally:
+            os.close(descriptor)
+        read += at
+    return read
+
+
+def _opens(path: Path, flags: int) -> bool:
+    """Whether the file system can: one that lives in memory may not."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | flags))
+    except OSError:
+        return False
+    return True
+
+
+main = command(Options, measure)
+if __name__ == "__main__":
+    main()

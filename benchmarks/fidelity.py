@@ -1,0 +1,116 @@
+"""How much of flatness survives a precision: FAD's differences of gradients beside float64.
+
+FAD acts on h0 = g1 - g0 and h1 = g3 - g2, differences of gradients that are nearly equal. The
+cosine between such a difference in some precision and in float64 says what is left of it.
+"""
+
+import copy
+import statistics
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Result, command, facts, option, track
+from task import Task, TaskOptions, prepare
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from steppe.errors import UserError
+from steppe.optim import FAD, Bfloat16Warning, search_space
+from steppe.training.precision import autocast, settings
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+LOSS_SCALE = 2.0**14
+"""The first loss scale tried with fp16; halved until all gradients are finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TaskOptions):
+    weights: Path | None = option(None, "Pretrained, as safetensors.", exists=True, dir_okay=False)
+    images: Path | None = option(
+        None, "A folder DOMAIN/CLASS/IMAGE to train on (default: built-in digits)."
+    )
+
+
+def radii() -> tuple[float, ...]:
+    """Every rho that a search draws, for FAD, SAM or GAM."""
+    values = {r for n in ("fad", "sam", "gam") for r in search_space(n)["rho"].distribution.values}  # type: ignore[union-attr]
+    return tuple(sorted(values))
+
+
+def differences(
+    model: nn.Module, x: Tensor, y: Tensor, rho: float, precision: str
+) -> tuple[Tensor, Tensor]:
+    """h0 and h1 as FAD's engine sees them in this precision, flat, in float64."""
+    scale = LOSS_SCALE if precision == "fp16" else 1.0
+    while True:
+        grads = [grad / scale for grad in _four_gradients(model, x, y, rho, precision, scale)]
+        if all(grad.isfinite().all() for grad in grads):
+            return grads[1] - grads[0], grads[3] - grads[2]
+        if scale < 1.0 or precision != "fp16":
+            raise UserError(f"a gradient is not finite in {precision} at rho {rho:g}")
+        scale /= 2
+
+
+def _four_gradients(
+    model: nn.Module, x: Tensor, y: Tensor, rho: float, precision: str, scale: float
+) -> Iterator[Tensor]:
+    params = [p for p in model.parameters() if p.requires_grad]
+    opt = FAD(torch.optim.SGD(params, lr=0.0), rho=rho, alpha=0.5, beta=0.5)
+    with settings(precision, deterministic=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Bfloat16Warning)  # it is what is being measured
+        for phase in opt.phases():
+            with phase:
+                with autocast(precision, x.device):
+                    loss = F.cross_entropy(model(x), y)
+                (loss * scale).backward()
+                found = [p.grad for p in params if p.grad is not None]
+                grad = torch.cat([g.reshape(-1).double() for g in found])
+            yield grad
+    for p in params:
+        p.grad = None
+
+
+def fidelity(task: Task, rhos: Sequence[float], precisions: Sequence[str]) -> list[dict[str, Any]]:
+    """One row per rho and precision: cosine of h0 and of h1 to float64, mean and worst batch."""
+    exact = copy.deepcopy(task.model).double()
+    cosines: dict[tuple[float, str], list[tuple[float, float]]]
+    cosines = {key: [] for key in product(rhos, precisions)}
+    for rho, (x, y) in track(product(rhos, task.batches), "measuring"):
+        h0, h1 = differences(exact, x.double(), y, rho, "fp64")
+        for precision in precisions:
+            k0, k1 = differences(task.model, x, y, rho, precision)
+            cosines[rho, precision].append((_cosine(h0, k0), _cosine(h1, k1)))
+    rows = []
+    for (rho, precision), pairs in cosines.items():
+        row: dict[str, Any] = {"rho": rho, "precision": precision}
+        for name, values in zip(("h0", "h1"), zip(*pairs, strict=True), strict=True):
+            row[name] = {"mean": round(statistics.mean(values), 6), "worst": min(values)}
+        rows.append(row)
+    return rows
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return round(float(a @ b / (a.norm() * b.norm())), 6)
+
+
+def measure(options: Options) -> Result:
+    task = prepare(options, options.images, options.weights)
+    device = task.device
+    precisions = [p for p in PRECISIONS if p != "tf32" or device.type == "cuda"]
+    return {
+        "environment": facts(device),
+        **task.about,
+        "batch": len(task.batches[0][0]),
+        "batches": len(task.batches),
+        "cosine to float64": fidelity(task, radii(), precisions),
+    }
+
+
+main = command(Options, measure)
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""What the benchmarks share: a command line, turns that share the noise, tables, the record.
+
+A script has a dataclass of its options and `measure`, from these to plain values. `command` makes a
+program of the two, and `tables` shows any result.
+"""
+
+import inspect
+import json
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import torch
+import typer
+from torch.optim import Optimizer
+
+from steppe.cli.common import writable
+from steppe.cli.extras import missing
+from steppe.console import Meter, RenderableType, Table, stderr, stdout, table
+from steppe.durable import replace
+from steppe.environment import environment
+from steppe.errors import RunError, UserError
+from steppe.strangers import printable
+from steppe.training.processes import find_device
+
+Result = dict[str, Any]
+T = TypeVar("T")
+O = TypeVar("O", bound="Options")  # noqa: E741
+
+PACKED = "A folder DOMAIN/CLASS/IMAGE, packed if it is not yet"
+KNOWN = "Any that 'steppe train' knows."
+
+
+def option(default: Any, help: str, *flags: str, **limits: Any) -> Any:
+    """A field of a dataclass of options, and what `--help` says of it."""
+    return field(default=default, metadata={"typer": typer.Option(*flags, help=help, **limits)})
+
+
+def image_folder() -> Any:
+    return option(None, f"{PACKED} (default: photograph-sized images are made).", metavar="DIR")
+
+
+def overrides() -> Any:
+    return option(None, "Any key of the config: optimizer.rho=0.1.", "--set", metavar="KEY=VALUE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    as_json: bool = option(False, "Print the result as JSON, for programs.", "--json")
+    save: Path | None = option(
+        None, "Also store the result as JSON in this file.", callback=writable
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(Options):
+    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
+
+    @property
+    def where(self) -> torch.device:
+        return find_device(self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(DeviceOptions):
+    images: Path | None = image_folder()
+    backbone: str = option("resnet18", KNOWN)
+    optimizer: str = option("adam", KNOWN)
+    precision: str = option("auto", "auto, fp32, tf32, fp16 or bf16.")
+
+
+def command(
+    options: type[O],
+    measure: Callable[[O], Result],
+    shown: Callable[[Result], Sequence[RenderableType]] | None = None,
+) -> Callable[[], None]:
+    """A program: exit code 2 for a user's mistake, 1 for a run that failed or a missing package.
+
+    `shown` makes something other than tables of the result.
+    """
+
+    def run(**values: Any) -> None:
+        chosen = options(**values)
+        result = measure(chosen)
+        if chosen.save is not None:
+            write(result, chosen.save)
+        if chosen.as_json:
+            print(json.dumps(result, indent=2))
+        else:
+            stdout().print(*(shown or tables)(result), sep="\n")
+
+    def main() -> None:
+        # A SIGTERM ends a benchmark as Ctrl-C does: its folders and children go with it.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command(help=sys.modules[measure.__module__].__doc__)(run)
+        name = Path(sys.argv[0]).name
+        try:
+            app(prog_name=name)
+        except ModuleNotFoundError as error:
+            sys.exit(missing(error))
+        except (UserError, RunError, OSError) as error:
+            print(printable(f"{name}: {error}"), file=sys.stderr)
+            sys.exit(1 if isinstance(error, RunError) else 2)
+
+    run.__signature__ = _signature(options)  # type: ignore[attr-defined]
+    return main
+
+
+def _signature(options: type[Options]) -> inspect.Signature:
+    """What typer reads the options from."""
+    hints = get_type_hints(options)
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                one.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if one.default is MISSING else one.default,
+                annotation=Annotated[hints[one.name], one.metadata["typer"]],
+            )
+            for one in fields(options)
+        ]
+    )
+
+
+def facts(device: torch.device) -> Result:
+    """The environment, with the command of this script."""
+    return environment(device, f"python benchmarks/{Path(sys.argv[0]).name}")
+
+
+def write(result: Result, path: Path) -> None:
+    """Replaces a file in one go: whoever kills this leaves the old one or the new one."""
+    replace(path, (json.dumps(result, indent=2) + "\n").encode())
+
+
+def track(items: Iterable[T], title: str) -> Iterator[T]:
+    """The items, with a display of how far they are."""
+    every = list(items)
+    with Meter(title, len(every), console=stderr()) as meter:
+        for item in every:
+            yield item
+            meter.advance()
+
+
+def take_turns(
+    contenders: Mapping[str, Callable[[], T]],
+    rounds: int,
+    title: str,
+    *,
+    warm_up: int = 0,
+) -> dict[str, list[T]]:
+    """What each contender gave in each round: all take their turn in every one, to share noise.
+
+    The rounds for warming up come first, and do not count.
+    """
+    found: dict[str, list[T]] = {name: [] for name in contenders}
+    for number in track(range(-warm_up, rounds), title):
+        for name, run in contenders.items():
+            value = run()
+            if number >= 0:
+                found[name].append(value)
+    return found
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(device: torch.device, run: Callable[[], object], times: int = 1) -> float:
+    """Seconds that one of several runs takes, until the device is done with it."""
+    wait(device)
+    began = time.perf_counter()
+    for _ in range(times):
+        run()
+    wait(device)
+    return (time.perf_counter() - began) / times
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: float(f"{value:.5g}") for name, value in found.items()}
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Ours over theirs, round by round."""
+    return spread([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def tables(result: Result) -> list[Table]:
+    """A result for the terminal: a table of its single values, and one of each part."""
+    parts = {k: v for k, v in result.items() if isinstance(v, dict) and k != "environment"}
+    parts |= {k: dict(enumerate(v)) for k, v in result.items() if v and isinstance(v, list)}
+    single = {k: v for k, v in result.items() if not isinstance(v, dict | list)}
+    return [_table("", single), *(_table(name, part) for name, part in parts.items() if part)]
+
+
+def _table(heading: str, rows: Mapping[Any, Any]) -> Table:
+    """A row for each, or a column where they have more entries than there are rows."""
+    if not all(isinstance(row, dict) and "median" not in row for row in rows.values()):
+        return table([heading, ""], [[name, _cell(row)] for name, row in rows.items()])
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    if len(columns) > len(rows):
+        rows, columns = {c: {r: rows[r].get(c, "") for r in rows} for c in columns}, list(rows)
+    cells = [
+        [name, *(_cell(row.get(column, "")) for column in columns)] for name, row in rows.items()
+    ]
+    return table([heading, *map(str, columns)], cells)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict) and "median" in value:
+        median, low, high = map(_cell, list(value.values())[:3])
+        return f"{median} ({low} to {high})"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_cell(item)}" for key, item in value.items())
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return ", ".join(map(_cell, value)) if isinstance(value, list) else str(value)
+
+
+class Still(Optimizer):
+    """A base that does not move, so that only what is around it is timed."""
+
+    _step_supports_amp_scaling = True
+    """It asks the host nothing."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass

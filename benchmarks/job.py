@@ -1,0 +1,181 @@
+"""How long a whole run takes: its start, updates, evaluations and checkpoints.
+
+A run compiles before its first update, unless an earlier one has left compiled code in a cache on
+the disk. So there are two times, the cold one and the warm one (--cold); both are those of a
+process that is new and has nothing in memory.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Result, RunOptions, command, facts, option, overrides, wait
+from images import name_of, packed_images
+from runs import refuse_own, said
+
+from steppe.console import Meter, stderr
+from steppe.domains import load
+from steppe.errors import RunError, UserError
+from steppe.training import RunConfig, RunDirectory, configure, train
+from steppe.training.progress import Silent
+
+PARTS = ("start", "first update", "updates", "evaluations", "checkpoints", "end")
+"""What a run's time is divided into, in order; the first update compiles."""
+OF_ONE_RUN = ("seconds", "said", "ms per update but the first", "peak GiB")
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Where compiled code is kept, as torch and triton call it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions):
+    target: str | None = option(None, "The domain held out (default: the last one).")
+    weights: str = option("none", "none, imagenet, or a file.")
+    steps: int = option(30, "Updates.", min=1)
+    evaluations: int | None = option(
+        None, "At most so many (default: as many as a run makes by itself).", min=2
+    )
+    overrides: list[str] | None = overrides()
+    cold: bool = option(False, "In a new process with nothing compiled, then once more.", "--cold")
+
+    def config(self, images: Path) -> RunConfig:
+        # From random weights a network would learn at a rate that half precision may not survive.
+        slow = {"lr": 1e-4} if self.weights == "none" else {}
+        values: dict[str, Any] = {
+            "dataset": str(images),
+            "targets": [self.target or load(images).domains[-1].name],
+            "backbone": self.backbone,
+            "weights": self.weights,
+            "freeze_bn": True,
+            "optimizer": {"name": self.optimizer, **slow},
+            "precision": self.precision,
+            "steps": self.steps,
+            "device": str(self.where),
+        }
+        if self.evaluations is not None:
+            values["checkpoint_every"] = interval(self.steps, self.evaluations)
+        refuse_own(values, self.overrides or ())
+        return configure(values, self.overrides or ())
+
+
+def interval(steps: int, evaluations: int) -> int:
+    """Steps between evaluations, so that there are as many as asked for, or as many as go."""
+    if not 2 <= evaluations <= max(steps, 2):
+        raise UserError(
+            f"--evaluations {evaluations}: a run of {steps} steps is evaluated after its first and "
+            "its last, and at most after each"
+        )
+    return max(1, -(-(steps - 1) // (evaluations - 1)))
+
+
+class Timeline(Silent):
+    """Keeps account of what a run spends its time on.
+
+    The device is waited for before an evaluation, so that this does not pay for updates.
+    """
+
+    def __init__(self, config: RunConfig, meter: Meter) -> None:
+        self._device, self._every = torch.device(config.device), config.checkpoint_every
+        self._meter, self._mark = meter, time.perf_counter()
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.updates = self.evaluations = 0
+
+    def start(self, title: str, done: int, steps: int, records: int) -> None:
+        self.spend("start")
+        self._meter.update(0, total=steps)
+
+    def step(self, done: int) -> None:
+        if (done - 1) % self._every == 0 or done == self._meter.total:
+            wait(self._device)
+        self.spend("updates" if self.updates else "first update")
+        self.updates += 1
+        self._meter.update(done)
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """An evaluation was made, and a checkpoint after it."""
+        evaluation = record["evaluation_seconds"]
+        self.seconds["evaluations"] += evaluation
+        self.spend("checkpoints")
+        self.seconds["checkpoints"] -= evaluation
+        self.evaluations += 1
+
+    def spend(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part] += now - self._mark
+        self._mark = now
+
+
+def measure(options: Options) -> Result:
+    with packed_images(options.images) as images:
+        config = options.config(images)  # what is wrong is said before a process is started
+        found = _cold_and_warm(options, images) if options.cold else _run(options, config, images)
+    return {"environment": facts(options.where), **found, "data": name_of(options.images)}
+
+
+def _run(options: Options, config: RunConfig, images: Path) -> Result:
+    """A run in this process, with whatever compiled code the caches on the disk have."""
+    with (
+        tempfile.TemporaryDirectory(prefix="steppe-bench-") as out,
+        Meter("updates", console=stderr()) as meter,
+    ):
+        timeline = Timeline(config, meter)
+        records = train(config, Path(out) / "run", display=timeline)
+        timeline.spend("end")
+        lines = said(RunDirectory(Path(out) / "run"), images)
+    seconds = timeline.seconds
+    each = 1e3 * seconds["updates"] / max(timeline.updates - 1, 1)
+    return {
+        "backbone": options.backbone,
+        "optimizer": options.optimizer,
+        "data": "",
+        "target": config.targets[0],
+        "images of a domain in a step": config.batch_size,
+        "steps": timeline.updates,
+        "evaluations": timeline.evaluations,
+        "said": lines,
+        "seconds": {
+            "total": round(sum(seconds.values()), 3),
+            **{part: round(seconds[part], 3) for part in PARTS},
+        },
+        "ms per update but the first": round(each, 3),
+        "peak GiB": round(records[-1]["memory_gb"], 3),
+    }
+
+
+def _cold_and_warm(options: Options, images: Path) -> Result:
+    """The run in a new process that finds nothing compiled, and in another that finds it all."""
+    found: Result = {}
+    words = [sys.executable, __file__, *_words(options), "--json", "--images", str(images)]
+    with tempfile.TemporaryDirectory(prefix="steppe-cache-") as cache:
+        env = {**os.environ, **{name: str(Path(cache) / name) for name in CACHES}}
+        for name in ("cold", "warm"):
+            began = time.perf_counter()
+            ended = subprocess.run(words, env=env, stdout=subprocess.PIPE, check=False)
+            whole = time.perf_counter() - began
+            if ended.returncode:
+                raise RunError(f"the {name} run ended with exit code {ended.returncode}: see above")
+            result = json.loads(ended.stdout)
+            result["seconds"]["whole process"] = round(whole, 3)
+            found[name] = {key: result.pop(key) for key in OF_ONE_RUN}
+    del result["environment"]
+    return {**result, **found}
+
+
+def _words(options: Options) -> list[str]:
+    """The options of one run, as words of a command."""
+    names = ("device", "backbone", "weights", "optimizer", "precision", "steps", "target")
+    values = [(name, getattr(options, name)) for name in (*names, "evaluations")]
+    values += [("set", text) for text in options.overrides or ()]
+    return [w for name, value in values if value is not None for w in (f"--{name}", str(value))]
+
+
+main = command(Options, measure)
+if __name__ == "__main__":
+    main()

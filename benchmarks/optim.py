@@ -1,0 +1,164 @@
+"""What an optimizer costs beyond its gradients, against a floor and another SAM.
+
+The arithmetic between gradients moves memory and does little else, so its floor is the time of
+copying as many elements as a perfectly fused version must read and write: 23 per parameter for FAD
+(5 after g0, 7 after g1, 6 after g2, 5 after g3), which is a copy of 11.5 parameters' worth.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytorch_optimizer
+import torch
+import torchvision
+from harness import DeviceOptions, Result, Still, command, facts, option, ratio, spread, take_turns
+from torch import Tensor, nn
+
+from steppe.optim import FAD, SAM
+
+FAD_COPIES = 11.5
+"""Copies of all parameters that move what FAD must move, read and write counted."""
+COMPILED = "fad, compiled stages"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(DeviceOptions):
+    rounds: int = option(15, "Measurements of each contender.", min=1)
+
+
+def shapes(backbone: str = "resnet50", classes: int = 7) -> list[torch.Size]:
+    """The shapes of a backbone's parameters (161 tensors for ResNet-50)."""
+    with torch.device("meta"):
+        model = torchvision.models.get_model(backbone, weights=None, num_classes=classes)
+    return [p.shape for p in model.parameters()]
+
+
+class Gradients:
+    """A closure that hands out gradients and keeps account of what this takes.
+
+    Each is in fresh memory that nothing else refers to, as autograd's are.
+    """
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self.calls = 0
+        self.seconds = 0.0
+        self._values = [torch.randn_like(p) for p in params]
+
+    def __call__(self) -> Tensor:
+        start = time.perf_counter()
+        for p, value in zip(self.params, self._values, strict=True):
+            p.grad = value.clone()
+        torch._foreach_mul_(self._values, -0.9375)  # no two gradients of a step alike
+        torch._foreach_add_(self._values, 0.001)
+        self.seconds += time.perf_counter() - start
+        self.calls += 1
+        return torch.zeros(())
+
+
+Meter = Callable[[], float]
+"""Measures once, in milliseconds."""
+
+
+def _cpu_meter(run: Callable[[], object], gradients: Gradients) -> Meter:
+    def measure() -> float:
+        gradients.seconds = 0.0
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start - gradients.seconds)
+
+    return measure
+
+
+def _gpu_meter(run: Callable[[], object], gradients: Gradients) -> Meter:
+    """The device's time in a CUDA graph, less that of a graph that only makes the gradients."""
+    run()
+    gradients.calls = 0
+    run()
+    calls = gradients.calls
+
+    def supply() -> None:
+        for _ in range(calls):
+            gradients()
+
+    if not calls:  # a single kernel: as a node of a graph, a copy is slower than launched
+        return partial(_gpu_ms, run)
+    whole, part = _captured(run), _captured(supply)
+    return lambda: _gpu_ms(whole) - _gpu_ms(part)
+
+
+def measure(options: Options) -> Result:
+    """Milliseconds between gradients, and their ratios."""
+    device = options.where
+    params = [nn.Parameter(torch.randn(s, device=device)) for s in shapes()]
+    n = sum(p.numel() for p in params)
+    # One long copy, not several of the same memory, of which a cache would keep a part.
+    source, target = (torch.ones(int(FAD_COPIES * n), device=device) for _ in range(2))
+    gradients = Gradients(params)
+    theirs = [f"pytorch_optimizer sam, foreach={foreach}" for foreach in (False, True)]
+    runs: dict[str, Callable[[], object]] = {
+        "floor": lambda: target.copy_(source),
+        "fad": partial(FAD(Still(params)).step, gradients),
+        "sam": partial(SAM(Still(params)).step, gradients),
+    }
+    for name, foreach in zip(theirs, (False, True), strict=True):
+        runs[name] = _theirs(pytorch_optimizer.SAM(params, Still, foreach=foreach), gradients)
+    if device.type == "cuda":
+        runs[COMPILED] = partial(FAD(Still(params), compile=True).step, gradients)
+    meter = _gpu_meter if device.type == "cuda" else _cpu_meter
+    meters = {name: meter(run, gradients) for name, run in runs.items()}
+    times = take_turns(meters, options.rounds, "between gradients", warm_up=3)
+    best = list(map(min, *(times[name] for name in theirs)))
+    ratios = {
+        "fad / floor": ratio(times["fad"], times["floor"]),
+        "sam / pytorch_optimizer's sam": ratio(times["sam"], best),
+    }
+    if COMPILED in times:
+        ratios[f"{COMPILED} / floor"] = ratio(times[COMPILED], times["floor"])
+    return {
+        "environment": facts(device),
+        "parameters": n,
+        "tensors": len(params),
+        "rounds": options.rounds,
+        "ms": {name: spread(t) for name, t in times.items()},
+        "ratios": ratios,
+    }
+
+
+def _theirs(opt: Any, gradients: Gradients) -> Callable[[], object]:
+    def step() -> None:
+        gradients()  # their step expects the first gradient to be there
+        opt.step(gradients)
+        opt.zero_grad()
+
+    return step
+
+
+def _captured(run: Callable[[], object]) -> Callable[[], None]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def _gpu_ms(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+main = command(Options, measure)
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Runs that a benchmark carries out, one by one or as a sweep."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+from harness import option
+
+from steppe.console import Meter, stderr
+from steppe.errors import UserError
+from steppe.sweeps import Grid, Job, Status, jobs, run_local, write_plan
+from steppe.training import RunDirectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(harness.Options):
+    """Of benchmarks that are sweeps: one that was interrupted goes on where it was."""
+
+    out: Path = option(Path("runs/benchmarks"), "Where the sweeps are kept.")
+    workers: int | None = option(None, "Runs at the same time (default: one per core or GPU).")
+    per_gpu: int = option(1, "Runs that share a GPU.", min=1)
+
+
+def carry_out(
+    name: str, planned: Sequence[Grid], options: SweepOptions
+) -> list[list[RunDirectory | None]]:
+    """The runs of each grid; None for one that diverged."""
+    command = f"benchmarks {name}"
+    sweep = write_plan(planned, options.out / name, command=command, extend=True)
+    with Meter(name, len(sweep.names), console=stderr()) as meter:
+
+        def show(status: Status) -> None:
+            meter.update(status.counts["done"] + status.counts["failed"])
+
+        run_local(sweep, workers=options.workers, per_gpu=options.per_gpu, show=show)
+
+    def result(run: str) -> RunDirectory | None:
+        found = RunDirectory(Job(sweep.folder(run)).result)  # there once it is done
+        return found if found.exists() else None
+
+    return [[result(run) for run, _ in jobs(grid)] for grid in planned]
+
+
+def refuse_own(own: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Refuses overrides of what a benchmark sets, and records, itself."""
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if key in own or key.removesuffix(".name") in own:
+            raise UserError(f"--set {text}: {key} is the benchmark's to set; it has an option")
+
+
+def said(run: RunDirectory, images: Path) -> list[str]:
+    """What a run said of itself, without where things lie on this machine."""
+    found = []
+    for line in (run.path / "log.txt").read_text().splitlines():
+        _, _, level, message = line.split(" ", 3)
+        if level != "DEBUG":
+            found.append(message.replace(f"{images.resolve().parent}/", ""))
+    return found

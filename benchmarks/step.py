@@ -1,0 +1,293 @@
+"""What a step of a run costs, whole and in parts, beside Adam's and beside one done plainly.
+
+The same batches and steps as in `steppe train`, from packed images, with everything that belongs to
+a step: reading, augmenting, moving, normalizing, all passes, the optimizer, counting. Done plainly
+means eager, in fp32, with images transformed by Pillow. With --algorithm: how the steps of
+algorithms compare with ERM's.
+"""
+
+import gc
+import resource
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import (
+    Result,
+    RunOptions,
+    Still,
+    command,
+    facts,
+    option,
+    ratio,
+    seconds,
+    spread,
+    take_turns,
+    track,
+    wait,
+)
+from images import name_of, packed_images
+
+from steppe.algorithms import algorithm_names, algorithm_spec
+from steppe.domains import load
+from steppe.domains.batches import Batch
+from steppe.errors import UserError
+from steppe.optim import optimizer_spec
+from steppe.training import RunConfig, RunDirectory, make_config
+from steppe.training.engine import WARM_UP, Engine, Gears
+from steppe.training.precision import autocast, settings
+from steppe.training.processes import Processes
+from steppe.training.progress import Silent
+from steppe.training.setup import resolved_precision
+from steppe.training.trainer import Trainer
+
+ADAM = "adam"
+"""The optimizer that others are compared with."""
+BASELINE = "ERM"
+"""What other algorithms are compared with."""
+PLAIN = {"precision": "fp32", "engine": "off", "data": "host"}
+AT_HAND = "ms per step, batch at hand"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunOptions):
+    batch: int = option(24, "Images in a step, of all domains but one.", min=2)
+    algorithm: list[str] | None = option(
+        None, "Compare its step with ERM's; may be repeated; all: every algorithm."
+    )
+    rounds: int = option(5, "Measurements.", min=1)
+    steps: int = option(4, "Steps in a measurement.", min=1)
+    eager: bool = option(False, "Without the engine: nothing compiled or captured.", "--eager")
+    deterministic: bool = option(
+        False, "As in 'steppe train', to see what it costs.", "--deterministic"
+    )
+
+    def config(self, images: Path, optimizer: str, **values: str) -> RunConfig:
+        """A run on packed images, the last domain held out.
+
+        No weights are needed to time it; batch norm that is frozen is usual.
+        """
+        *sources, target = (domain.name for domain in load(images).domains)
+        if self.batch % len(sources):
+            raise UserError(f"--batch {self.batch} is not a multiple of {len(sources)} domains")
+        own = {
+            "dataset": str(images),
+            "targets": [target],
+            "backbone": self.backbone,
+            "weights": "none",
+            "freeze_bn": True,
+            "optimizer": {"name": optimizer, "lr": 1e-4},
+            "batch_size": self.batch // len(sources),
+            "device": str(self.where),
+            "precision": self.precision,
+            "engine": "off" if self.eager else "auto",
+            "deterministic": self.deterministic,
+        }
+        return make_config({**own, **values})
+
+
+class Runner:
+    """One way of training, ready to be timed: warmed up, compiled, captured.
+
+    Its folder `out` stays empty. Without `parts`, only steps alone are timed, and no worker reads
+    on.
+    """
+
+    def __init__(self, config: RunConfig, out: Path, parts: bool = True) -> None:
+        self.device = torch.device(config.device)
+        self._deterministic = config.deterministic
+        self._precision = resolved_precision(config, self.device)
+        with self._settings():
+            trainer = Trainer(config, RunDirectory(out), Processes(self.device), Silent())
+            self.trainer = trainer
+            self._batches: Iterator[list[Batch]] = trainer.store.training(
+                trainer.sampling, 0, 10**9
+            )
+            # Both sides of an adversary's game are captured after steps of their own.
+            for _ in range((WARM_UP + 2) * (1 if len(trainer.objectives) == 1 else 4)):
+                trainer.step(next(self._batches))
+            self._ready = next(self._batches)
+        if not parts:
+            self._batches = iter(())
+        # What workers have read ahead would be a present to a measurement, and they come together.
+        workers = getattr(trainer.store, "workers", 0)
+        self._ahead, self._workers = 2 * workers + 1, max(1, workers)
+        self._passes: Callable[[], object] | None = None
+
+    def about(self) -> dict[str, Any]:
+        trainer = self.trainer
+        name = trainer.config.optimizer.name
+        return {
+            "optimizer": name,
+            "passes": optimizer_spec(name).passes,
+            "precision": trainer.precision,
+            "engine": trainer.engine.gear,
+            "reasons": list(trainer.engine.reasons),
+            "images": trainer.store.where,
+        }
+
+    def alone(self, steps: int) -> dict[str, float]:
+        """Seconds a step, the batch at hand; an adversary's steps are those of its turns."""
+        with self._settings():
+            return {"ready": seconds(self.device, lambda: self.trainer.step(self._ready), steps)}
+
+    def measure(self, steps: int) -> dict[str, float]:
+        """Seconds a step, on average over some: whole, in parts."""
+        timed = partial(seconds, self.device)
+        with self._settings():
+            timed(self._whole, self._ahead)
+            self.trainer.update_seconds = 0.0
+            whole = timed(self._whole, steps)
+            update = self.trainer.update_seconds / steps
+            ready = self.alone(steps)["ready"]
+            if self._passes is None:
+                self._passes = self._prepare_passes()
+            one_pass = timed(self._passes, steps)
+            self.trainer.parallel.zero_grad()
+            timed(lambda: next(self._batches), self._ahead)
+            rounds = max(2, -(-steps // self._workers)) * self._workers
+            data = timed(lambda: next(self._batches), rounds)
+        return {"whole": whole, "update": update, "ready": ready, "pass": one_pass, "data": data}
+
+    def _whole(self) -> None:
+        self.trainer.step(next(self._batches))
+        self.trainer.check_divergence()
+
+    def _prepare_passes(self) -> Callable[[], object]:
+        """Forward and backward on one batch, in an engine like the run's, and nothing else."""
+        trainer = self.trainer
+        network = trainer.algorithm.network
+        cast = partial(autocast, self._precision, self.device)
+        with cast():
+            prepared = [trainer.algorithm.prepare([trainer.laid_out(b) for b in self._ready])]
+        engine = Engine(
+            Gears(trainer.engine.compiled, trainer.engine.captured),
+            trainer.parallel,
+            network,
+            cast,
+            batch=network.compiled.batch if network.compiled else None,
+            deterministic=self._deterministic,
+        )
+        idle = Still(trainer.parallel.parameters())
+        run = partial(engine.optimize, idle, trainer.objectives[0].name, prepared)
+        for _ in range(WARM_UP + 2):
+            run()
+        return run
+
+    def _settings(self) -> AbstractContextManager[None]:
+        return settings(self._precision, self._deterministic)
+
+
+def contenders(options: Options, images: Path) -> dict[str, RunConfig]:
+    """What is timed: the optimizer, Adam, and both done plainly; or algorithms, ERM first."""
+    asked, optimizer = options.algorithm or (), options.optimizer
+    if asked:
+        chosen = [algorithm_spec(name).name for name in asked if name != "all"]
+        names = dict.fromkeys((BASELINE, *(algorithm_names() if "all" in asked else chosen)))
+        return {name: options.config(images, optimizer, algorithm=name) for name in names}
+    optimizers = tuple(dict.fromkeys((optimizer, ADAM)))
+    configs = {name: options.config(images, name) for name in optimizers}
+    # On a CPU the engine is off and images stay on the host anyway.
+    if options.where.type != "cpu" or resolved_precision(configs[ADAM], options.where) != "fp32":
+        for name in optimizers:
+            configs[f"{name}, plain"] = options.config(images, name, **PLAIN)
+    return configs
+
+
+def measure(options: Options) -> Result:
+    device = options.where
+    with (
+        packed_images(options.images) as images,
+        tempfile.TemporaryDirectory(prefix="steppe-bench-") as out,
+    ):
+        configs = contenders(options, images)
+        ready = track(configs.items(), f"{options.backbone}: getting ready")
+        runners = {name: Runner(config, Path(out), not options.algorithm) for name, config in ready}
+        turns = {
+            name: partial(runner.alone if options.algorithm else runner.measure, options.steps)
+            for name, runner in runners.items()
+        }
+        found = take_turns(turns, options.rounds, options.backbone)
+        runs = {name: runner.about() for name, runner in runners.items()}
+        parameters = sum(
+            p.nbytes for p in next(iter(runners.values())).trainer.algorithm.parameters()
+        )
+        del runners, turns  # their memory is not to be counted as another's
+        for name, rows in found.items():
+            runs[name] |= _figures(rows, options, runs[name]["passes"])
+            if device.type == "cuda" and not options.algorithm:
+                runs[name]["peak GiB"] = _peak(configs[name], Path(out), device) / 2**30
+    first, *others = configs
+    per_domain = configs[first].batch_size
+    result: Result = {
+        "environment": facts(device),
+        "backbone": options.backbone,
+        "optimizer": options.optimizer,
+        "batch": f"{options.batch // per_domain} x {per_domain}",
+        "deterministic": options.deterministic,
+        "data": name_of(options.images),
+        "rounds": options.rounds,
+        "steps a round": options.steps,
+        "runs": runs,
+    }
+    if options.algorithm:
+        pairs, part = [(other, first) for other in others], "ready"
+    else:
+        pairs, part = [(first, other) for other in others], "whole"
+    times = {name: [row[part] for row in rows] for name, rows in found.items()}
+    result["ratios"] = {f"{a} over {b}": ratio(times[a], times[b]) for a, b in pairs}
+    if device.type == "cpu":
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        result["peak GiB of the process"] = round(peak / 2**30, 3)
+    elif not options.algorithm:
+        more = runs[first]["peak GiB"] - runs[ADAM]["peak GiB"]
+        result["memory over adam, in parameter-sized buffers"] = round(more * 2**30 / parameters, 3)
+    return result
+
+
+def _figures(rows: Sequence[dict[str, float]], options: Options, passes: int) -> Result:
+    """One way of training, over the rounds."""
+    figures: dict[str, Callable[[dict[str, float]], float]] = {
+        "ms per step": lambda r: 1e3 * r["whole"],
+        "images per second": lambda r: options.batch / r["whole"],
+        "ms per forward and backward": lambda r: 1e3 * r["pass"],
+        "step over its passes": lambda r: r["whole"] / (passes * r["pass"]),
+        AT_HAND: lambda r: 1e3 * r["ready"],
+        "batch at hand, over its passes": lambda r: r["ready"] / (passes * r["pass"]),
+        "ms of data alone": lambda r: 1e3 * r["data"],
+        "data alone over step": lambda r: r["data"] / r["whole"],
+        "share that data adds to a step": lambda r: 1 - r["ready"] / r["whole"],
+    }
+    if options.where.type == "cpu":  # a GPU's host does not wait for the update, and cannot tell
+        figures["ms in forward, backward, optimizer"] = lambda r: 1e3 * r["update"]
+        figures["overhead"] = lambda r: 1 - r["update"] / r["whole"]
+    if options.algorithm:
+        figures = {AT_HAND: figures[AT_HAND]}
+    return {name: spread([figure(row) for row in rows]) for name, figure in figures.items()}
+
+
+def _peak(config: RunConfig, out: Path, device: torch.device) -> int:
+    """Bytes of a GPU that a run takes at most, from its beginning to its captured steps.
+
+    When others have run: libraries have the workspaces that the first to come would pay for.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    # What was asked for: what the allocator rounds it up to depends on what was free.
+    before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+    Runner(config, out)
+    wait(device)
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before)
+
+
+main = command(Options, measure)
+if __name__ == "__main__":
+    main()

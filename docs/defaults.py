@@ -1,0 +1,91 @@
+"""Writes the tables of `docs/guide/defaults.md` from the results of `benchmarks/defaults.py`."""
+
+import json
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+PAGE = Path(__file__).parent / "guide" / "defaults.md"
+BEGIN, END = "<!-- {name}: made by a script in benchmarks/ -->", "<!-- end of {name} -->"
+
+Row = dict[str, list[float | None]]
+"""Validation accuracies in percent by learning rate, one for each seed; None: it diverged."""
+
+
+def stored() -> dict[str, Any]:
+    """All studies that have been run, by name."""
+    found: dict[str, Any] = {}
+    for path in sorted(BENCHMARKS.glob("defaults-*.json")):
+        found |= json.loads(path.read_text())["studies"]
+    radius = json.loads((BENCHMARKS / "radius-cpu.json").read_text())["studies"]
+    return found | {f"radius-{name}": study for name, study in radius.items()}
+
+
+def default(row: Row) -> str:
+    """The default learning rate: factors of it are symmetric."""
+    return list(row)[len(row) // 2]
+
+
+def verdict(row: Row) -> tuple[str, float, float]:
+    """The best learning rate of a grid, its lead over the default, and the noise of that lead.
+
+    The noise is two standard errors of the mean of the paired differences between the seeds.
+    """
+    learned: dict[str, Any] = {lr: values for lr, values in row.items() if None not in values}
+    best = max(learned, key=lambda lr: fmean(learned[lr]))
+    # A diverged run learned nothing.
+    leads = [b - (d or 0.0) for b, d in zip(learned[best], row[default(row)], strict=True)]
+    return best, fmean(leads), 2 * stdev(leads) / len(leads) ** 0.5
+
+
+def table(name: str, found: dict[str, Any]) -> str:
+    """A study as Markdown."""
+    return radius_table(found) if name.startswith("radius-") else rate_table(found)
+
+
+def rate_table(rows: dict[str, Row]) -> str:
+    lines = [
+        "| optimizer | default lr | 1/9 | 1/3 | **1** | 3 | 9 | best minus default |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for optimizer, row in rows.items():
+        best, lead, noise = verdict(row)
+        cells = [f"**{cell}**" if lr == best else cell for lr, cell in shown(row).items()]
+        behind = "default is best" if best == default(row) else f"{lead:.1f} ± {noise:.1f}"
+        columns = [f"`{optimizer}`", f"{float(default(row)):g}", *cells, behind]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines) + "\n"
+
+
+def radius_table(found: dict[str, dict[str, Row]]) -> str:
+    """One row for each batch size and rho, one column for each learning rate."""
+    rates = list(next(iter(next(iter(found.values())).values())))
+    lines = [
+        f"| images per domain | rho | {' | '.join(f'lr {rate}' for rate in rates)} |",
+        "|---|---|" + "---|" * len(rates),
+    ]
+    for batch, by_rho in found.items():
+        for rho, row in by_rho.items():
+            lines.append(f"| {batch} | {rho} | {' | '.join(shown(row).values())} |")
+    return "\n".join(lines) + "\n"
+
+
+def shown(row: Row) -> dict[str, str]:
+    means = {lr: [v for v in values if v is not None] for lr, values in row.items()}
+    return {lr: "diverged" if None in row[lr] else f"{fmean(v):.1f}" for lr, v in means.items()}
+
+
+def write_tables(page: str, tables: dict[str, str]) -> str:
+    """The page, with tables in the places it has for them."""
+    for name, text in tables.items():
+        begin, end = BEGIN.format(name=name), END.format(name=name)
+        before, _, rest = page.partition(begin)
+        if rest:
+            page = f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+if __name__ == "__main__":
+    made = {name: table(name, found) for name, found in stored().items()}
+    PAGE.write_text(write_tables(PAGE.read_text(), made))

@@ -1,1 +1,0 @@
-"""Measurements. Every figure in the README and the docs comes from here."""
