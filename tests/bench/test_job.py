@@ -15,7 +15,7 @@ from steppe.bench import job
 from steppe.cli import app
 from steppe.errors import RunError, UserError
 from steppe.training import train
-from steppe.training.progress import Silent
+from steppe.training.progress import Display
 
 CPU = torch.device("cpu")
 SMALL = ("image_size=16", "batch_size=2")
@@ -40,7 +40,7 @@ def test_other_numbers_of_evaluations_are_refused(evaluations: int) -> None:
 def test_every_second_has_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 10.0, 15.0, 22.0, 24.0, 31.0, 31.5])
     monkeypatch.setattr(job, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    timeline = job.Timeline(Silent(), CPU, every=2)
+    timeline = job.Timeline(Display(), CPU, every=2)
     timeline.start("", 0, 2, 2)  # at 10
     timeline.step(1)  # at 15
     timeline.record({"evaluation_seconds": 4.0})  # at 22, after 3 s of saving

@@ -37,7 +37,7 @@ from steppe.domains.pool import cores
 from steppe.domains.store import SHARE, Host, Resident, Store, Stream
 from steppe.domains.store import size as store_size
 from steppe.errors import UserError
-from steppe.training.engine import choose_gears
+from steppe.training.execution import choose_gears
 
 from .record import environment
 from .task import write_doodles

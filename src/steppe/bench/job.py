@@ -27,7 +27,7 @@ from rich.table import Table
 from steppe.domains import load
 from steppe.errors import RunError, UserError
 from steppe.training import RunConfig, configure, train
-from steppe.training.progress import Display, display
+from steppe.training.progress import Display
 
 from .data import packed_images
 from .record import environment
@@ -124,7 +124,7 @@ def interval(steps: int, evaluations: int) -> int:
     return max(1, -(-(steps - 1) // (evaluations - 1)))
 
 
-class Timeline:
+class Timeline(Display):
     """A display that keeps account of what a run spends its time on, and shows it too.
 
     Args:
@@ -134,6 +134,7 @@ class Timeline:
     """
 
     def __init__(self, inner: Display, device: torch.device, every: int) -> None:
+        super().__init__()
         self._inner, self._device, self._every = inner, device, every
         self._mark = time.perf_counter()
         self._steps = 0
@@ -210,7 +211,7 @@ def measure(job: Job) -> dict[str, Any]:
         overheard() as said,
     ):
         config = job.config(images)
-        timeline = Timeline(display(console), job.device, config.checkpoint_every)
+        timeline = Timeline(Display(console), job.device, config.checkpoint_every)
         records = train(config, Path(out) / "run", display=timeline)
         timeline.finish()
     seconds = timeline.seconds

@@ -33,7 +33,7 @@ from steppe.domains.pack import checksum
 from steppe.durable import durable, sync_folder
 from steppe.errors import UserError
 from steppe.training import RunConfig, configure, train
-from steppe.training.progress import Silent
+from steppe.training.progress import Display
 
 from .data import packed_images
 from .job import overheard, refuse_own, without_folder
@@ -200,10 +200,11 @@ def measure(study: Study, save: Path | None = None) -> dict[str, Any]:
     return summarize(study, pairs, targets, said)
 
 
-class _Advance(Silent):
+class _Advance(Display):
     """Moves a bar that several runs share."""
 
     def __init__(self, progress: Progress, bar: TaskID) -> None:
+        super().__init__()
         self._progress, self._bar = progress, bar
 
     def step(self, done: int) -> None:

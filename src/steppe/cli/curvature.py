@@ -30,7 +30,7 @@ app = typer.Typer(
 _DOMAIN = typer.Option(
     "--domain",
     metavar="NAME",
-    help="A domain to measure on, may be repeated; those the run was trained on unless given.",
+    help="A domain to measure on, may be repeated (default: those the run was trained on).",
 )
 
 
@@ -45,10 +45,10 @@ def curvature_measure(
     which: Annotated[str, WHICH] = "last",
     rho: Annotated[
         float | None,
-        typer.Option(help="The radius of R0, R1 and R_FAD; the optimizer's own or 0.05 else."),
+        typer.Option(help="The radius of R0, R1 and R_FAD (default: the optimizer's, or 0.05)."),
     ] = None,
     alpha: Annotated[
-        float | None, typer.Option(help="The share of R0 in R_FAD; FAD's own or 0.5 else.")
+        float | None, typer.Option(help="The share of R0 in R_FAD (default: FAD's, or 0.5).")
     ] = None,
     tol: Annotated[
         float, typer.Option(help="Residual to reach, relative to the largest eigenvalue.")
@@ -80,38 +80,36 @@ def curvature_measure(
     The result goes to RUN/curvature/NAME.json and is shown by 'steppe report RUN --format html'.
     With --json, a line for each run.
     """
-    from rich.console import Console
-
+    from steppe.console import Meter, say, stdout
+    from steppe.measure import Settings, measure_run
+    from steppe.measure.measuring import run_folder
+    from steppe.measure.stored import measurement_file
     from steppe.reports import curvature
-    from steppe.training import measure_run
-    from steppe.training.curvature import run_folder
-    from steppe.training.measured import measurement_file
-    from steppe.training.phases import Shown
 
+    settings = Settings(
+        domains=domain,
+        top=top,
+        images=images,
+        which=which,
+        rho=rho,
+        alpha=alpha,
+        tol=tol,
+        trace_rtol=trace_rtol,
+        batch_size=batch_size,
+        density=density,
+        seed=seed,
+        precision=precision,
+    )
+    console, folder = talk(), str(root) if root else None
     for run in runs:
-        with Shown(talk(), f"curvature of {run}") as shown:
-            measured = measure_run(
-                run,
-                domains=domain,
-                top=top,
-                images=images,
-                which=which,
-                rho=rho,
-                alpha=alpha,
-                tol=tol,
-                trace_rtol=trace_rtol,
-                batch_size=batch_size,
-                density=density,
-                seed=seed,
-                device=device,
-                root=str(root) if root else None,
-                precision=precision,
-                progress=shown,
-            )
+        if not console.is_terminal:
+            say(console, f"curvature of {run}")
+        with Meter(f"curvature of {run}", 1.0, console=console, unit="share") as meter:
+            measured = measure_run(run, settings, device=device, root=folder, meter=meter)
         if as_json:
             print(json.dumps(measured.to_json()))
             continue
-        Console().print(curvature.measured_table(measured))
+        stdout().print(curvature.measured_table(measured))
         for remark in curvature.remarks(measured):
             print(printable(f"note: {remark}"))
         where = measurement_file(run_folder(run), measured.name)
@@ -135,7 +133,7 @@ def curvature_compare(
         typer.Option(
             "--target",
             metavar="NAME",
-            help="Only runs that hold out exactly this target, may be repeated; all unless given.",
+            help="Only runs that hold out exactly this target, may be repeated (default: all).",
         ),
     ] = None,
     which: Annotated[str, WHICH] = "last",

@@ -96,7 +96,7 @@ def train(
     Several GPUs or processes: torchrun --nproc-per-node N -m steppe train ...
     """
     from steppe import training
-    from steppe.training.progress import display, summary
+    from steppe.training.progress import Display, summary
 
     given = {
         "dataset": dataset,
@@ -127,7 +127,7 @@ def train(
         options, overrides or [], file=config, resumed=resumed, draw=draw, space=space
     )
     console = talk()
-    records = training.train(chosen, out, resume=resume, display=display(console))
+    records = training.train(chosen, out, resume=resume, display=Display(console))
     if os.environ.get("RANK", "0") != "0":  # one of several processes, and not the one that talks
         return
     best = training.select(records)

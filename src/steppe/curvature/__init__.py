@@ -1,20 +1,22 @@
-"""Curvature and flatness of any loss: Hessian spectra, traces, the paper's theory."""
+"""Curvature and flatness of any loss: Hessian spectra, traces, the paper's measures."""
 
-from .bound import Bound, ood_bound
-from .density import Density, spectral_density
-from .eigenvalues import Eigenvalues, top_eigenvalues
-from .flatness import Flatness, flatness, lambda_max_from_flatness
-from .gauss_newton import GaussNewtonOperator
-from .hessian import HessianOperator
-from .operator import CurvatureOperator, LossFunction
-from .progress import Progress
-from .schedule import ConvergenceSchedule, convergence_schedule
-from .symmetric import Symmetric
-from .trace import Trace, trace
+from typing import TYPE_CHECKING
+
+from steppe.lazy import lazily
+
+if TYPE_CHECKING:
+    from .ball import flatness
+    from .density import Density, spectral_density
+    from .eigenvalues import Eigenvalues, top_eigenvalues
+    from .gauss_newton import GaussNewtonOperator
+    from .hessian import HessianOperator
+    from .hutchinson import trace
+    from .operator import CurvatureOperator, LossFunction
+    from .progress import Progress
+    from .results import Flatness, Trace, lambda_max_from_flatness
+    from .symmetric import Symmetric
 
 __all__ = [
-    "Bound",
-    "ConvergenceSchedule",
     "CurvatureOperator",
     "Density",
     "Eigenvalues",
@@ -25,11 +27,25 @@ __all__ = [
     "Progress",
     "Symmetric",
     "Trace",
-    "convergence_schedule",
     "flatness",
     "lambda_max_from_flatness",
-    "ood_bound",
     "spectral_density",
     "top_eigenvalues",
     "trace",
 ]
+
+__getattr__ = lazily(
+    globals(),
+    {
+        "ball": "flatness",
+        "density": "Density spectral_density",
+        "eigenvalues": "Eigenvalues top_eigenvalues",
+        "gauss_newton": "GaussNewtonOperator",
+        "hessian": "HessianOperator",
+        "hutchinson": "trace",
+        "operator": "CurvatureOperator LossFunction",
+        "progress": "Progress",
+        "results": "Flatness Trace lambda_max_from_flatness",
+        "symmetric": "Symmetric",
+    },
+)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .precision import full_float32
+from .float32 import full_float32
 from .symmetric import Symmetric, multiply
 
 _CHUNK = 1 << 22

@@ -21,7 +21,7 @@ from steppe.optim.graph import twice_differentiable
 
 from .convolution import FastConvolutions
 from .determinism import check_buffers, check_repeatable, same
-from .precision import full_float32
+from .float32 import full_float32
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """Maps a model and a batch to the mean loss of the batch."""

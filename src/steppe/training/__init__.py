@@ -1,26 +1,21 @@
 """One run: config, loop, evaluation, checkpoints."""
 
-from steppe.errors import Interrupted, RunError
+from typing import TYPE_CHECKING
 
-from .config import RunConfig, apply_overrides, configure, make_config, read_config
-from .curvature import measure_run
-from .directory import RunDirectory, select, validation_accuracy
-from .draws import draw_hparams
-from .evaluation import EnsembleScores
-from .measured import Measured, load_measurements
-from .models import (
-    TrainedModel,
-    evaluate_ensemble,
-    evaluate_run,
-    export_run,
-    load_model,
-)
-from .run import train
+from steppe.errors import Interrupted, RunError
+from steppe.lazy import lazily
+
+if TYPE_CHECKING:
+    from .config import RunConfig, apply_overrides, configure, make_config, read_config
+    from .directory import RunDirectory, select, validation_accuracy
+    from .draws import draw_hparams
+    from .evaluation import EnsembleScores
+    from .models import TrainedModel, evaluate_ensemble, evaluate_run, export_run, load_model
+    from .run import train
 
 __all__ = [
     "EnsembleScores",
     "Interrupted",
-    "Measured",
     "RunConfig",
     "RunDirectory",
     "RunError",
@@ -31,12 +26,22 @@ __all__ = [
     "evaluate_ensemble",
     "evaluate_run",
     "export_run",
-    "load_measurements",
     "load_model",
     "make_config",
-    "measure_run",
     "read_config",
     "select",
     "train",
     "validation_accuracy",
 ]
+
+__getattr__ = lazily(
+    globals(),
+    {
+        "config": "RunConfig apply_overrides configure make_config read_config",
+        "directory": "RunDirectory select validation_accuracy",
+        "draws": "draw_hparams",
+        "evaluation": "EnsembleScores",
+        "models": "TrainedModel evaluate_ensemble evaluate_run export_run load_model",
+        "run": "train",
+    },
+)

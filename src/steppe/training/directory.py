@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -17,7 +18,6 @@ from steppe.sealed import seal, unseal
 from steppe.strangers import parse, printable, read
 from steppe.validation import first_best, mean
 
-from .checkpoint import full_disk_explained
 from .config import RunConfig, read_config
 
 VOLATILE = ("seconds_per_step", "evaluation_seconds", "memory_gb")
@@ -25,6 +25,7 @@ VOLATILE = ("seconds_per_step", "evaluation_seconds", "memory_gb")
 
 _LONGEST_STATE = 1000
 """Bytes; it is one word."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _names(value: Any) -> bool:
@@ -254,3 +255,16 @@ def _replace(path: Path, text: str) -> None:
     """Writes a small file in one piece."""
     with full_disk_explained(path):
         replace(path, text.encode())
+
+
+@contextmanager
+def full_disk_explained(path: Path) -> Iterator[None]:
+    """Turns a failed write into an error that names the file and what is safe."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "make room" if error.errno in _FULL else "fix that"
+        raise RunError(
+            f"{path} could not be written: {error.strerror or error}. What was written before is "
+            f"whole: {remedy}, then continue with --resume."
+        ) from error

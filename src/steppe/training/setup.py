@@ -19,7 +19,7 @@ from steppe.optim import build_optimizer, optimizer_spec
 from . import precision
 from .backbones import build_network
 from .config import Named, RunConfig
-from .engine import Gears, choose_gears
+from .execution import Gears, choose_gears
 from .processes import Processes
 
 

@@ -31,13 +31,13 @@ from steppe.validation import first_best
 from . import checkpoint, precision, randomness, setup
 from .config import RunConfig
 from .directory import RunDirectory, validation_accuracy
-from .engine import Engine
 from .evaluation import BATCH, LARGE_BATCH
+from .execution import Engine
 from .interrupts import Interrupts
 from .loggers import Logger, flatten, open_loggers
 from .means import Means
 from .processes import Processes
-from .progress import Display, Silent, summary
+from .progress import Display, summary
 from .scoring import Scoring, worst
 from .update import cut, forget, mean_state, take_up
 
@@ -176,7 +176,7 @@ class Trainer:
             )
         self._restore()
         if not self.processes.first:
-            self.display = Silent()
+            self.display = Display()
         else:
             values = config.model_dump(mode="json")
             self._loggers = open_loggers(config.loggers, self.dir.path, values, self.done > 0)

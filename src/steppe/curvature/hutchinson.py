@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Literal, get_args
 
 import torch
@@ -15,6 +13,7 @@ from steppe.errors import UserError, unknown
 from .eigenvalues import Eigenvalues
 from .krylov import Krylov, random_signs, random_vector, seeded
 from .progress import Progress, Report
+from .results import Trace, student_interval
 from .symmetric import Symmetric, check_matrix, multiply
 
 Method = Literal["deflated", "hutchinson"]
@@ -31,34 +30,6 @@ CONFIRMED = 1.25
 
 To stop at the first small one favours samples that happen to lie close together.
 """
-
-
-@dataclass(frozen=True)
-class Trace:
-    """An unbiased estimate of a trace.
-
-    Attributes:
-        value: the estimate.
-        stderr: its standard error, at least that of rounding; 0 where nothing was left to chance.
-        samples: the random vectors behind it.
-        products: how many vectors were multiplied for it.
-        converged: whether the accuracy that was asked for is reached.
-    """
-
-    value: float
-    stderr: float
-    samples: int
-    products: int
-    converged: bool
-
-    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """The confidence interval, by Student's distribution."""
-        if not 0 < confidence < 1:
-            raise UserError(f"confidence={confidence}: give a number between 0 and 1")
-        if not self.stderr:
-            return self.value, self.value
-        width = student_quantile((1 + confidence) / 2, self.samples - 1) * self.stderr
-        return self.value - width, self.value + width
 
 
 def trace(
@@ -110,7 +81,7 @@ def trace(
     rounding = 4 * torch.finfo(op.dtype).eps
     basis, known, products = _basis(op, eigenvalues, method, max_products, generator, progress)
     if basis is not None and len(basis) >= op.shape[0]:
-        return Trace(known, 0.0, 0, products, converged=True)
+        return Trace(known, 0.0, known, known, 0, rtol, converged=True, products=products)
     samples: list[float] = []
     until: int | None = None  # the samples at which to look again
     while True:
@@ -132,7 +103,8 @@ def trace(
                 _progress(value, stderr, len(samples), rtol, products, max_products, confirmed)
             )
         if confirmed or products >= max_products:
-            return Trace(value, stderr, len(samples), products, enough)
+            low, high = student_interval(value, stderr, len(samples))
+            return Trace(value, stderr, low, high, len(samples), rtol, enough, products)
 
 
 def _basis(
@@ -220,22 +192,3 @@ def _progress(
     left = 0.0 if confirmed else max(0.0, min(max(most - samples, 1.0), limit - products))
     note = f"trace {value:.4g} ± {stderr:.2g}"
     return Progress(products / (products + left), products, note)
-
-
-def student_quantile(p: float, degrees: int) -> float:
-    """A quantile of Student's distribution, by its expansion about the normal one.
-
-    Hill's terms (Abramowitz and Stegun, 26.7.5): within 0.1 % from nine degrees of freedom up.
-
-    Examples:
-        >>> round(student_quantile(0.975, 9), 2)
-        2.26
-    """
-    x = NormalDist().inv_cdf(p)
-    terms = (
-        (x**3 + x) / 4,
-        (5 * x**5 + 16 * x**3 + 3 * x) / 96,
-        (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384,
-        (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / 92160,
-    )
-    return x + math.fsum(term / degrees ** (i + 1) for i, term in enumerate(terms))

@@ -8,18 +8,18 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from steppe.curvature.results import Flatness, Trace
 from steppe.durable import durable, sync_folder
 from steppe.errors import RunError, UserError
 from steppe.strangers import parse, read
-
-from .which import PATTERN
+from steppe.training.which import PATTERN
 
 VERSION = 1
 """Of the format of these files; raised when an older steppe would misread them."""
@@ -31,6 +31,8 @@ VOLATILE = ("seconds", "date")
 """Fields that measure the machine or the day: two equal measurements may differ in them."""
 _LONGEST = 150
 """Characters in a name; file systems take 255 bytes."""
+_FORGOTTEN = 3600.0
+"""Seconds after which a file that was being written no longer is."""
 
 
 @dataclass(frozen=True)
@@ -80,61 +82,6 @@ class Spectrum:
     residuals: tuple[float, ...]
     tol: float
     converged: bool
-
-
-@dataclass(frozen=True)
-class TraceEstimate:
-    """The trace of the Hessian.
-
-    Attributes:
-        value: the estimate.
-        stderr: its standard error.
-        low: where the 95 % confidence interval begins.
-        high: where it ends.
-        samples: the random vectors behind it.
-        rtol: the standard error that was asked for, relative to the trace.
-        converged: whether it was reached.
-    """
-
-    value: float
-    stderr: float
-    low: float
-    high: float
-    samples: int
-    rtol: float
-    converged: bool
-
-
-@dataclass(frozen=True)
-class FlatnessFound:
-    """The paper's flatness at a radius: as found by ascent, and by the optimizers' one step.
-
-    Attributes:
-        rho: the radius of the ball.
-        alpha: the share of the zeroth order in `fad`.
-        zeroth: R0, Definition 3.1.
-        first: R1, Definition 3.2.
-        fad: R_FAD, Equation 3.
-        zeroth_one_step: what a single step of length rho along the gradient finds of R0.
-        first_one_step: alike, of R1.
-        fad_one_step: alike, of R_FAD.
-        lambda_max: the largest eigenvalue that R_FAD implies by Equation 4, which holds at a
-            minimum of a quadratic.
-        converged: whether the ascents stopped by themselves.
-        passes: over the data.
-    """
-
-    rho: float
-    alpha: float
-    zeroth: float
-    first: float
-    fad: float
-    zeroth_one_step: float
-    first_one_step: float
-    fad_one_step: float
-    lambda_max: float
-    converged: bool
-    passes: int
 
 
 @dataclass(frozen=True)
@@ -193,8 +140,8 @@ class Measured:
     loss: float
     gradient_norm: float
     eigenvalues: Spectrum
-    trace: TraceEstimate
-    flatness: FlatnessFound
+    trace: Trace
+    flatness: Flatness
     density: DensityCurve | None
     batch_size: int
     seed: int
@@ -208,7 +155,6 @@ class Measured:
 
     @property
     def lambda_max(self) -> float:
-        """The largest eigenvalue."""
         return self.eigenvalues.values[0]
 
     @property
@@ -217,8 +163,19 @@ class Measured:
         return sum(sample.images for sample in self.domains)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values, as its file has them."""
+        return {name: _plain(value) for name, value in _kept(self)}
+
+
+def _kept(result: Any) -> list[tuple[str, Any]]:
+    """The fields of a result that are stored: those that make two of them equal."""
+    return [(field.name, getattr(result, field.name)) for field in fields(result) if field.compare]
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {name: _plain(inner) for name, inner in _kept(value)}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def measurement_name(domains: Sequence[str] | None, which: str) -> str:
@@ -265,7 +222,6 @@ def prepare_folder(run: Path) -> None:
 
 
 def measurement_file(run: Path, name: str) -> Path:
-    """Where a measurement lies."""
     return run / FOLDER / f"{name}.json"
 
 
@@ -307,8 +263,6 @@ def load_measurements(run: str | os.PathLike[str]) -> dict[str, Measured]:
 
 
 _adapter = TypeAdapter(Measured)
-_FORGOTTEN = 3600.0
-"""Seconds after which a file that was being written no longer is."""
 
 
 def _read(path: Path) -> Measured:
