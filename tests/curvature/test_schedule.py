@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from steppe.optim import FAD
+from steppe.optim import FAD, InverseSqrt
 from tests.optim import reference
 
 RHO_0, ETA_0, ALPHA, BETA = 0.5, 0.5, 0.4, 0.8

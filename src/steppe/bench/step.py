@@ -34,7 +34,6 @@ from steppe.training import RunConfig, RunDirectory, make_config
 from steppe.training.execution import WARM_UP, Engine, Gears
 from steppe.training.precision import autocast, settings
 from steppe.training.processes import Processes
-from steppe.training.progress import Display
 from steppe.training.setup import resolved_precision
 from steppe.training.trainer import Trainer
 
@@ -116,7 +115,9 @@ class Runner:
         self._deterministic = config.deterministic
         self._precision = resolved_precision(config, self.device)
         with self._settings():
-            self.trainer = Trainer(config, RunDirectory(out), Processes(self.device), Display())
+            self.trainer = Trainer(
+                config, RunDirectory(out), Processes(self.device), self._precision
+            )
             trainer = self.trainer
             self._batches = trainer.store.training(trainer.sampling, 0, UNENDING)
             for _ in range(WARM_UP + 2):
@@ -381,7 +382,7 @@ def compare(
         bar = progress.add_task(f"{backbone}, {optimizer}", total=(rounds + 1) * len(names))
         with settings(number_format, deterministic=False):
             trainers = {
-                name: Trainer(config, RunDirectory(Path(out)), Processes(device), Display())
+                name: Trainer(config, RunDirectory(Path(out)), Processes(device), number_format)
                 for name, config in configs.items()
             }
             for round_number in range(rounds + 1):

@@ -170,8 +170,6 @@ class _Steepness:
 
 @dataclass
 class _Search:
-    """Ascents from several starts."""
-
     op: HessianOperator
     rho: float
     steps: int

@@ -13,7 +13,6 @@ from torch import Tensor
 from steppe.errors import UserError, unknown
 
 from .krylov import Krylov, Ritz, random_vector, seeded
-from .power import power_iteration
 from .progress import Progress, Report
 from .symmetric import Symmetric, check_matrix
 
@@ -110,7 +109,9 @@ def top_eigenvalues(
     n = op.shape[0]
     _check(n, k, which, tol, method, block_size, basis, verify, max_products)
     if method == "power":
-        return _power(op, k, which, tol, vectors, seed, progress)
+        from .power import power_iteration  # which gives these eigenvalues too
+
+        return power_iteration(op, k, tol=tol, vectors=vectors, seed=seed, progress=progress)
     which = which or "LA"
     limit = (20 * k + 200) * block_size if max_products is None else max_products
     rows = _rows(n, k, block_size, limit) if basis is None else basis
@@ -226,32 +227,6 @@ def _result(
     return Eigenvalues(ritz.values[chosen], residuals, found, space.products, converged)
 
 
-def _power(
-    op: Symmetric,
-    k: int,
-    which: Which | None,
-    tol: float,
-    vectors: bool,
-    seed: int,
-    progress: Report | None,
-) -> Eigenvalues:
-    if which not in (None, "LM"):
-        raise UserError(
-            f"which={which!r}: power iteration finds the largest eigenvalues in magnitude, 'LM'; "
-            "use method='lanczos' for others"
-        )
-    found = power_iteration(op, k, tol=tol, generator=seeded(op, seed), progress=progress)
-    chosen = found.values.argsort(descending=True)
-    rows = found.vectors[chosen.to(found.vectors.device)]
-    return Eigenvalues(
-        found.values[chosen],
-        found.residuals[chosen],
-        rows.T if vectors else None,
-        found.products,
-        found.converged,
-    )
-
-
 def _progress(ritz: Ritz, wanted: Tensor, k: int, tol: float, products: int) -> Progress:
     """The share of the way, in orders of magnitude, that the residuals have come."""
     scale = max(float(ritz.values.abs().max()), torch.finfo(torch.float64).tiny)
@@ -301,6 +276,11 @@ def _check(
         raise UserError(unknown("which", which, get_args(Which)))
     if method not in get_args(Method):
         raise UserError(unknown("method", method, get_args(Method)))
+    if method == "power" and which not in (None, "LM"):
+        raise UserError(
+            f"which={which!r}: power iteration finds the largest eigenvalues in magnitude, 'LM'; "
+            "use method='lanczos' for others"
+        )
     if not 1 <= k <= n:
         raise UserError(f"k={k}: the operator has {n} eigenvalues, ask for 1 to {n}")
     if not tol > 0:

@@ -99,9 +99,10 @@ def trace(
         if until is not None and len(samples) >= until:
             until = None
         if progress is not None:
-            progress(
-                _progress(value, stderr, len(samples), rtol, products, max_products, confirmed)
-            )
+            left = 0.0 if confirmed else _left(value, stderr, len(samples), rtol)
+            left = min(left, max_products - products)
+            note = f"trace {value:.4g} ± {stderr:.2g}"
+            progress(Progress(products / (products + left), products, note))
         if confirmed or products >= max_products:
             low, high = student_interval(value, stderr, len(samples))
             return Trace(value, stderr, low, high, len(samples), rtol, enough, products)
@@ -175,20 +176,9 @@ def _stderr(samples: list[float]) -> float:
     return math.sqrt(math.fsum((s - mean) ** 2 for s in samples) / (n - 1) / n)
 
 
-def _progress(
-    value: float,
-    stderr: float,
-    samples: int,
-    rtol: float,
-    products: int,
-    limit: int,
-    confirmed: bool,
-) -> Progress:
-    # The error falls with the root of the number of samples.
+def _left(value: float, stderr: float, samples: int, rtol: float) -> float:
+    """How many samples are still needed: the error falls with the root of their number."""
     target = rtol * abs(value)
     ratio = stderr / target if stderr < 1e6 * target else math.inf
     needed = 0.0 if stderr == 0 else samples * ratio**2
-    most = CONFIRMED * max(FEWEST, needed)
-    left = 0.0 if confirmed else max(0.0, min(max(most - samples, 1.0), limit - products))
-    note = f"trace {value:.4g} ± {stderr:.2g}"
-    return Progress(products / (products + left), products, note)
+    return max(CONFIRMED * max(FEWEST, needed) - samples, 1.0)

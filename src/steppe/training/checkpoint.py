@@ -96,7 +96,6 @@ def save(root: Path, step: int, model: Mapping[str, Tensor], state: Mapping[str,
 
 
 def save_best(root: Path, step: int, model: Mapping[str, Tensor], value: float) -> None:
-    """Writes the weights of the best record so far."""
     _write(root / "best", _files(dict(model), {}, {"step": step, "value": value}))
 
 

@@ -53,7 +53,6 @@ class RunDirectory:
 
     @property
     def config_file(self) -> Path:
-        """The run's description."""
         return self.path / "config.json"
 
     @property
@@ -68,11 +67,9 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
         return self.path / "checkpoint"
 
     def exists(self) -> bool:
-        """Whether a run has been started here."""
         return self.config_file.exists()
 
     def create(self, config: RunConfig) -> None:
@@ -81,7 +78,6 @@ class RunDirectory:
         _replace(self.config_file, config.to_json())
 
     def config(self) -> RunConfig:
-        """The run's config."""
         if not self.exists():
             raise UserError(f"{self.path} is not a run: it has no config.json")
         return read_config(self.config_file)
@@ -106,7 +102,6 @@ class RunDirectory:
         return facts
 
     def write_data(self, facts: Mapping[str, Any]) -> None:
-        """Notes what the run learns from."""
         _replace(self.data_file, json.dumps(facts, indent=2) + "\n")
 
     @property
@@ -118,7 +113,6 @@ class RunDirectory:
             return "planned"
 
     def set_state(self, state: str) -> None:
-        """Writes the state."""
         path = self.path / "state"
         try:
             _replace(path, state + "\n")
@@ -252,7 +246,6 @@ def validation_accuracy(record: Mapping[str, Any]) -> float | None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a small file in one piece."""
     with full_disk_explained(path):
         replace(path, text.encode())
 

@@ -143,7 +143,6 @@ class Engine:
 
     @property
     def gear(self) -> str:
-        """What it does now, in words."""
         names = {"compiled": self.compiled, "captured in CUDA graphs": self.captured}
         return " and ".join(name for name, on in names.items() if on) or "eager"
 
@@ -345,7 +344,6 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A tree like another, its tensors changed."""
     if isinstance(tree, Tensor):
         return change(tree)
     if is_dataclass(tree) and not isinstance(tree, type):
@@ -361,7 +359,6 @@ def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _random_states(device: torch.device) -> list[Any]:
-    """The state of every global generator."""
     kept = randomness.get_state(device)
     name, numbers, *rest = kept["numpy"]
     tensors = (kept["torch"], kept["cuda"])

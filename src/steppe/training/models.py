@@ -68,11 +68,9 @@ class TrainedModel(nn.Module):
 
     @property
     def channels(self) -> int:
-        """Of the images it takes."""
         return self.algorithm.network.mean.numel()
 
     def forward(self, images: Tensor) -> Tensor:
-        """The logits."""
         return self.algorithm.predict(self.algorithm.network.normalize(images))
 
     def preprocess(self, *images: Image.Image) -> Tensor:

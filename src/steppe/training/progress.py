@@ -29,7 +29,6 @@ class Remaining:
         self._step = self._evaluation = 0.0
 
     def note(self, record: Mapping[str, Any]) -> None:
-        """A record was made."""
         self._records -= 1
         self._step, self._evaluation = record["seconds_per_step"], record["evaluation_seconds"]
 
@@ -61,16 +60,13 @@ class Display:
             self._meter.say(f"{title}: {steps} steps" + (f", {done} done" if done else ""))
 
     def step(self, done: int) -> None:
-        """So many steps are done."""
         self._done = done
         self._meter.update(done, note=self._remaining.text(done))
 
     def evaluating(self, images: int, total: int) -> None:
-        """So many images of an evaluation are done."""
         self._meter.update(self._done, note=f"evaluating {images:,} of {total:,} images")
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """An evaluation was recorded."""
         self._remaining.note(record)
         self._meter.say(f"{summary(record)}  {self._remaining.text(self._done)}")
 

@@ -70,7 +70,7 @@ def train(
             log.info("%s is done already", run.path)
             return run.records()
         with Interrupts() as interrupts, _state_of(run, processes), _memory_explained(config):
-            Trainer(config, run, processes, display or Display()).run(interrupts)
+            Trainer(config, run, processes, number_format, display).run(interrupts)
         return run.records()
 
 

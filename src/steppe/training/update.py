@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from steppe.algorithms import Losses
+from steppe.averaging import unfrozen
 from steppe.curvature.convolution import FastConvolutions
 from steppe.domains.batches import Batch
 from steppe.optim import FlatnessOptimizer
@@ -173,6 +174,20 @@ def mean_state(firsts: Sequence[Mapping[str, Losses]], processes: Processes) -> 
         )
         for name, losses in firsts[0].items()
     }
+
+
+def share_statistics(algorithm: nn.Module, processes: Processes) -> None:
+    """Gives all processes the mean of their batch-norm statistics: a run has one network."""
+    if processes.world == 1:
+        return
+    norms = unfrozen(algorithm)
+    found = [t for norm in norms for t in (norm.running_mean, norm.running_var)]
+    shared = [t for t in found if t is not None]
+    if shared:
+        flat = torch.cat([t.flatten() for t in shared]) / processes.world
+        means = processes.sum(flat).split([t.numel() for t in shared])
+        for statistic, mean in zip(shared, means, strict=True):
+            statistic.copy_(mean.view_as(statistic))
 
 
 def cut(batches: Sequence[Batch], parts: int) -> list[list[Batch]]:
