@@ -407,18 +407,11 @@ def test_an_interrupt_or_a_full_disk_leaves_what_was_there(run: Path, monkeypatc
 
     with pytest.raises(KeyboardInterrupt):
         measure_run(run, **QUICK, seed=1, meter=Interrupting())
-    durable = stored.durable
 
-    class Full:
-        def write(self, data: bytes) -> None:
-            raise OSError(28, "No space left on device")
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
 
-    def full(path: Path) -> Any:
-        manager = durable(path)
-        manager.__enter__()
-        return type("", (), {"__enter__": lambda _: Full(), "__exit__": lambda *_: False})()
-
-    monkeypatch.setattr(stored, "durable", full)
+    monkeypatch.setattr(stored, "replace", full)
     with pytest.raises(RunError, match="train.json could not be written: No space left"):
         measure_run(run, **QUICK, seed=1)
     assert [path.name for path in (run / "curvature").iterdir()] == ["train.json"]
@@ -434,21 +427,11 @@ def test_a_folder_that_cannot_be_written_is_found_out_first(run: Path, monkeypat
 
 KILLED = """
 import os, signal, sys
-from contextlib import contextmanager
-from steppe.measure import stored
 from steppe.training import backbones
 from tests.measure.test_measuring import QUICK, measure_run, tiny_cnn
 
-@contextmanager
-def dying(path):
-    with path.open("wb") as file:
-        file.write(b'{"half": ')
-        file.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-        yield
-
 backbones._small_cnn = tiny_cnn
-stored.durable = dying
+os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
 measure_run(sys.argv[1], **QUICK, seed=1)
 """
 

@@ -83,7 +83,7 @@ def test_gears(
     captured: bool,
     why: str,
 ) -> None:
-    found = choose_gears(engine, device, size, needs_graph, world)
+    found = choose_gears(engine, device, size, needs_graph=needs_graph, world=world)
     assert (found.compiled, found.captured) == (compiled, captured)
     assert bool(found.reasons) == bool(why)
     assert all(why in reason for reason in found.reasons)

@@ -36,6 +36,7 @@ from steppe.training.precision import autocast, settings
 from steppe.training.processes import Processes
 from steppe.training.setup import resolved_precision
 from steppe.training.trainer import Trainer
+from steppe.training.update import Passes
 
 from .data import packed_images
 from .record import environment
@@ -184,9 +185,8 @@ class Runner:
         gears = Gears(trainer.engine.compiled, trainer.engine.captured)
         engine = Engine(
             gears,
-            trainer.parallel,
+            Passes(trainer.parallel, cast),
             network,
-            cast,
             batch=network.compiled.batch if network.compiled else None,
             deterministic=self._deterministic,
         )

@@ -107,7 +107,15 @@ def top_eigenvalues(
     """
     check_matrix(op)
     n = op.shape[0]
-    _check(n, k, which, tol, method, block_size, basis, verify, max_products)
+    _check_names(which, method)
+    _check_numbers(n, k, tol, block_size, verify)
+    widest = block_size + (verify > 0 or which == "LM")  # both ends need room
+    if basis is not None and basis < min(n, k + 2 * widest):
+        raise UserError(
+            f"basis={basis}: at least {k + 2 * widest} vectors are needed, k={k} and two blocks"
+        )
+    if max_products is not None and max_products < k:
+        raise UserError(f"max_products={max_products}: at least k={k} are needed")
     if method == "power":
         from .power import power_iteration  # which gives these eigenvalues too
 
@@ -261,17 +269,7 @@ def _warn_cramped(rows: int) -> None:
     )
 
 
-def _check(
-    n: int,
-    k: int,
-    which: str | None,
-    tol: float,
-    method: str,
-    block_size: int,
-    basis: int | None,
-    verify: int,
-    max_products: int | None,
-) -> None:
+def _check_names(which: str | None, method: str) -> None:
     if which is not None and which not in get_args(Which):
         raise UserError(unknown("which", which, get_args(Which)))
     if method not in get_args(Method):
@@ -281,6 +279,9 @@ def _check(
             f"which={which!r}: power iteration finds the largest eigenvalues in magnitude, 'LM'; "
             "use method='lanczos' for others"
         )
+
+
+def _check_numbers(n: int, k: int, tol: float, block_size: int, verify: int) -> None:
     if not 1 <= k <= n:
         raise UserError(f"k={k}: the operator has {n} eigenvalues, ask for 1 to {n}")
     if not tol > 0:
@@ -289,10 +290,3 @@ def _check(
         raise UserError(f"block_size={block_size}: a block has at least one vector")
     if verify < 0:
         raise UserError(f"verify={verify}: give a number of steps, or 0")
-    widest = block_size + (verify > 0 or which == "LM")  # both ends need room
-    if basis is not None and basis < min(n, k + 2 * widest):
-        raise UserError(
-            f"basis={basis}: at least {k + 2 * widest} vectors are needed, k={k} and two blocks"
-        )
-    if max_products is not None and max_products < k:
-        raise UserError(f"max_products={max_products}: at least k={k} are needed")

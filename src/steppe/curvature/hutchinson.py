@@ -74,12 +74,19 @@ def trace(
         raise UserError(unknown("method", method, get_args(Method)))
     if not rtol > 0:
         raise UserError(f"rtol={rtol}: give a positive number")
+    if method == "hutchinson" and eigenvalues is not None:
+        raise UserError("method='hutchinson' uses no eigenvalues: leave them out")
     if max_products < 2 * FEWEST:
         raise UserError(f"max_products={max_products}: at least {2 * FEWEST} are needed")
     check_matrix(op)
     generator = seeded(op, seed)
     rounding = 4 * torch.finfo(op.dtype).eps
-    basis, known, products = _basis(op, eigenvalues, method, max_products, generator, progress)
+    basis: Tensor | None = None
+    known, products = 0.0, 0
+    if eigenvalues is not None:
+        basis, known, products = _given_basis(op, eigenvalues)
+    elif method == "deflated":
+        basis, known, products = _lanczos_basis(op, max_products, generator, progress)
     if basis is not None and len(basis) >= op.shape[0]:
         return Trace(known, 0.0, known, known, 0, rtol, converged=True, products=products)
     samples: list[float] = []
@@ -108,29 +115,25 @@ def trace(
             return Trace(value, stderr, low, high, len(samples), rtol, enough, products)
 
 
-def _basis(
-    op: Symmetric,
-    eigenvalues: Eigenvalues | None,
-    method: Method,
-    max_products: int,
-    generator: torch.Generator,
-    progress: Report | None,
-) -> tuple[Tensor | None, float, int]:
-    """The basis in rows, the trace of the operator on it, and the products that took."""
-    if method == "hutchinson":
-        if eigenvalues is not None:
-            raise UserError("method='hutchinson' uses no eigenvalues: leave them out")
-        return None, 0.0, 0
-    if eigenvalues is None:
-        rows = max_products // 10 + 1
-        space = Krylov(op, random_vector(op, generator)[None], rows, generator)
-        while not (space.is_full or space.is_exhausted):
-            space.step()
-            if progress is not None:
-                is_last = space.size == op.shape[0]
-                share = 1.0 if is_last else space.products / max_products
-                progress(Progress(share, space.products, "Lanczos basis"))
-        return space.basis, float(space.ritz().values.sum()), space.products
+Basis = tuple[Tensor, float, int]
+"""Vectors in rows, the trace of the operator on their span, and the products that took."""
+
+
+def _lanczos_basis(
+    op: Symmetric, max_products: int, generator: torch.Generator, progress: Report | None
+) -> Basis:
+    rows = max_products // 10 + 1
+    space = Krylov(op, random_vector(op, generator)[None], rows, generator)
+    while not (space.is_full or space.is_exhausted):
+        space.step()
+        if progress is not None:
+            is_last = space.size == op.shape[0]
+            share = 1.0 if is_last else space.products / max_products
+            progress(Progress(share, space.products, "Lanczos basis"))
+    return space.basis, float(space.ritz().values.sum()), space.products
+
+
+def _given_basis(op: Symmetric, eigenvalues: Eigenvalues) -> Basis:
     vectors = eigenvalues.vectors
     if vectors is None:
         raise UserError("eigenvalues has no vectors: use top_eigenvalues(..., vectors=True)")

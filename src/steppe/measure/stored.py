@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from urllib.parse import quote
 from pydantic import Field, TypeAdapter, ValidationError
 
 from steppe.curvature.results import Flatness, Trace
-from steppe.durable import durable, sync_folder
+from steppe.durable import replace
 from steppe.errors import RunError, UserError
 from steppe.strangers import parse, read
 from steppe.training.which import PATTERN
@@ -31,8 +30,6 @@ VOLATILE = ("seconds", "date")
 """Fields that measure the machine or the day: two equal measurements may differ in them."""
 _LONGEST = 150
 """Characters in a name; file systems take 255 bytes."""
-_FORGOTTEN = 3600.0
-"""Seconds after which a file that was being written no longer is."""
 
 
 @dataclass(frozen=True)
@@ -208,9 +205,6 @@ def prepare_folder(run: Path) -> None:
     folder = run / FOLDER
     try:
         folder.mkdir(exist_ok=True)
-        for left in folder.glob(".*.writing"):
-            if time.time() - left.stat().st_mtime > _FORGOTTEN:  # by a process that was killed
-                left.unlink(missing_ok=True)
         probe = folder / f".{os.getpid()}.writing"
         probe.touch()
         probe.unlink()
@@ -226,21 +220,14 @@ def measurement_file(run: Path, name: str) -> Path:
 
 
 def save_measurement(run: Path, measured: Measured) -> None:
-    """Writes a measurement in one piece: readers see the old one, or the new one."""
     path = measurement_file(run, measured.name)
-    temporary = path.with_name(f".{measured.name}.{os.getpid()}.writing")
     text = json.dumps(measured.to_json(), indent=2, allow_nan=False) + "\n"
     try:
-        with durable(temporary) as file:
-            file.write(text.encode())
-        temporary.replace(path)
-        sync_folder(path.parent)
+        replace(path, text.encode())
     except OSError as error:
         raise RunError(
             f"{path} could not be written: {error.strerror or error}. Make room and measure again."
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)  # there is none, unless the above was cut short
 
 
 def load_measurements(run: str | os.PathLike[str]) -> dict[str, Measured]:

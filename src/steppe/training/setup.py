@@ -157,9 +157,9 @@ def gears(config: RunConfig, processes: Processes) -> Gears:
         config.engine,
         processes.device,
         config.image_size,
-        needs_graph,
-        processes.world,
-        algorithm_spec(config.algorithm.name).target.differentiates,
+        needs_graph=needs_graph,
+        world=processes.world,
+        differentiates=algorithm_spec(config.algorithm.name).target.differentiates,
     )
 
 

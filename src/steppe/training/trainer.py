@@ -31,7 +31,7 @@ from .processes import Processes
 from .progress import Display
 from .recorder import Recorder, records_due
 from .scoring import Scoring, Watch
-from .update import cut, forget, mean_state, share_statistics
+from .update import Passes, cut, forget, mean_state, share_statistics
 
 log = logging.getLogger("steppe")
 
@@ -98,13 +98,11 @@ class Trainer:
         self.scaler = precision.scaler(self.precision, self.device)
         self.engine = Engine(
             gears,
-            self.parallel,
+            Passes(self.parallel, self._autocast, self.scaler),
             self.algorithm.network,
-            self._autocast,
-            self.scaler,
             # One size for a run by itself; for all that a search may draw, one code.
-            part * len(sources) if config.draw is None else None,
-            config.deterministic,
+            batch=part * len(sources) if config.draw is None else None,
+            deterministic=config.deterministic,
             say=lambda line: log.info("engine: %s", line) if processes.first else None,
         )
         self.averaging = build_averaging(
