@@ -61,7 +61,7 @@ def flatness(
             [`CurvatureOperator`][steppe.curvature.CurvatureOperator].
         rho: the radius of the ball, in the Euclidean norm over all parameters together.
         alpha: the share of zeroth-order flatness in `fad`, from 0 to 1.
-        params: the parameters that may move; those that require a gradient unless given.
+        params: the parameters that may move (default: those that require a gradient).
         restarts: starts of each ascent: the one-step point, and random points for the others.
         steps: the most points an ascent tries. One costs a pass over the data, or two for $R^1$.
         tol: an ascent stops when five steps together gain less than this, relative to the value.

@@ -91,12 +91,12 @@ def top_eigenvalues(
         vectors: whether to return the eigenvectors.
         block_size: vectors to multiply at a time: fewer passes over the data, more products.
         basis: vectors to keep in memory before a restart, at least `k + 2 * block_size`, and two
-            more where `verify` is not 0; three times `k` unless given, and more where they are
+            more where `verify` is not 0; by default three times `k`, and more where they are
             short.
         verify: steps in which to look for repeated eigenvalues that were missed; 0: do not look. A
             basis that has no room for them beside `k` vectors makes the look less sharp.
         max_products: stop after so many products, at least `k`, and warn; `20 * k + 200` for each
-            vector of a block unless given.
+            vector of a block by default.
         seed: of the random start.
         progress: called after each check of the residuals.
 

@@ -21,8 +21,8 @@ Method = Literal["deflated", "hutchinson"]
 FEWEST = 30
 """Random vectors before the standard error is believed: it is itself an estimate.
 
-A few large eigenvalues make the samples skew: with 10 vectors, 95 % intervals can cover the trace
-in as few as 83 % of cases.
+A few large eigenvalues make the samples skew: with 10 vectors, 95% intervals can cover the trace
+in as few as 83% of cases.
 """
 
 CONFIRMED = 1.25
@@ -58,7 +58,7 @@ def trace(
         op: a `HessianOperator`, a `GaussNewtonOperator`, a symmetric matrix.
         rtol: the standard error to reach, relative to the trace.
         eigenvalues: what `top_eigenvalues` found with `vectors=True`: its vectors are the basis.
-            Unless given, a Lanczos basis is built with a tenth of `max_products`.
+            By default, a Lanczos basis is built with a tenth of `max_products`.
         method: "deflated" (default), or "hutchinson", the paper's.
         max_products: stop after so many products, whatever the standard error.
         seed: of the random signs.

@@ -67,9 +67,9 @@ class CurvatureOperator(ABC):
             does not shuffle or augment. A batch is a tensor, or a tuple, list or mapping whose
             first tensor is as long as the batch; the mean over batches is weighted by that.
         params: the parameters to differentiate by, for instance of one layer; those of the model
-            that require a gradient unless given.
+            that require a gradient by default.
         keep_graphs: whether to keep every batch differentiated in memory, which saves the forward
-            and the first backward pass of all products but the first. Unless given, a single batch
+            and the first backward pass of all products but the first. By default, a single batch
             is kept: its graph needs no more memory between products than within them. A kept graph
             is renewed when weights or buffers change, and sees nothing else: give False where the
             loss depends on more than the model and the batch.

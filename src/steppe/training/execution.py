@@ -152,7 +152,7 @@ class Engine:
             return self._replay(self._graphs[key], optimizer, prepared)
         if sum(known[0] == objective for known in self._seen) > MOST_GRAPHS:  # type: ignore[index]
             self._stop_capturing(
-                "its updates are of too many kinds: sizes, hyper-parameters or Python numbers in "
+                "its updates are of too many kinds: sizes, hyperparameters or Python numbers in "
                 "the loss change from step to step"
             )
             return self._launch(optimizer, objective, prepared)

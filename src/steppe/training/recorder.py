@@ -75,11 +75,12 @@ class Recorder:
     def make(
         self,
         step: int,
+        timing: tuple[float, float],
+        *,
         smallest: int,
         losses: Mapping[str, float],
         domains: dict[str, Any],
         averaged: bool,
-        timing: tuple[float, float],
     ) -> dict[str, Any]:
         """A record as the file has it; `smallest` is the number of images that make an epoch."""
         began, seconds = timing

@@ -41,7 +41,7 @@ def train(
         config: the run.
         out: its folder.
         resume: go on with what the folder has, if it has anything; a finished run is left as it is.
-        display: where progress goes; nowhere unless given.
+        display: where progress goes (default: nowhere).
 
     Raises:
         UserError: something given is wrong, and nothing was started; or an image cannot be read.

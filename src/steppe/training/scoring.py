@@ -75,6 +75,7 @@ class Scoring:
         processes: Processes,
         store: Store,
         predict: Callable[[Tensor], Tensor],
+        *,
         watch: Callable[[int], Watch],
         batch_size: int = BATCH,
     ) -> None:

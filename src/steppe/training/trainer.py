@@ -53,7 +53,7 @@ class Trainer:
         run: its folder.
         processes: this process among the others.
         number_format: its precision, as `setup.resolved_precision` gives it.
-        display: where progress goes; nowhere unless given.
+        display: where progress goes (default: nowhere).
     """
 
     def __init__(
@@ -111,7 +111,13 @@ class Trainer:
         alone = type(self.algorithm).predict is Algorithm.predict
         batch = LARGE_BATCH if alone and self.device.type == "cuda" else BATCH
         self.scoring = Scoring(
-            config, self.splits, processes, self.store, self._predict, self._watch, batch
+            config,
+            self.splits,
+            processes,
+            self.store,
+            self._predict,
+            watch=self._watch,
+            batch_size=batch,
         )
         if self.averaging.follows_loss and not self.scoring.validates:
             raise UserError(
@@ -314,7 +320,14 @@ class Trainer:
             domains = self.scoring.everything(self.done, averaged)
         means = self.losses.take(lambda sums: self.processes.sum(sums) / self.processes.world)
         smallest = min(len(split.larger) for split in self.splits)
-        record = self.recorder.make(self.done - 1, smallest, means, domains, averaged, timing)
+        record = self.recorder.make(
+            self.done - 1,
+            timing,
+            smallest=smallest,
+            losses=means,
+            domains=domains,
+            averaged=averaged,
+        )
         if (wrong := self.recorder.not_finite(record)) is not None:
             self._diverged(wrong)
         self.recorded = True
