@@ -8,7 +8,7 @@ from typing import Any
 
 
 def lazily(package: dict[str, Any], where: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package (PEP 562).
+    """The `__getattr__` of a package (PEP 562), whose `__dir__` it sets too.
 
     The package imports the same names under ``if TYPE_CHECKING:``, for whoever reads it without
     running it. A name must not be that of a submodule: importing the submodule would hide it.
@@ -18,6 +18,7 @@ def lazily(package: dict[str, Any], where: Mapping[str, str]) -> Callable[[str],
         where: for each module of the package, the names that come from it, with spaces between.
     """
     modules = {name: module for module, names in where.items() for name in names.split()}
+    package["__dir__"] = lambda: sorted({*package, *modules})
 
     def get(name: str) -> Any:
         if name not in modules:

@@ -5,12 +5,17 @@ from typing import TYPE_CHECKING
 from steppe.lazy import lazily
 
 if TYPE_CHECKING:
-    from .measuring import Settings, measure_run
+    from .measuring import measure_run
+    from .settings import Settings
     from .stored import Measured, load_measurements
 
 __all__ = ["Measured", "Settings", "load_measurements", "measure_run"]
 
 __getattr__ = lazily(
     globals(),
-    {"measuring": "Settings measure_run", "stored": "Measured load_measurements"},
+    {
+        "measuring": "measure_run",
+        "settings": "Settings",
+        "stored": "Measured load_measurements",
+    },
 )

@@ -10,9 +10,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +29,14 @@ from steppe.curvature import (
 )
 from steppe.domains import Dataset
 from steppe.domains.batches import Batch, View
-from steppe.errors import RunError, UserError, unknown
+from steppe.errors import RunError, UserError
 from steppe.training import RunConfig, RunDirectory, TrainedModel, load_model
 from steppe.training.processes import find_device
 from steppe.training.setup import open_data
-from steppe.training.which import Which
 
 from .images import Drawn, Stream, draw
 from .phases import Phases
+from .settings import Settings
 from .stored import (
     DensityCurve,
     Measured,
@@ -50,8 +49,6 @@ from .stored import (
     save_measurement,
 )
 
-Precision = Literal["float32", "float64"]
-
 RHO, ALPHA = 0.05, 0.5
 """Where the run's optimizer has none."""
 PROBES, DENSITY_STEPS = 4, 80
@@ -63,57 +60,6 @@ HELD = 2 << 30
 """Bytes of images that are held on the device; more are read anew in every pass."""
 
 log = logging.getLogger("steppe")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to measure of a run, and how exactly.
-
-    Attributes:
-        domains: names of domains of the run's dataset. Of a domain that the run was trained on, the
-            images of its training split are used, of others all. None: the training split of all
-            domains that it was trained on.
-        top: how many eigenvalues of the Hessian, the largest first.
-        images: how many to draw, over all domains; 0: all.
-        which: ``last``, the weights after the last step; ``best``, those validated best; or
-            ``step:N``, those of the checkpoint after step N.
-        rho: the radius of the paper's flatness (default: that of the run's optimizer, or 0.05).
-        alpha: the share of the zeroth order in R_FAD (default: that of FAD, or 0.5). GAM's `alpha`
-            is another thing: the weight of its first-order term.
-        tol: the residual of the eigenvalues to reach, relative to the largest.
-        trace_rtol: the standard error of the trace to reach, relative to it.
-        batch_size: images in a batch: fewer need less memory (default: as many as have the numbers
-            of 64 color images of 224 x 224 pixels).
-        density: whether to estimate the spectral density too.
-        seed: of the images drawn and of the random vectors.
-        precision: "float32" or "float64".
-    """
-
-    domains: Sequence[str] | None = None
-    top: int = 50
-    images: int = 1024
-    which: Which = "last"
-    rho: float | None = None
-    alpha: float | None = None
-    tol: float = 1e-3
-    trace_rtol: float = 0.02
-    batch_size: int | None = None
-    density: bool = False
-    seed: int = 0
-    precision: Precision = "float32"
-
-    def __post_init__(self) -> None:
-        for name in ("tol", "trace_rtol"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name}={getattr(self, name)}: give a positive number")
-        if self.top < 1:
-            raise UserError(f"top={self.top}: ask for at least one eigenvalue")
-        if self.images < 0:
-            raise UserError(f"images={self.images}: give a number of images, or 0 for all")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise UserError(f"batch_size={self.batch_size}: a batch has at least one image")
-        if self.precision not in get_args(Precision):
-            raise UserError(unknown("precision", self.precision, get_args(Precision)))
 
 
 def measure_run(

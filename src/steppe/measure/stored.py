@@ -20,6 +20,8 @@ from steppe.errors import RunError, UserError
 from steppe.strangers import parse, read
 from steppe.training.which import PATTERN
 
+from .settings import Precision
+
 VERSION = 1
 """Of the format of these files; raised when an older steppe would misread them."""
 FOLDER = "curvature"
@@ -133,7 +135,7 @@ class Measured:
     weights: Weights
     loss_function: str
     parameters: int
-    precision: Literal["float32", "float64"]
+    precision: Precision
     loss: float
     gradient_norm: float
     eigenvalues: Spectrum
