@@ -37,10 +37,9 @@ from steppe.domains.batches import Sampling, View, evaluation_batches
 from steppe.domains.dataset import Indices
 from steppe.domains.pack import Packed
 from steppe.domains.pool import cores
-from steppe.domains.store import SHARE, Store, open_store
-from steppe.domains.store import size as store_size
+from steppe.domains.store import SHARE, Store, open_store, size as store_size
 from steppe.errors import UserError
-from steppe.training.engine import choose_gears
+from steppe.training.execution import choose_gears
 
 LEAST = 0.25
 """Seconds that a measurement takes at least: it is repeated until then."""

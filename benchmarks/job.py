@@ -25,7 +25,7 @@ from steppe.console import Meter, stderr
 from steppe.domains import load
 from steppe.errors import RunError, UserError
 from steppe.training import RunConfig, RunDirectory, configure, train
-from steppe.training.progress import Silent
+from steppe.training.progress import Display
 
 PARTS = ("start", "first update", "updates", "evaluations", "checkpoints", "end")
 """What a run's time is divided into, in order; the first update compiles."""
@@ -75,7 +75,7 @@ def interval(steps: int, evaluations: int) -> int:
     return max(1, -(-(steps - 1) // (evaluations - 1)))
 
 
-class Timeline(Silent):
+class Timeline(Display):
     """Keeps account of what a run spends its time on.
 
     The device is waited for before an evaluation, so that this does not pay for updates.

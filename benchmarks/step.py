@@ -40,12 +40,12 @@ from steppe.domains.batches import Batch
 from steppe.errors import UserError
 from steppe.optim import optimizer_spec
 from steppe.training import RunConfig, RunDirectory, make_config
-from steppe.training.engine import WARM_UP, Engine, Gears
+from steppe.training.execution import WARM_UP, Engine, Gears
 from steppe.training.precision import autocast, settings
 from steppe.training.processes import Processes
-from steppe.training.progress import Silent
 from steppe.training.setup import resolved_precision
 from steppe.training.trainer import Trainer
+from steppe.training.update import Passes
 
 ADAM = "adam"
 """The optimizer that others are compared with."""
@@ -104,7 +104,8 @@ class Runner:
         self._deterministic = config.deterministic
         self._precision = resolved_precision(config, self.device)
         with self._settings():
-            trainer = Trainer(config, RunDirectory(out), Processes(self.device), Silent())
+            run = RunDirectory(out)
+            trainer = Trainer(config, run, Processes(self.device), self._precision)
             self.trainer = trainer
             self._batches: Iterator[list[Batch]] = trainer.store.training(
                 trainer.sampling, 0, 10**9
@@ -168,9 +169,8 @@ class Runner:
             prepared = [trainer.algorithm.prepare([trainer.laid_out(b) for b in self._ready])]
         engine = Engine(
             Gears(trainer.engine.compiled, trainer.engine.captured),
-            trainer.parallel,
+            Passes(trainer.parallel, cast),
             network,
-            cast,
             batch=network.compiled.batch if network.compiled else None,
             deterministic=self._deterministic,
         )

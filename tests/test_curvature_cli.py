@@ -11,8 +11,9 @@ from typer.testing import CliRunner, Result
 
 from steppe import cli
 from steppe.errors import UserError
-from steppe.training import backbones, load_measurements, make_config, train
-from tests.training.test_curvature import tiny_cnn
+from steppe.measure import load_measurements
+from steppe.training import backbones, make_config, train
+from tests.measure.test_measuring import tiny_cnn
 
 QUICK = ["--images", 12, "--tol", 0.1, "--trace-rtol", 1, "--device", "cpu"]
 
@@ -53,7 +54,7 @@ def test_measure_compare_and_report(
         "trace",
         "flatness",
     ]
-    assert re.fullmatch(r"flatness: \d+ % done, about 0:\d\d:\d\d left", lines[-1])
+    assert re.fullmatch(r"flatness: \d+ % done, 0:\d\d:\d\d left", lines[-1])
     fad = invoke("curvature", "--top", 3, "--rho", 0.2, *QUICK, runs / "fad", "--json")
     plain = json.loads(fad.stdout)
     (found,) = load_measurements(runs / "fad").values()

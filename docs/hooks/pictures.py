@@ -11,8 +11,9 @@ from mkdocs.structure.files import File, Files
 from PIL import Image
 
 from steppe.domains import Dataset, load
+from steppe.measure import Settings, measure_run
 from steppe.reports import compare, draw, load_runs
-from steppe.training import make_config, measure_run, train
+from steppe.training import make_config, train
 
 SCALE = 3
 COLUMNS = 16
@@ -35,7 +36,7 @@ def spectra() -> bytes:
                 chosen = {"optimizer": optimizer, "seed": seed, "trial_seed": seed}
                 run = Path(home) / f"{optimizer}-{seed}"
                 train(make_config({**values, **chosen, "device": "cpu"}), run)
-                measure_run(run, top=20, images=100, device="cpu", trace_rtol=0.05)
+                measure_run(run, Settings(top=20, images=100, trace_rtol=0.05), device="cpu")
         figure = Path(home) / "spectra.svg"
         draw(compare(load_runs([Path(home)]).runs), figure)
         return figure.read_bytes()

@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 from scipy.special import stdtr
 
 from steppe.environment import environment
+from steppe.measure import load_measurements
 from steppe.optim import optimizer_spec
 from steppe.recipes import Order, make_order, plan
 from steppe.recipes.figures import FIGURES
@@ -55,7 +56,6 @@ from steppe.reports import (
 from steppe.reports.render import Text, cell_text
 from steppe.reports.spectra import COLOURS, save_figure
 from steppe.sweeps import read_plan
-from steppe.training import load_measurements
 
 FOLDER = Path(__file__).parent / "pacs"
 COMMAND = (

@@ -15,6 +15,7 @@ _SUBPACKAGES = (
     "curvature",
     "domains",
     "integrations",
+    "measure",
     "optim",
     "recipes",
     "reports",

@@ -132,7 +132,7 @@ class Meter:
         done: float = 0,
         every: float = QUIET_SECONDS,
     ) -> None:
-        self.title, self.total, self.done, self.note = title, total, done, ""
+        self.title, self.total, self.done, self.note, self.detail = title, total, done, "", ""
         self._console, self._show, self._every = console, _SHOWN[unit], every
         self._bytes = unit == "bytes"
         self._first = done
@@ -173,6 +173,7 @@ class Meter:
         total: float | None = None,
         title: str | None = None,
         note: str = "",
+        detail: str = "",
     ) -> None:
         """So much is done in all.
 
@@ -181,12 +182,14 @@ class Meter:
             total: if it has become known, or changed.
             title: if something else is being done now; said at once.
             note: in words, in place of the time left.
+            detail: in words, before it.
         """
         anew = title is not None and title != self.title
         if done < self.done:  # it starts over, and so does the rate
             self._first, self._began = done, time.monotonic()
-        self.done, self.note = done, note
+        before, self.done, self.note, self.detail = self.done, done, note, detail
         self.total = self.total if total is None else total
+        ends = done == self.total != before
         self.title = title if title is not None else self.title
         if self._bar is not None:
             self._bar.update(
@@ -196,7 +199,7 @@ class Meter:
                 total=self.total,
                 state=printable(self._state()),
             )
-        elif anew or done == self.total or time.monotonic() - self._said > self._every:
+        elif anew or ends or time.monotonic() - self._said > self._every:
             self.say(f"{self.title}: {self._state()}")
 
     def say(self, line: str) -> None:
@@ -211,6 +214,8 @@ class Meter:
         rate = gained / elapsed if elapsed > 0 else 0.0
         if self._bytes and rate:
             parts.append(f"{decimal(int(rate))}/s")
+        if self.detail:
+            parts.append(self.detail)
         if self.note:
             parts.append(self.note)
         elif rate and self.total is not None and self.done < self.total:

@@ -18,7 +18,7 @@ def attach(package: str) -> tuple[Callable[[str], Any], list[str]]:
     """A package's ``__getattr__`` and ``__all__``.
 
     Its names are those that its file imports under ``if TYPE_CHECKING:``, where type checkers and
-    readers look for them.
+    readers look for them. None of them may be a submodule's: importing that one would hide it.
 
     Examples:
         >>> import sys
@@ -32,7 +32,7 @@ def attach(package: str) -> tuple[Callable[[str], Any], list[str]]:
         node for node in ast.parse(Path(source).read_bytes()).body if isinstance(node, ast.If)
     )
     modules = {
-        alias.name: f"{package}.{node.module}"
+        alias.name: f"{package}.{node.module}" if node.level else f"{node.module}"
         for block in blocks
         for node in block.body
         if isinstance(node, ast.ImportFrom)

@@ -15,7 +15,6 @@ from steppe.algorithms import Algorithm, Prepared, build_algorithm
 from steppe.domains.batches import planned_batches
 from steppe.training import RunDirectory, make_config
 from steppe.training.processes import Processes
-from steppe.training.progress import Silent
 from steppe.training.trainer import Trainer
 from tests.algorithms.oracles import (
     N_CLASSES,
@@ -260,7 +259,7 @@ def trained_featurizer(folder: Path, penalty: float) -> Tensor:
     run = RunDirectory(folder / str(penalty))
     config = make_config(values)
     run.create(config)
-    trainer = Trainer(config, run, Processes(torch.device("cpu")), Silent())
+    trainer = Trainer(config, run, Processes(torch.device("cpu")), "fp32")
     sagnet: Any = trainer.algorithm
     style_before = sagnet.style.weight.clone()
     for batches in planned_batches(trainer.sampling, range(config.steps)):

@@ -11,7 +11,7 @@ from steppe.domains.batches import Batch
 from steppe.training import precision, setup
 from steppe.training.config import Named
 from steppe.training.processes import Processes
-from steppe.training.update import mean_state, optimize
+from steppe.training.update import Passes, mean_state
 from tests.algorithms.test_contract import batches, build
 from tests.devices import never_waiting
 
@@ -38,12 +38,8 @@ def test_a_step_trains_and_never_waits(name: str, mode: str, device: torch.devic
                 prepared = algorithm.prepare(data)
             firsts = {}
             for objective in algorithm.objectives():
-                (firsts[objective.name],) = optimize(
-                    optimizers[objective.optimizer or objective.name],
-                    algorithm,
-                    objective.name,
-                    [prepared],
-                    autocast,
+                (firsts[objective.name],) = Passes(algorithm, autocast).optimize(
+                    optimizers[objective.optimizer or objective.name], objective.name, [prepared]
                 )
             algorithm.commit(prepared, mean_state([firsts], Processes(device)))
     after = algorithm.state_dict()

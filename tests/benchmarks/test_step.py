@@ -18,7 +18,7 @@ from steppe.domains.batches import Batch, Sampling
 from steppe.domains.store import Host
 from steppe.errors import UserError
 from steppe.training import make_config
-from steppe.training.engine import WARM_UP, Engine
+from steppe.training.execution import WARM_UP, Engine
 from steppe.training.trainer import Trainer
 
 

@@ -2,12 +2,17 @@
 
 import dataclasses
 import math
+import sys
 from decimal import Decimal, getcontext
+from pathlib import Path
 
 import pytest
 
-from steppe.curvature.bound import ood_bound
 from steppe.errors import UserError
+from tests.scripts import load_script
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "generalization_bound.py"
+ood_bound = load_script(EXAMPLE).ood_bound
 
 RESNET = {
     "loss": 0.1,
@@ -108,6 +113,14 @@ def test_as_a_sum():
         "test loss <= 0.3 (empirical loss) + 0.2 (flatness) + 0.25 (discrepancy)"
         f" + 0.006325 (M / sqrt n) + {known.complexity:.4g} (complexity) = {known.total:.4g}"
     )
+
+
+def test_as_a_command(monkeypatch, capsys):
+    numbers = [word for name, value in RESNET.items() for word in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["generalization_bound.py", *numbers])
+    load_script(EXAMPLE).main()
+    bound = ood_bound(**RESNET)
+    assert capsys.readouterr().out.splitlines() == [str(bound), bound.statement]
 
 
 def test_statement_says_how_loose_it_is():

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from scipy.optimize import brentq
 from torch import nn
 
-from steppe.curvature.flatness import XI, flatness, lambda_max_from_flatness
+from steppe.curvature import flatness, lambda_max_from_flatness
+from steppe.curvature.ball import XI
 from steppe.errors import UserError
 from steppe.optim import FlatnessOptimizer
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from steppe.curvature import HessianOperator, top_eigenvalues, trace
-from steppe.curvature.trace import FEWEST, Trace, student_quantile
+from steppe.curvature.hutchinson import FEWEST
+from steppe.curvature.results import Trace, student_quantile
 from steppe.errors import UserError
 from tests.curvature.spectra import Counted, small_net, symmetric
 
@@ -183,7 +184,7 @@ def test_bad_input():
         trace(torch.eye(6), eigenvalues=top)
     for confidence in (0.0, 1.0):
         with pytest.raises(UserError, match="confidence="):
-            Trace(1.0, 0.1, 30, 30, True).interval(confidence)
+            Trace(1.0, 0.1, 0.8, 1.2, 30, 0.1, converged=True).interval(confidence)
 
 
 def test_eigenvalues_of_other_weights_are_refused():

@@ -124,7 +124,7 @@ def test_a_single_model_is_not_compared(tmp_path: Path, monkeypatch) -> None:
     order = on_digits("sgd", recipe="figure-hessian", factors=(1.0, 3.0), share=0.01, only=1)
     measured = []
     module = sys.modules["steppe.recipes.reproduce"]
-    monkeypatch.setattr(module, "measure_run", lambda path, **given: measured.append(path))
+    monkeypatch.setattr(module, "measure_run", lambda path, *given, **more: measured.append(path))
     found = reproduce(order, tmp_path, carry_out)
     assert len(measured) == 1
     assert found.curvature is None

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from steppe.curvature.results import Flatness, Trace
 from steppe.errors import UserError
+from steppe.measure.stored import Measured, Sample, Spectrum, Weights, save_measurement
 from steppe.reports import build_report, compare, load_runs
 from steppe.reports.curvature import (
     Spread,
@@ -20,15 +22,6 @@ from steppe.reports.curvature import (
     remarks,
 )
 from steppe.reports.spectra import COLOURS, check_format, draw, make_figure
-from steppe.training.measured import (
-    FlatnessFound,
-    Measured,
-    Sample,
-    Spectrum,
-    TraceEstimate,
-    Weights,
-    save_measurement,
-)
 from tests.reports.trees import config, record, write_run
 
 MEASURED = Measured(
@@ -42,8 +35,8 @@ MEASURED = Measured(
     loss=0.1,
     gradient_norm=1e-3,
     eigenvalues=Spectrum((40.0, 10.0, 2.0), (1e-4, 2e-4, 3e-4), 1e-3, converged=True),
-    trace=TraceEstimate(100.0, 1.5, 96.0, 104.0, 10, 0.02, converged=True),
-    flatness=FlatnessFound(
+    trace=Trace(100.0, 1.5, 96.0, 104.0, 10, 0.02, converged=True),
+    flatness=Flatness(
         0.1, 0.5, 0.2, 0.4, 0.3, 0.1, 0.3, 0.2, lambda_max=40.0, converged=True, passes=9
     ),
     density=None,
@@ -118,7 +111,7 @@ def test_means_and_errors_by_method(tree: Path) -> None:
     assert comparison_table(found).row_count == 2
 
 
-def flat(zeroth: float, first: float, rho: float = 0.05, **more: Any) -> FlatnessFound:
+def flat(zeroth: float, first: float, rho: float = 0.05, **more: Any) -> Flatness:
     return replace(MEASURED.flatness, zeroth=zeroth, first=first, rho=rho, **more)
 
 

@@ -29,7 +29,7 @@ from steppe.errors import Diverged, Interrupted, RunError, UserError
 from steppe.training import RunDirectory, checkpoint, load_model, make_config, train
 from steppe.training.directory import VOLATILE
 from steppe.training.interrupts import Interrupts
-from steppe.training.progress import Silent
+from steppe.training.progress import Display
 from steppe.training.scoring import Scoring
 from steppe.training.setup import open_data
 from tests.limits import seconds
@@ -95,10 +95,11 @@ def read_until(process, text):
     return lines
 
 
-class Hook(Silent):
+class Hook(Display):
     """Does something when so many steps are done."""
 
     def __init__(self, done, action):
+        super().__init__()
         self.done, self.action = done, action
 
     def step(self, done):
@@ -357,7 +358,7 @@ def test_a_signal_at_any_moment_saves_the_state(
     tmp_path, monkeypatch, undisturbed, number, code, evaluated
 ):
     handlers = signal.getsignal(number)
-    display = Silent() if evaluated else Hook(7, send(number))
+    display = Display() if evaluated else Hook(7, send(number))
     evaluation_batches, calls = Store.evaluation, []
 
     def watched(*args, **kwargs):

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save as save_tensors
 
 from steppe.errors import RunError, UserError
+from steppe.measure import Settings, load_measurements, measure_run
 from steppe.reports.curvature import described
 from steppe.sealed import KEY
 from steppe.training import (
@@ -21,10 +23,8 @@ from steppe.training import (
     evaluate_ensemble,
     evaluate_run,
     export_run,
-    load_measurements,
     load_model,
     make_config,
-    measure_run,
     read_config,
     train,
 )
@@ -164,11 +164,11 @@ def test_no_other_step_passes_for_the_last(run, use, state):
 
 
 def test_curvature_measures_the_step_that_was_asked_for(run):
-    quick = {"top": 1, "images": 16, "trace_rtol": 0.5, "device": "cpu"}
+    quick = Settings(top=1, images=16, trace_rtol=0.5)
     damage(run)
     with pytest.raises(RunError, match="whole: step 20"):
-        measure_run(run, **quick)
-    measured = measure_run(run, **quick, which="step:20")
+        measure_run(run, quick, device="cpu")
+    measured = measure_run(run, replace(quick, which="step:20"), device="cpu")
     assert measured.to_json()["weights"]["step"] == 20
     assert load_measurements(run) == {"train@step-20": measured}
     assert "; weights after step 20, " in described(measured)

@@ -112,7 +112,7 @@ def test_flatten_keeps_numbers_and_only_numbers():
 
 
 def test_tensorboard_has_a_record_at_once_and_drops_what_is_sent_again(directory):
-    (killed,) = start(["tensorboard"], directory)
+    killed = start(["tensorboard"], directory)
     killed.record(0, {ACCURACY: 0.125})
     killed.record(100, {ACCURACY: 0.25, "loss": 2.0})
     killed.record(200, {ACCURACY: 0.5, "loss": 1.0})
@@ -123,7 +123,7 @@ def test_tensorboard_has_a_record_at_once_and_drops_what_is_sent_again(directory
     assert [json.loads(text) for text in texts] == [CONFIG]
     assert file.stat().st_size == size
 
-    (resumed,) = start(["tensorboard"], directory, resume=True)
+    resumed = start(["tensorboard"], directory, resume=True)
     resumed.record(100, {ACCURACY: 0.3125, "loss": 1.5})
     resumed.record(200, {ACCURACY: 0.625})
     resumed.close("done")
@@ -133,17 +133,17 @@ def test_tensorboard_has_a_record_at_once_and_drops_what_is_sent_again(directory
 
 
 def test_wandb_resumes_the_same_run_and_drops_what_is_sent_again(directory):
-    (stopped,) = start(["wandb"], directory)
+    stopped = start(["wandb"], directory)
     stopped.record(100, {ACCURACY: 0.25})
     stopped.record(200, {ACCURACY: 0.5, "loss": 1.0})
     stopped.record(100, {ACCURACY: 0.75})
     stopped.close("running")
     time.sleep(1)  # W&B names its folders after the second they are made in
-    (resumed,) = start(["wandb"], directory, resume=True)
+    resumed = start(["wandb"], directory, resume=True)
     resumed.record(200, {ACCURACY: 0.5})
     resumed.record(300, {ACCURACY: 0.75})
     resumed.close("done")
-    (anew,) = start(["wandb"], directory)
+    anew = start(["wandb"], directory)
     anew.close("done")
 
     (first, history, codes), (second, later, later_codes), (third, _, _) = read_wandb(directory)
@@ -158,10 +158,10 @@ def test_wandb_resumes_the_same_run_and_drops_what_is_sent_again(directory):
 
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow-skinny")
 def test_mlflow_resumes_the_same_run_and_skips_what_is_sent_again(directory):
-    (killed,) = start(["mlflow"], directory)
+    killed = start(["mlflow"], directory)
     killed.record(100, {ACCURACY: 0.25, "art (1)": 1.0})
     killed.record(200, {ACCURACY: 0.5})
-    (resumed,) = start(["mlflow"], directory, resume=True)
+    resumed = start(["mlflow"], directory, resume=True)
     resumed.record(100, {ACCURACY: 0.25, "art (1)": 1.0})
     resumed.record(200, {ACCURACY: 0.5, "art (1)": 2.0})
     resumed.record(300, {ACCURACY: 0.75})
@@ -180,7 +180,7 @@ def test_mlflow_resumes_the_same_run_and_skips_what_is_sent_again(directory):
     assert points(ACCURACY) == [(100, 0.25), (200, 0.5), (300, 0.75)]
     assert points("art _1_") == [(100, 1.0), (200, 2.0)]
     for state, status in {"done": "FINISHED", "failed": "FAILED", "running": "KILLED"}.items():
-        (logger,) = start(["mlflow"], directory, resume=True)
+        logger = start(["mlflow"], directory, resume=True)
         assert client.get_run(run.info.run_id).info.status == "RUNNING"
         logger.close(state)
         assert client.get_run(run.info.run_id).info.status == status
@@ -190,10 +190,10 @@ def test_a_tracker_is_imported_only_when_asked_for(directory):
     code = f"""if True:
         import sys
         from pathlib import Path
-        from steppe.training.loggers import logger_names, open_loggers
-        print([name for name in logger_names() if name in sys.modules])
+        from steppe.training.loggers import _BACKENDS, open_loggers
+        print([name for name in _BACKENDS if name in sys.modules])
         open_loggers(["tensorboard"], Path({str(directory)!r}), {{}})
-        print([name for name in logger_names() if name in sys.modules])
+        print([name for name in _BACKENDS if name in sys.modules])
     """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.splitlines() == ["[]", "['tensorboard']"], result.stderr
@@ -220,10 +220,8 @@ def test_a_failure_in_the_middle_is_told_once_and_stops_nothing(directory, caplo
     (directory / "tensorboard").write_text("a file where the folder should be")
     opened = start(["tensorboard", "wandb"], directory)
     for step in (100, 200):
-        for logger in opened:
-            logger.record(step, {ACCURACY: step / 1000})
-    for logger in opened:
-        logger.close("done")
+        opened.record(step, {ACCURACY: step / 1000})
+    opened.close("done")
     (message,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
     assert message.name == "steppe"
     assert "'tensorboard' failed" in message.getMessage()
@@ -256,8 +254,8 @@ class Unreachable:
 def test_a_tracker_does_not_disturb_the_random_numbers_of_training(directory, monkeypatch, caplog):
     monkeypatch.setitem(loggers._BACKENDS, "tensorboard", Unreachable)
     before = random.getstate()
-    (logger,) = start(["tensorboard"], directory)
-    backend = logger._backend
+    logger = start(["tensorboard"], directory)
+    backend = logger._open["tensorboard"]
     for step in (100, 200, 300):
         logger.record(step, {})
     logger.close("done")
@@ -274,5 +272,5 @@ def test_a_failed_start_stops_a_new_run_and_not_a_resumed_one(directory, monkeyp
     ((_, _, codes),) = read_wandb(directory)
     assert codes == [1]  # what was started before is closed
 
-    assert start(["tensorboard"], directory, resume=True) == []
+    assert not start(["tensorboard"], directory, resume=True)._open
     assert "refused" in caplog.text

@@ -15,7 +15,6 @@ import torch.multiprocessing as mp
 from steppe.algorithms import algorithm_names, algorithm_spec
 from steppe.training import RunDirectory, make_config
 from steppe.training.processes import Processes
-from steppe.training.progress import Silent
 from steppe.training.trainer import Trainer
 from tests.training.axes import config
 
@@ -35,7 +34,7 @@ def steps(name: str, optimizer: str, folder: Path, processes: Processes) -> dict
         values["algorithm"] = {**values["algorithm"], "dropout": 0.0}
     torch.set_default_dtype(torch.float64)
     try:
-        trainer = Trainer(make_config(values), RunDirectory(folder), processes, Silent())
+        trainer = Trainer(make_config(values), RunDirectory(folder), processes, "fp32")
         for step in range(STEPS):
             torch.manual_seed(step)
             trainer.step(trainer.sampling.batches(step))

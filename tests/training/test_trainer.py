@@ -149,7 +149,7 @@ def test_second_derivatives_of_a_network_that_is_compiled() -> None:
     for compiled in (False, True):
         net = Net(compiled)
         opt = build_optimizer("gam-exact", net.net.parameters(), model=net, lr=0.1, rho=0.5)
-        update.optimize(opt, net, "main", [part])
+        update.Passes(net).optimize(opt, "main", [part])
         weights.append(torch.cat([p.detach().flatten() for p in net.net.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-7)
 

@@ -3,11 +3,12 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from steppe.measure.settings import Precision, Settings
 from steppe.strangers import printable
 
 from .common import JSON, ROOT, WHICH, talk, writable
@@ -30,7 +31,7 @@ app = typer.Typer(
 _DOMAIN = typer.Option(
     "--domain",
     metavar="NAME",
-    help="A domain to measure on, may be repeated; those the run was trained on unless given.",
+    help="A domain to measure on, may be repeated (default: those the run was trained on).",
 )
 
 
@@ -38,41 +39,39 @@ _DOMAIN = typer.Option(
 def curvature_measure(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     domain: Annotated[list[str] | None, _DOMAIN] = None,
-    top: Annotated[int, typer.Option(min=1, help="Eigenvalues, the largest first.")] = 50,
+    top: Annotated[int, typer.Option(min=1, help="Eigenvalues, the largest first.")] = Settings.top,
     images: Annotated[
         int, typer.Option(min=0, help="Drawn evenly from the domains; 0: all of them.")
-    ] = 1024,
-    which: Annotated[str, WHICH] = "last",
+    ] = Settings.images,
+    which: Annotated[str, WHICH] = Settings.which,
     rho: Annotated[
         float | None,
-        typer.Option(help="The radius of R0, R1 and R_FAD; the optimizer's own or 0.05 else."),
-    ] = None,
+        typer.Option(help="The radius of R0, R1 and R_FAD (default: the optimizer's, or 0.05)."),
+    ] = Settings.rho,
     alpha: Annotated[
-        float | None, typer.Option(help="The share of R0 in R_FAD; FAD's own or 0.5 else.")
-    ] = None,
+        float | None, typer.Option(help="The share of R0 in R_FAD (default: FAD's, or 0.5).")
+    ] = Settings.alpha,
     tol: Annotated[
         float, typer.Option(help="Residual to reach, relative to the largest eigenvalue.")
-    ] = 1e-3,
+    ] = Settings.tol,
     trace_rtol: Annotated[
         float, typer.Option(help="Standard error of the trace to reach, relative to it.")
-    ] = 0.02,
+    ] = Settings.trace_rtol,
     density: Annotated[
         bool, typer.Option("--density", help="Also estimate how all eigenvalues are spread.")
-    ] = False,
-    precision: Annotated[
-        Literal["float32", "float64"], typer.Option(help="Of the computation.")
-    ] = "float32",
+    ] = Settings.density,
+    precision: Annotated[Precision, typer.Option(help="Of the computation.")] = Settings.precision,
     batch_size: Annotated[
         int | None,
         typer.Option(
             min=1, help="Images in a batch, 64 if they are large: fewer need less memory."
         ),
-    ] = None,
+    ] = Settings.batch_size,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     root: Annotated[Path | None, ROOT] = None,
     seed: Annotated[
         int, typer.Option(min=0, help="Of the images drawn and the random vectors.")
-    ] = 0,
+    ] = Settings.seed,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Measure a run's loss around its weights: eigenvalues and trace of the Hessian, flatness.
@@ -80,38 +79,36 @@ def curvature_measure(
     The result goes to RUN/curvature/NAME.json and is shown by 'steppe report RUN --format html'.
     With --json, a line for each run.
     """
-    from rich.console import Console
-
+    from steppe.console import Meter, say, stdout
+    from steppe.measure import measure_run
+    from steppe.measure.measuring import run_folder
+    from steppe.measure.stored import measurement_file
     from steppe.reports import curvature
-    from steppe.training import measure_run
-    from steppe.training.curvature import run_folder
-    from steppe.training.measured import measurement_file
-    from steppe.training.phases import Shown
 
+    settings = Settings(
+        domains=domain,
+        top=top,
+        images=images,
+        which=which,
+        rho=rho,
+        alpha=alpha,
+        tol=tol,
+        trace_rtol=trace_rtol,
+        batch_size=batch_size,
+        density=density,
+        seed=seed,
+        precision=precision,
+    )
+    console, folder = talk(), str(root) if root else None
     for run in runs:
-        with Shown(talk(), f"curvature of {run}") as shown:
-            measured = measure_run(
-                run,
-                domains=domain,
-                top=top,
-                images=images,
-                which=which,
-                rho=rho,
-                alpha=alpha,
-                tol=tol,
-                trace_rtol=trace_rtol,
-                batch_size=batch_size,
-                density=density,
-                seed=seed,
-                device=device,
-                root=str(root) if root else None,
-                precision=precision,
-                progress=shown,
-            )
+        if not console.is_terminal:
+            say(console, f"curvature of {run}")
+        with Meter(f"curvature of {run}", 1.0, console=console, unit="share") as meter:
+            measured = measure_run(run, settings, device=device, root=folder, meter=meter)
         if as_json:
             print(json.dumps(measured.to_json()))
             continue
-        Console().print(curvature.measured_table(measured))
+        stdout().print(curvature.measured_table(measured))
         for remark in curvature.remarks(measured):
             print(printable(f"note: {remark}"))
         where = measurement_file(run_folder(run), measured.name)
@@ -135,7 +132,7 @@ def curvature_compare(
         typer.Option(
             "--target",
             metavar="NAME",
-            help="Only runs that hold out exactly this target, may be repeated; all unless given.",
+            help="Only runs that hold out exactly this target, may be repeated (default: all).",
         ),
     ] = None,
     which: Annotated[str, WHICH] = "last",

@@ -42,7 +42,7 @@ def train(
     Several GPUs or processes: torchrun --nproc-per-node N -m steppe train ...
     """
     from steppe import training
-    from steppe.training.progress import display, summary
+    from steppe.training.progress import Display, summary
 
     run = training.RunDirectory(out)
     if resume and not run.exists() and not given and config is None:
@@ -53,7 +53,7 @@ def train(
         given, overrides or [], file=config, resumed=resumed, draw=draw, space=space
     )
     console = talk()
-    records = training.train(chosen, out, resume=resume, display=display(console))
+    records = training.train(chosen, out, resume=resume, display=Display(console))
     if os.environ.get("RANK", "0") != "0":  # one of several processes, and not the one that talks
         return
     best = training.select(records)

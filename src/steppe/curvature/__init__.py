@@ -1,35 +1,23 @@
-"""Curvature and flatness of any loss: Hessian spectra, traces, the paper's theory."""
+"""Curvature and flatness of any loss: Hessian spectra, traces, the paper's measures."""
 
-from .bound import Bound, ood_bound
-from .density import Density, spectral_density
-from .eigenvalues import Eigenvalues, top_eigenvalues
-from .flatness import Flatness, flatness, lambda_max_from_flatness
-from .gauss_newton import GaussNewtonOperator
-from .hessian import HessianOperator
-from .operator import CurvatureOperator, LossFunction
-from .progress import Progress
-from .schedule import ConvergenceSchedule, convergence_schedule
-from .symmetric import Symmetric
-from .trace import Trace, trace
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Bound",
-    "ConvergenceSchedule",
-    "CurvatureOperator",
-    "Density",
-    "Eigenvalues",
-    "Flatness",
-    "GaussNewtonOperator",
-    "HessianOperator",
-    "LossFunction",
-    "Progress",
-    "Symmetric",
-    "Trace",
-    "convergence_schedule",
-    "flatness",
-    "lambda_max_from_flatness",
-    "ood_bound",
-    "spectral_density",
-    "top_eigenvalues",
-    "trace",
-]
+from steppe.lazy import attach
+
+if TYPE_CHECKING:
+    from .ball import flatness as flatness
+    from .density import Density as Density, spectral_density as spectral_density
+    from .eigenvalues import Eigenvalues as Eigenvalues, top_eigenvalues as top_eigenvalues
+    from .gauss_newton import GaussNewtonOperator as GaussNewtonOperator
+    from .hessian import HessianOperator as HessianOperator
+    from .hutchinson import trace as trace
+    from .operator import CurvatureOperator as CurvatureOperator, LossFunction as LossFunction
+    from .progress import Progress as Progress
+    from .results import (
+        Flatness as Flatness,
+        Trace as Trace,
+        lambda_max_from_flatness as lambda_max_from_flatness,
+    )
+    from .symmetric import Symmetric as Symmetric
+
+__getattr__, __all__ = attach(__name__)

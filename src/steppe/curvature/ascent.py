@@ -19,9 +19,7 @@ SHORTEST = 1e-7
 class Objective(Protocol):
     """A function of a displacement from the ball's centre."""
 
-    def value(self, at: Tensor) -> float:
-        """The value there."""
-        ...
+    def value(self, at: Tensor) -> float: ...
 
     def slope(self) -> Tensor:
         """The gradient where the value was asked for last."""

@@ -176,7 +176,6 @@ def _with_bias(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) ->
 
 
 def _each(dims: int, value: Numbers) -> Sequence[int]:
-    """One number for each dimension."""
     if isinstance(value, int):
         return (value,) * dims
     return tuple(value) * dims if len(value) == 1 else tuple(value)

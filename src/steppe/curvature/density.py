@@ -48,7 +48,7 @@ class Density:
 
         Args:
             points: where.
-            width: the Gaussian's standard deviation; 1 % of the spectrum's extent unless given.
+            width: the Gaussian's standard deviation (default: 1% of the spectrum's extent).
         """
         if width is None:
             width = float(self.nodes.max() - self.nodes.min()) / 100 or 1.0

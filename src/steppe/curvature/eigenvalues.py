@@ -13,7 +13,6 @@ from torch import Tensor
 from steppe.errors import UserError, unknown
 
 from .krylov import Krylov, Ritz, random_vector, seeded
-from .power import power_iteration
 from .progress import Progress, Report
 from .symmetric import Symmetric, check_matrix
 
@@ -92,12 +91,12 @@ def top_eigenvalues(
         vectors: whether to return the eigenvectors.
         block_size: vectors to multiply at a time: fewer passes over the data, more products.
         basis: vectors to keep in memory before a restart, at least `k + 2 * block_size`, and two
-            more where `verify` is not 0; three times `k` unless given, and more where they are
+            more where `verify` is not 0; by default three times `k`, and more where they are
             short.
         verify: steps in which to look for repeated eigenvalues that were missed; 0: do not look. A
             basis that has no room for them beside `k` vectors makes the look less sharp.
         max_products: stop after so many products, at least `k`, and warn; `20 * k + 200` for each
-            vector of a block unless given.
+            vector of a block by default.
         seed: of the random start.
         progress: called after each check of the residuals.
 
@@ -108,9 +107,19 @@ def top_eigenvalues(
     """
     check_matrix(op)
     n = op.shape[0]
-    _check(n, k, which, tol, method, block_size, basis, verify, max_products)
+    _check_names(which, method)
+    _check_numbers(n, k, tol, block_size, verify)
+    widest = block_size + (verify > 0 or which == "LM")  # both ends need room
+    if basis is not None and basis < min(n, k + 2 * widest):
+        raise UserError(
+            f"basis={basis}: at least {k + 2 * widest} vectors are needed, k={k} and two blocks"
+        )
+    if max_products is not None and max_products < k:
+        raise UserError(f"max_products={max_products}: at least k={k} are needed")
     if method == "power":
-        return _power(op, k, which, tol, vectors, seed, progress)
+        from .power import power_iteration  # which gives these eigenvalues too
+
+        return power_iteration(op, k, tol=tol, vectors=vectors, seed=seed, progress=progress)
     which = which or "LA"
     limit = (20 * k + 200) * block_size if max_products is None else max_products
     rows = _rows(n, k, block_size, limit) if basis is None else basis
@@ -226,32 +235,6 @@ def _result(
     return Eigenvalues(ritz.values[chosen], residuals, found, space.products, converged)
 
 
-def _power(
-    op: Symmetric,
-    k: int,
-    which: Which | None,
-    tol: float,
-    vectors: bool,
-    seed: int,
-    progress: Report | None,
-) -> Eigenvalues:
-    if which not in (None, "LM"):
-        raise UserError(
-            f"which={which!r}: power iteration finds the largest eigenvalues in magnitude, 'LM'; "
-            "use method='lanczos' for others"
-        )
-    found = power_iteration(op, k, tol=tol, generator=seeded(op, seed), progress=progress)
-    chosen = found.values.argsort(descending=True)
-    rows = found.vectors[chosen.to(found.vectors.device)]
-    return Eigenvalues(
-        found.values[chosen],
-        found.residuals[chosen],
-        rows.T if vectors else None,
-        found.products,
-        found.converged,
-    )
-
-
 def _progress(ritz: Ritz, wanted: Tensor, k: int, tol: float, products: int) -> Progress:
     """The share of the way, in orders of magnitude, that the residuals have come."""
     scale = max(float(ritz.values.abs().max()), torch.finfo(torch.float64).tiny)
@@ -286,21 +269,19 @@ def _warn_cramped(rows: int) -> None:
     )
 
 
-def _check(
-    n: int,
-    k: int,
-    which: str | None,
-    tol: float,
-    method: str,
-    block_size: int,
-    basis: int | None,
-    verify: int,
-    max_products: int | None,
-) -> None:
+def _check_names(which: str | None, method: str) -> None:
     if which is not None and which not in get_args(Which):
         raise UserError(unknown("which", which, get_args(Which)))
     if method not in get_args(Method):
         raise UserError(unknown("method", method, get_args(Method)))
+    if method == "power" and which not in (None, "LM"):
+        raise UserError(
+            f"which={which!r}: power iteration finds the largest eigenvalues in magnitude, 'LM'; "
+            "use method='lanczos' for others"
+        )
+
+
+def _check_numbers(n: int, k: int, tol: float, block_size: int, verify: int) -> None:
     if not 1 <= k <= n:
         raise UserError(f"k={k}: the operator has {n} eigenvalues, ask for 1 to {n}")
     if not tol > 0:
@@ -309,10 +290,3 @@ def _check(
         raise UserError(f"block_size={block_size}: a block has at least one vector")
     if verify < 0:
         raise UserError(f"verify={verify}: give a number of steps, or 0")
-    widest = block_size + (verify > 0 or which == "LM")  # both ends need room
-    if basis is not None and basis < min(n, k + 2 * widest):
-        raise UserError(
-            f"basis={basis}: at least {k + 2 * widest} vectors are needed, k={k} and two blocks"
-        )
-    if max_products is not None and max_products < k:
-        raise UserError(f"max_products={max_products}: at least k={k} are needed")

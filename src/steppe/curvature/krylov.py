@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .precision import full_float32
+from .float32 import full_float32
 from .symmetric import Symmetric, multiply
 
 _CHUNK = 1 << 22
@@ -66,7 +66,6 @@ class Krylov:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no room for another block."""
         return not self.has_room(1, self.block)
 
     def has_room(self, steps: int, width: int) -> bool:
@@ -108,7 +107,6 @@ class Krylov:
         self._coupling[:, size:] = outside[: self.block]
 
     def ritz(self) -> Ritz:
-        """The Ritz pairs of the basis."""
         values, coordinates = torch.linalg.eigh(self._t[: self.size, : self.size])
         residuals = torch.linalg.vector_norm(self._coupling @ coordinates, dim=0)
         return Ritz(values, coordinates, residuals)

@@ -8,7 +8,7 @@ pass for every vector of the block.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,8 @@ from steppe.optim.graph import twice_differentiable
 
 from .convolution import FastConvolutions
 from .determinism import check_buffers, check_repeatable, same
-from .precision import full_float32
+from .float32 import full_float32
+from .inputs import batch_size, chosen_params
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """Maps a model and a batch to the mean loss of the batch."""
@@ -66,9 +67,9 @@ class CurvatureOperator(ABC):
             does not shuffle or augment. A batch is a tensor, or a tuple, list or mapping whose
             first tensor is as long as the batch; the mean over batches is weighted by that.
         params: the parameters to differentiate by, for instance of one layer; those of the model
-            that require a gradient unless given.
+            that require a gradient by default.
         keep_graphs: whether to keep every batch differentiated in memory, which saves the forward
-            and the first backward pass of all products but the first. Unless given, a single batch
+            and the first backward pass of all products but the first. By default, a single batch
             is kept: its graph needs no more memory between products than within them. A kept graph
             is renewed when weights or buffers change, and sees nothing else: give False where the
             loss depends on more than the model and the batch.
@@ -100,7 +101,7 @@ class CurvatureOperator(ABC):
                 "or a loader"
             )
         self.model, self.loss_fn, self.batches = model, loss_fn, batches
-        self.params = _checked(_chosen(model, params))
+        self.params = chosen_params(model, params)
         self.products = self.passes = 0
         self._shapes = [p.shape for p in self.params]
         self._lengths = [p.numel() for p in self.params]
@@ -119,12 +120,10 @@ class CurvatureOperator(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
         return self.params[0].dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters."""
         return self.params[0].device
 
     def __repr__(self) -> str:
@@ -212,7 +211,6 @@ class CurvatureOperator(ABC):
         return Differentiated(loss.detach(), lambda: gradient_parts(loss, self.params), _no_product)
 
     def _loss(self, batch: Any, number: int) -> Tensor:
-        """The loss of a batch, checked."""
         with FastConvolutions():
             loss: object = self.loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -228,7 +226,6 @@ class CurvatureOperator(ABC):
         return loss.reshape(())
 
     def _read(self) -> Iterator[Any]:
-        """One pass over the batches."""
         samples = 0
         for batch in self.batches:
             samples += batch_size(batch)
@@ -357,67 +354,6 @@ class CurvatureOperator(ABC):
                     module.training = mode
                 for p in frozen:
                     p.requires_grad_(False)
-
-
-def batch_size(batch: Any) -> int:
-    """The length of a batch's first tensor."""
-    found = _first_tensor(batch)
-    if found is None or found.ndim == 0:
-        raise UserError(
-            f"a batch is a tensor, or a tuple, list or mapping with one; got {type(batch).__name__}"
-        )
-    return len(found)
-
-
-def _first_tensor(batch: Any) -> Tensor | None:
-    if isinstance(batch, Tensor):
-        return batch
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return next((t for part in batch if (t := _first_tensor(part)) is not None), None)
-    return None
-
-
-def _chosen(model: nn.Module, params: Iterable[Tensor] | None) -> list[Tensor]:
-    if params is None:
-        found: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        if not found:
-            raise UserError("no parameter of the model requires a gradient: name some in params=")
-        return found
-    if isinstance(params, Tensor):
-        raise UserError("params is one tensor: put it in a list")
-    given: list[Any] = list(params)
-    wrong = [type(p).__name__ for p in given if not isinstance(p, Tensor)]
-    if wrong:
-        raise UserError(
-            f"params has a {wrong[0]} in it: give the parameters themselves, for instance "
-            "model.layer.parameters()"
-        )
-    found = given
-    if not found:
-        raise UserError("params is empty: an operator needs at least one parameter")
-    if len({id(p) for p in found}) < len(found):
-        raise UserError("a parameter is in params twice: name each once")
-    return found
-
-
-def _checked(params: list[Tensor]) -> list[Tensor]:
-    kinds = {(p.dtype, p.device) for p in params}
-    if len(kinds) > 1:
-        raise UserError(
-            "the parameters differ in type or device: "
-            + ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-            + ". Convert the model, for instance with model.float()."
-        )
-    dtype = params[0].dtype
-    if dtype not in (torch.float32, torch.float64):
-        raise UserError(
-            f"the parameters are {dtype}, which is too coarse for curvature: use model.float()"
-        )
-    if any(not p.is_leaf for p in params):
-        raise UserError("params must be the model's own parameters, not results computed from them")
-    return params
 
 
 def gradient_parts(loss: Tensor, params: Sequence[Tensor], keep: bool = False) -> Parts:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from .krylov import random_vector
+from .eigenvalues import Eigenvalues
+from .krylov import random_vector, seeded
 from .progress import Progress, Report
 from .symmetric import Symmetric, multiply
 
@@ -15,28 +14,17 @@ STEPS = 100
 """The most steps spent on one eigenvalue."""
 
 
-@dataclass(frozen=True)
-class PowerResult:
-    """Eigenpairs in the order in which they were found, vectors in rows."""
-
-    values: Tensor
-    residuals: Tensor
-    vectors: Tensor
-    products: int
-    converged: bool
-
-
 def power_iteration(
-    op: Symmetric, k: int, *, tol: float, generator: torch.Generator, progress: Report | None
-) -> PowerResult:
+    op: Symmetric, k: int, *, tol: float, vectors: bool, seed: int, progress: Report | None
+) -> Eigenvalues:
     """The eigenvalues of largest magnitude, one after the other.
 
     Each starts from a random vector, is kept orthogonal to those found before, and stops when the
     Rayleigh quotient changes by at most `tol` relative to itself, or after 100 steps. It stops as
     well where the operator leaves nothing of the vector: that belongs to the eigenvalue zero.
     """
-    n = op.shape[0]
-    found = torch.empty(k, n, dtype=op.dtype, device=op.device)
+    generator = seeded(op, seed)
+    found = torch.empty(k, op.shape[0], dtype=op.dtype, device=op.device)
     values, residuals = torch.zeros(k, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
     products, converged = 0, True
     for i in range(k):
@@ -59,7 +47,9 @@ def power_iteration(
         converged &= settled
         if progress is not None:
             progress(Progress((i + 1) / k, products, f"{i + 1} of {k} eigenvalues"))
-    return PowerResult(values, residuals, found, products, converged)
+    chosen = values.argsort(descending=True)
+    kept = found[chosen.to(found.device)].T if vectors else None
+    return Eigenvalues(values[chosen], residuals[chosen], kept, products, converged)
 
 
 def _orthonormal(vector: Tensor, found: Tensor) -> Tensor:

@@ -151,13 +151,11 @@ class Checks:
             )
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leaves, and gives the module its own log back."""
         # A new list: the old one is being gone through.
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
         pl_module.__dict__.pop("log", None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leaves, and gives the module its own log back."""
         self.on_fit_end(trainer, pl_module)
 
     def _manual(self, arguments: str = "", more: str = "") -> str:

@@ -99,7 +99,7 @@ class FlatnessOptimizer(Wrapper, ABC):
         max_norm: float | None = None,
         xi: float = 1e-12,
         compile: bool = False,
-        generators: Iterable[Any] = (),
+        generators: Any = (),
     ) -> None:
         super().__init__(base)
         if not 0.0 < ratio <= 1.0:

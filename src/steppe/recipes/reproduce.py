@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from steppe import durable
+from steppe.measure import Settings, load_measurements, measure_run
+from steppe.measure.measuring import RHO
 from steppe.reports import build_report, compare, draw, load_runs, to_markdown, write
 from steppe.reports.spectra import save_figure
 from steppe.sweeps import Grid, Job, Sweep, jobs, look, write_plan
-from steppe.training import load_measurements, measure_run
-from steppe.training.curvature import RHO
 
 from . import figures
 from .orders import Order, Place, Rate, choose_rates, default_rates, grids, places, tuning_grids
@@ -140,7 +140,7 @@ def _measured(found: Results, say: Callable[[str], None]) -> Results:
             root = found.order.options.get("root")
             device = found.order.options.get("device", "auto")
             options = found.order.scale.curvature
-            measure_run(run.path, root=root, device=device, rho=RHO, **options)
+            measure_run(run.path, Settings(rho=RHO, **options), root=root, device=device)
     return replace(found, curvature=compare(chosen) if len(chosen) > 1 else None)
 
 

@@ -20,7 +20,7 @@ from steppe.strangers import command, printable
 from .runs import MEASUREMENTS, Row, Run
 
 if TYPE_CHECKING:  # slow to import, and most reports have no measurements
-    from steppe.training import Measured
+    from steppe.measure import Measured
 
 NAMED = 5
 """Runs that a message names."""
@@ -191,7 +191,7 @@ def compare(
         which: the weights that were measured, ``last``, ``best`` or ``step:N``.
         targets: only runs that hold out exactly these; all unless given.
     """
-    from steppe.training import load_measurements
+    from steppe.measure import load_measurements
     from steppe.training.which import chosen_step
 
     chosen_step(which)  # refuses what is no choice
@@ -288,7 +288,7 @@ def _name(known: Mapping[str, Measured], domains: Sequence[str] | None, which: s
             same = {sample.domain for sample in measured.domains} == set(domains)
             if same and measured.weights.which == which:
                 return name
-    from steppe.training.measured import measurement_name
+    from steppe.measure.stored import measurement_name
 
     return measurement_name(domains, which)
 
@@ -482,7 +482,7 @@ def find_measured(runs: Sequence[Run]) -> tuple[list[MeasuredRun], list[str]]:
         # One look at each run, of which there may be many: not by way of another Path.
         if not os.path.isdir(f"{run.path}/{MEASUREMENTS}"):
             continue
-        from steppe.training import load_measurements
+        from steppe.measure import load_measurements
 
         try:
             known = load_measurements(run.path)

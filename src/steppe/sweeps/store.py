@@ -35,7 +35,8 @@ from typing import Any
 from steppe import strangers
 from steppe.errors import UserError
 from steppe.sealed import seal, unseal
-from steppe.training import RunConfig, checkpoint, read_config
+from steppe.training import RunConfig, read_config
+from steppe.training.directory import full_disk_explained
 
 from .takeover import COPYING, newest_step, take_over
 
@@ -153,7 +154,7 @@ class Job:
         target = self.event_file(number)
         temporary = folder / f".{number:05d}.{worker_name()}"
         try:
-            with checkpoint.full_disk_explained(target):
+            with full_disk_explained(target):
                 temporary.write_bytes(text)
             os.link(temporary, target)  # atomic everywhere, and whole at once
         except FileExistsError:
@@ -170,7 +171,7 @@ class Job:
                 file = target.open("xb")
             except FileExistsError:
                 return False
-            with checkpoint.full_disk_explained(target), file:
+            with full_disk_explained(target), file:
                 file.write(text)
         finally:
             temporary.unlink(missing_ok=True)

@@ -1,43 +1,32 @@
 """One run: config, loop, evaluation, checkpoints."""
 
-from steppe.errors import Interrupted, RunError
+from typing import TYPE_CHECKING
 
-from .complete import apply_overrides, configure, make_config
-from .config import RunConfig, read_config
-from .curvature import measure_run
-from .directory import RunDirectory, select, validation_accuracy
-from .draws import draw_hparams
-from .evaluation import EnsembleScores
-from .measured import Measured, load_measurements
-from .models import (
-    TrainedModel,
-    evaluate_ensemble,
-    evaluate_run,
-    export_run,
-    load_model,
-)
-from .run import train
+from steppe.lazy import attach
 
-__all__ = [
-    "EnsembleScores",
-    "Interrupted",
-    "Measured",
-    "RunConfig",
-    "RunDirectory",
-    "RunError",
-    "TrainedModel",
-    "apply_overrides",
-    "configure",
-    "draw_hparams",
-    "evaluate_ensemble",
-    "evaluate_run",
-    "export_run",
-    "load_measurements",
-    "load_model",
-    "make_config",
-    "measure_run",
-    "read_config",
-    "select",
-    "train",
-    "validation_accuracy",
-]
+if TYPE_CHECKING:
+    from steppe.errors import Interrupted as Interrupted, RunError as RunError
+
+    from .complete import (
+        apply_overrides as apply_overrides,
+        configure as configure,
+        make_config as make_config,
+    )
+    from .config import RunConfig as RunConfig, read_config as read_config
+    from .directory import (
+        RunDirectory as RunDirectory,
+        select as select,
+        validation_accuracy as validation_accuracy,
+    )
+    from .draws import draw_hparams as draw_hparams
+    from .evaluation import EnsembleScores as EnsembleScores
+    from .models import (
+        TrainedModel as TrainedModel,
+        evaluate_ensemble as evaluate_ensemble,
+        evaluate_run as evaluate_run,
+        export_run as export_run,
+        load_model as load_model,
+    )
+    from .run import train as train
+
+__getattr__, __all__ = attach(__name__)

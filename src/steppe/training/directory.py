@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -17,7 +18,6 @@ from steppe.sealed import seal, unseal
 from steppe.strangers import parse, printable, read
 from steppe.validation import first_best, mean
 
-from .checkpoint import full_disk_explained
 from .config import RunConfig, read_config
 
 VOLATILE = ("seconds_per_step", "evaluation_seconds", "memory_gb")
@@ -25,6 +25,7 @@ VOLATILE = ("seconds_per_step", "evaluation_seconds", "memory_gb")
 
 _LONGEST_STATE = 1000
 """Bytes; it is one word."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _names(value: Any) -> bool:
@@ -52,7 +53,6 @@ class RunDirectory:
 
     @property
     def config_file(self) -> Path:
-        """The run's description."""
         return self.path / "config.json"
 
     @property
@@ -67,11 +67,9 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
         return self.path / "checkpoint"
 
     def exists(self) -> bool:
-        """Whether a run has been started here."""
         return self.config_file.exists()
 
     def create(self, config: RunConfig) -> None:
@@ -80,7 +78,6 @@ class RunDirectory:
         _replace(self.config_file, config.to_json())
 
     def config(self) -> RunConfig:
-        """The run's config."""
         if not self.exists():
             raise UserError(f"{self.path} is not a run: it has no config.json")
         return read_config(self.config_file)
@@ -105,7 +102,6 @@ class RunDirectory:
         return facts
 
     def write_data(self, facts: Mapping[str, Any]) -> None:
-        """Notes what the run learns from."""
         _replace(self.data_file, json.dumps(facts, indent=2) + "\n")
 
     @property
@@ -117,7 +113,6 @@ class RunDirectory:
             return "planned"
 
     def set_state(self, state: str) -> None:
-        """Writes the state."""
         path = self.path / "state"
         try:
             _replace(path, state + "\n")
@@ -251,6 +246,18 @@ def validation_accuracy(record: Mapping[str, Any]) -> float | None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a small file in one piece."""
     with full_disk_explained(path):
         replace(path, text.encode())
+
+
+@contextmanager
+def full_disk_explained(path: Path) -> Iterator[None]:
+    """Turns a failed write into an error that names the file and what is safe."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "make room" if error.errno in _FULL else "fix that"
+        raise RunError(
+            f"{path} could not be written: {error.strerror or error}. What was written before is "
+            f"whole: {remedy}, then continue with --resume."
+        ) from error

@@ -40,7 +40,6 @@ class Scores:
     step: int | None = None
 
     def to_json(self) -> dict[str, float | int]:
-        """Plain values."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
@@ -52,7 +51,6 @@ class EnsembleScores:
     members: tuple[Scores, ...]
 
     def to_json(self, names: Sequence[str]) -> dict[str, Any]:
-        """Plain values, the members under their names."""
         each = [{"run": n, **m.to_json()} for n, m in zip(names, self.members, strict=True)]
         return {"ensemble": self.ensemble.to_json(), "members": each}
 
@@ -66,7 +64,6 @@ class Tally:
         self.sums = torch.zeros(3, BINS + 1, dtype=torch.float64, device=device)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Counts one batch."""
         logits = logits.float()
         confidence = logits.softmax(1).amax(1)
         right = logits.argmax(1).eq(labels)  # not softmax's: it rounds close ones to equal
@@ -78,7 +75,6 @@ class Tally:
         self.sums[0, BINS] += F.cross_entropy(logits, labels, reduction="none").double().sum()
 
     def scores(self) -> Scores:
-        """The scores of everything counted."""
         images, right, confidence = self.sums[:, :BINS].cpu()
         n = float(images.sum())
         return Scores(

@@ -38,20 +38,8 @@ _PROJECT = "steppe"
 """The W&B project and the MLflow experiment, unless the trackers' own variables name another."""
 
 
-class Logger(Protocol):
-    """Where the records of one run also go."""
-
-    def record(self, step: int, values: Mapping[str, float], /) -> None:
-        """Show `values`, as `flatten` makes them, at `step`; steps only rise."""
-        ...
-
-    def close(self, state: str, /) -> None:
-        """End with the run's state: ``done``, ``failed``, or ``running`` where it may resume."""
-        ...
-
-
 def flatten(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a nested record under names such as trackers group them by.
+    """The numbers of a nested record under names such as trackers group them by.
 
     Examples:
         >>> flatten({"epoch": 2, "domains": {"photo": {"val": {"accuracy": 0.9}}}, "note": "x"})
@@ -207,34 +195,56 @@ def _remembered(file: Path, resume: bool) -> str | None:
     return (file.read_text().strip() or None) if resume and file.exists() else None
 
 
+class Tracker(Protocol):
+    """Where the records of one run also go."""
+
+    def record(self, step: int, values: Mapping[str, float], /) -> None:
+        """Show `values`, as `flatten` makes them, at `step`; steps only rise."""
+
+    def close(self, state: str, /) -> None:
+        """End with the run's state: ``done``, ``failed``, or ``running`` where it may resume."""
+
+
 # The names are also those of the packages.
-_BACKENDS: dict[str, Callable[[Path, Mapping[str, Any], bool], Logger]] = {
+_BACKENDS: dict[str, Callable[[Path, Mapping[str, Any], bool], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WandB,
     "mlflow": _MLflow,
 }
 
 
-def logger_names() -> tuple[str, ...]:
-    """Return the names that `open_loggers` knows.
+class Trackers:
+    """The trackers of a run; the first failure of one is its last act."""
 
-    Examples:
-        >>> logger_names()
-        ('tensorboard', 'wandb', 'mlflow')
-    """
-    return tuple(_BACKENDS)
+    def __init__(self) -> None:
+        self._open: dict[str, Tracker] = {}
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        self._each(lambda tracker: tracker.record(step, values))
+
+    def close(self, state: str) -> None:
+        self._each(lambda tracker: tracker.close(state))
+        self._open.clear()
+
+    def _each(self, action: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._open.items()):
+            # Not tried again after a failure: a dead server may take minutes to be given up on.
+            del self._open[name]
+            with _contained(name, fatal=False):
+                action(tracker)
+                self._open[name] = tracker
 
 
 def open_loggers(
     names: Sequence[str], directory: Path, config: Mapping[str, Any], resume: bool = False
-) -> list[Logger]:
-    """Start the loggers of a run; only their packages are imported.
+) -> Trackers:
+    """Start the trackers of a run; only their packages are imported.
 
-    A tracker that cannot be started is an error for a new run, while its user is there to mend it.
+    A tracker that cannot be started is an error for a new run, while its user is there to fix it.
     A resumed run goes on without it: a cluster may have restarted it at night.
 
     Args:
-        names: from `logger_names()`.
+        names: of trackers.
         directory: the run's, which exists.
         config: the run's, as plain values.
         resume: whether the run goes on; the caller then sends again the records it has so far.
@@ -244,25 +254,19 @@ def open_loggers(
         ModuleNotFoundError: for a package that is not installed; says how to get it.
     """
     check_loggers(names)
-    opened: list[Logger] = []
+    trackers = Trackers()
     try:
         for name in dict.fromkeys(names):
             with _contained(name, fatal=not resume):
-                opened.append(_Contained(name, _BACKENDS[name](directory, config, resume)))
+                trackers._open[name] = _BACKENDS[name](directory, config, resume)
     except BaseException:
-        for logger in opened:
-            logger.close("failed")
+        trackers.close("failed")
         raise
-    return opened
+    return trackers
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Refuses a name that is not known, and one whose package is not installed.
-
-    Raises:
-        UserError: for an unknown name.
-        ModuleNotFoundError: for a package that is not installed; says how to get it.
-    """
+    """Refuses a name that is not known, and one whose package is not installed."""
     for name in names:
         if name not in _BACKENDS:
             raise UserError(unknown("logger", name, _BACKENDS))
@@ -277,29 +281,6 @@ def _installed(package: str) -> bool:
     # A folder of that name, such as the `wandb` that W&B makes, is a package without an origin.
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
-
-
-class _Contained:
-    """A logger whose first failure is its last act."""
-
-    def __init__(self, name: str, backend: Logger) -> None:
-        self._name = name
-        self._backend: Logger | None = backend
-
-    def record(self, step: int, values: Mapping[str, float]) -> None:
-        self._call(lambda backend: backend.record(step, values))
-
-    def close(self, state: str) -> None:
-        self._call(lambda backend: backend.close(state))
-        self._backend = None
-
-    def _call(self, action: Callable[[Logger], None]) -> None:
-        # Not tried again after a failure: a dead server may take minutes to be given up on.
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            with _contained(self._name, fatal=False):
-                action(backend)
-                self._backend = backend
 
 
 @contextmanager

@@ -26,7 +26,6 @@ class Means:
         self._counts: dict[str, int] = {}
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Counts one value of each name."""
         for name, value in values.items():
             value = value.detach().double()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
@@ -47,10 +46,8 @@ class Means:
         return dict(zip(names, average(means).tolist(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
         return {"sums": self._sums, "counts": self._counts}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Goes on from what a checkpoint kept."""
         self._sums = {name: value.to(device) for name, value in state["sums"].items()}
         self._counts = dict(state["counts"])

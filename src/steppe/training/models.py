@@ -68,15 +68,13 @@ class TrainedModel(nn.Module):
 
     @property
     def channels(self) -> int:
-        """Of the images it takes."""
         return self.algorithm.network.mean.numel()
 
     def forward(self, images: Tensor) -> Tensor:
-        """The logits."""
         return self.algorithm.predict(self.algorithm.network.normalize(images))
 
     def preprocess(self, *images: Image.Image) -> Tensor:
-        """Images as one batch, resized as in evaluation; in grey if the model was trained so."""
+        """Images as one batch, resized as in evaluation; in gray if the model was trained so."""
         modes = {1: "L", 3: "RGB"}
         if self.channels not in modes:
             raise UserError(f"the model takes {self.channels} channels, which no image file has")
@@ -172,8 +170,8 @@ def evaluate_run(
 
     Args:
         run: the run's folder.
-        data: a folder DOMAIN/CLASS/IMAGE or CLASS/IMAGE, or a dataset's name; the run's own target
-            domains unless given.
+        data: a folder DOMAIN/CLASS/IMAGE or CLASS/IMAGE, or a dataset's name (default: the
+            run's own target domains).
         which: ``last``, ``best`` or ``step:N``, as in `load_model`.
         device: where to compute.
         root: the data folder, for datasets by name.
@@ -201,7 +199,7 @@ def evaluate_ensemble(
 
     With runs that average their weights (`sma`), this is the ensemble of averages of Arpit et al.
     (NeurIPS 2022). All runs must know the same classes and take the same images; those evaluated
-    are the first run's targets unless given.
+    by default are the first run's targets.
 
     Args:
         runs: the runs' folders.
@@ -317,7 +315,7 @@ def _renumbered(
 
 @dataclass(frozen=True)
 class _Grey:
-    """Images in colour, seen by a model for grey ones."""
+    """Images in color, seen by a model for gray ones."""
 
     images: Images
 

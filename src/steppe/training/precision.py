@@ -88,7 +88,6 @@ def check(precision: str, device: torch.device, needs_graph: bool) -> None:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context of forward passes."""
     if precision not in _HALF:
         return nullcontext()
     return torch.autocast(device.type, dtype=_HALF[precision])

@@ -31,7 +31,6 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes the files and talks."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
@@ -41,7 +40,6 @@ class Processes:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set in any process."""
         if self.world == 1:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)))

@@ -29,7 +29,6 @@ def get_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_state(state: dict[str, Any], device: torch.device) -> None:
-    """Puts every generator back to where it was."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -21,7 +21,7 @@ from .config import MACHINE, RunConfig, keys
 from .directory import RunDirectory
 from .interrupts import Interrupts
 from .processes import Processes, join
-from .progress import Display, Silent
+from .progress import Display
 from .setup import resolved_precision
 from .trainer import Trainer
 
@@ -41,7 +41,7 @@ def train(
         config: the run.
         out: its folder.
         resume: go on with what the folder has, if it has anything; a finished run is left as it is.
-        display: where progress goes; nowhere unless given.
+        display: where progress goes (default: nowhere).
 
     Raises:
         UserError: something given is wrong, and nothing was started; or an image cannot be read.
@@ -70,7 +70,7 @@ def train(
             log.info("%s is done already", run.path)
             return run.records()
         with Interrupts() as interrupts, _state_of(run, processes), _memory_explained(config):
-            Trainer(config, run, processes, display or Silent()).run(interrupts)
+            Trainer(config, run, processes, number_format, display).run(interrupts)
         return run.records()
 
 

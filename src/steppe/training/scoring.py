@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,37 @@ VALIDATION = "val"
 """The part of a source domain that is kept for validation."""
 
 
+@dataclass
+class Watch:
+    """Shows how far an evaluation is, and stops it when the run is interrupted.
+
+    Attributes:
+        total: images to see, in all processes.
+        world: how many processes there are; each sees its share.
+        display: where it is shown.
+        interrupts: what may stop it. Several processes agree on that between steps, not here.
+        seen: images seen so far.
+    """
+
+    total: int
+    world: int
+    display: Display
+    interrupts: Interrupts
+    seen: int = 0
+
+    def saw(self, images: int) -> None:
+        """This process has so many images more."""
+        self.seen += images * self.world
+        self.display.evaluating(min(self.seen, self.total), self.total)
+        if self.interrupts.number is not None and self.world == 1:
+            raise Interrupted(self.interrupts.number)
+
+    def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.saw(len(batch.labels))
+            yield batch
+
+
 class Scoring:
     """Scores of the parts of every domain in use.
 
@@ -32,6 +64,7 @@ class Scoring:
         processes: this process among the others; each evaluates its share.
         store: where images come from.
         predict: maps images, as they were read, to logits.
+        watch: makes the watch over an evaluation of so many images.
         batch_size: images that are predicted together.
     """
 
@@ -42,21 +75,21 @@ class Scoring:
         processes: Processes,
         store: Store,
         predict: Callable[[Tensor], Tensor],
+        *,
+        watch: Callable[[int], Watch],
         batch_size: int = BATCH,
     ) -> None:
         self._config, self._splits, self._processes = config, splits, processes
-        self._store, self._predict, self._batch_size = store, predict, batch_size
+        self._store, self._predict, self._watch = store, predict, watch
+        self._batch_size = batch_size
         self._known: dict[str, Scores] = {}
         self._known_after = -1
 
     @property
     def validates(self) -> bool:
-        """Whether there are images for validation."""
         return any(len(split.parts.get(VALIDATION, ())) for split in self._splits)
 
-    def everything(
-        self, done: int, display: Display, interrupts: Interrupts, averaged: bool
-    ) -> dict[str, Any]:
+    def everything(self, done: int, averaged: bool) -> dict[str, Any]:
         """The scores of every part after so many updates, as records have them."""
         known = {} if averaged or self._known_after != done else self._known
         chosen = [
@@ -65,7 +98,7 @@ class Scoring:
             for part, images in split.parts.items()
             if len(images)
         ]
-        watch = self._watch(chosen, display, interrupts)
+        watch = self._watch_over(chosen)
         scores: dict[str, Any] = {split.domain.name: {} for split in self._splits}
         for split, part in chosen:
             name = split.domain.name
@@ -76,7 +109,7 @@ class Scoring:
             scores[name][part] = found.to_json()
         return scores
 
-    def validation_loss(self, done: int, display: Display, interrupts: Interrupts) -> float:
+    def validation_loss(self, done: int) -> float:
         """The mean over source domains of the cross-entropy on their validation images.
 
         Remembered, in case everything is evaluated after the same update.
@@ -84,22 +117,18 @@ class Scoring:
         chosen = [
             (split, VALIDATION) for split in self._splits if len(split.parts.get(VALIDATION, ()))
         ]
-        watch = self._watch(chosen, display, interrupts)
+        watch = self._watch_over(chosen)
         self._known = {
             split.domain.name: self._score(split, part, done, watch) for split, part in chosen
         }
         self._known_after = done
         return sum(s.cross_entropy for s in self._known.values()) / len(self._known)
 
-    def _score(
-        self,
-        split: Split,
-        part: str,
-        done: int,
-        watch: Callable[[Iterator[Batch]], Iterator[Batch]],
-    ) -> Scores:
+    def _watch_over(self, chosen: Sequence[tuple[Split, str]]) -> Watch:
+        return self._watch(sum(len(split.parts[part]) for split, part in chosen))
+
+    def _score(self, split: Split, part: str, done: int, watch: Watch) -> Scores:
         config, rank, world = self._config, self._processes.rank, self._processes.world
-        device = self._processes.device
         augmented = config.augment and config.augment_validation and part == VALIDATION
         # Lists of files go class by class, and some algorithms look at a batch as a whole.
         shuffled = np.random.default_rng(0).permutation(split.parts[part])
@@ -111,25 +140,9 @@ class Scoring:
             # More numbers than training seeds with: never the same draws.
             seeds=(config.seed, split.position, done, rank),
         )
-        return evaluate(self._predict, watch(batches), device, self._processes.sum)
-
-    def _watch(
-        self, chosen: Sequence[tuple[Split, str]], display: Display, interrupts: Interrupts
-    ) -> Callable[[Iterator[Batch]], Iterator[Batch]]:
-        """Makes batches show how far the evaluation is, and stop when it is interrupted."""
-        total = sum(len(split.parts[part]) for split, part in chosen)
-        world, seen = self._processes.world, 0
-
-        def watch(batches: Iterator[Batch]) -> Iterator[Batch]:
-            nonlocal seen
-            for batch in batches:
-                seen += len(batch.labels) * world
-                display.evaluating(min(seen, total), total)
-                if interrupts.number is not None and world == 1:
-                    raise Interrupted(interrupts.number)
-                yield batch
-
-        return watch
+        return evaluate(
+            self._predict, watch.over(batches), self._processes.device, self._processes.sum
+        )
 
 
 def worst(domains: dict[str, Any]) -> dict[str, float]:

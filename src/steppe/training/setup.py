@@ -19,7 +19,7 @@ from steppe.optim import build_optimizer, optimizer_spec
 from . import precision
 from .backbones import build_network
 from .config import Named, RunConfig
-from .engine import Gears, choose_gears
+from .execution import Gears, choose_gears
 from .processes import Processes
 
 
@@ -131,7 +131,6 @@ def _spelled(axis: Named) -> str:
 
 
 def check_processes(config: RunConfig, processes: Processes) -> None:
-    """Refuses optimizers that cannot work in several processes."""
     name = config.optimizer.name
     if processes.world > 1 and optimizer_spec(name).needs_graph:
         raise UserError(
@@ -140,16 +139,27 @@ def check_processes(config: RunConfig, processes: Processes) -> None:
         )
 
 
+def part_size(config: RunConfig, processes: Processes) -> int:
+    """How many images of a domain a process sees at once; refuses a batch that cannot be cut so."""
+    share = config.batch_size // processes.world
+    if share % config.accumulate:
+        raise UserError(
+            f"batch_size={config.batch_size} over {processes.world} processes cannot be cut into "
+            f"accumulate={config.accumulate} equal parts"
+        )
+    algorithm_spec(config.algorithm.name).check_batch(share // config.accumulate)
+    return share // config.accumulate
+
+
 def gears(config: RunConfig, processes: Processes) -> Gears:
-    """What the engine of a run may do."""
     needs_graph = optimizer_spec(config.optimizer.name).needs_graph
     return choose_gears(
         config.engine,
         processes.device,
         config.image_size,
-        needs_graph,
-        processes.world,
-        algorithm_spec(config.algorithm.name).cls.differentiates,
+        needs_graph=needs_graph,
+        world=processes.world,
+        differentiates=algorithm_spec(config.algorithm.name).cls.differentiates,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from steppe.algorithms import Losses
+from steppe.averaging import unfrozen
 from steppe.curvature.convolution import FastConvolutions
 from steppe.domains.batches import Batch
 from steppe.optim import FlatnessOptimizer
@@ -27,98 +28,90 @@ _LAUNCH = ("foreach", "fused", "capturable")
 """Options of torch's optimizers that say how, not what."""
 
 
-def optimize(
-    optimizer: Optimizer,
-    module: nn.Module,
-    objective: str,
-    prepared: Sequence[Any],
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-    scaler: GradScaler | None = None,
-) -> list[Losses]:
-    """Takes one step and returns the losses at the weights before it, one for each part.
+@dataclass(frozen=True)
+class Passes:
+    """The passes of an update: forward and backward through a module, as often as it takes.
 
-    Args:
-        optimizer: any from the registry.
+    `prepared` is what the algorithm's `prepare` made of each part of the batch, `objective` which
+    of its losses is meant. Losses that are returned are those of the weights before the update, one
+    for each part.
+
+    Attributes:
         module: the algorithm, or what wraps it for several processes.
-        objective: which of the algorithm's losses.
-        prepared: what the algorithm's `prepare` made of each part of the batch.
         autocast: makes the context of forward passes.
         scaler: for fp16.
     """
-    if not isinstance(optimizer, FlatnessOptimizer):
-        losses = differentiate(optimizer, module, objective, prepared, autocast, scaler)
-        apply(optimizer, scaler)
-    else:
-        losses = []
-        closure = _closure(module, objective, prepared, autocast, scaler, losses, optimizer)
-        optimizer.step(closure, scaler=scaler)
-        if scaler is not None:
-            scaler.update()
-    if getattr(optimizer, "needs_graph", False):
-        module.zero_grad()  # other objectives' parameters: their gradients would hold the graph
-    return losses
 
+    module: nn.Module
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    scaler: GradScaler | None = None
 
-def differentiate(
-    optimizer: Optimizer,
-    module: nn.Module,
-    objective: str,
-    prepared: Sequence[Any],
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-    scaler: GradScaler | None = None,
-) -> list[Losses]:
-    """The first half of a step of an optimizer that asks for one gradient: everything before it.
+    def optimize(
+        self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
+    ) -> list[Losses]:
+        """Takes one step of any optimizer from the registry."""
+        if not isinstance(optimizer, FlatnessOptimizer):
+            losses = self.differentiate(optimizer, objective, prepared)
+            self.apply(optimizer)
+        else:
+            losses = []
+            closure = self._closure(optimizer, objective, prepared, losses)
+            optimizer.step(closure, scaler=self.scaler)
+            if self.scaler is not None:
+                self.scaler.update()
+        if getattr(optimizer, "needs_graph", False):
+            self.module.zero_grad()  # other objectives' gradients would hold the graph
+        return losses
 
-    The arguments are those of `optimize`.
-    """
-    assert not isinstance(optimizer, FlatnessOptimizer), "it asks for more than one"
-    losses: list[Losses] = []
-    optimizer.zero_grad()
-    _closure(module, objective, prepared, autocast, scaler, losses, optimizer)()
-    return losses
+    def differentiate(
+        self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
+    ) -> list[Losses]:
+        """The first half of a step of an optimizer that asks for one gradient."""
+        assert not isinstance(optimizer, FlatnessOptimizer), "it asks for more than one"
+        losses: list[Losses] = []
+        optimizer.zero_grad()
+        self._closure(optimizer, objective, prepared, losses)()
+        return losses
 
+    def apply(self, optimizer: Optimizer) -> None:
+        """The second half: the optimizer's step with the gradients that are there."""
+        if skips_by_itself(optimizer):
+            give_momentum(optimizer)
+        if self.scaler is None:
+            optimizer.step()
+            return
+        self.scaler.step(optimizer)
+        self.scaler.update()
 
-def apply(optimizer: Optimizer, scaler: GradScaler | None) -> None:
-    """The second half: the optimizer's step with the gradients that are there."""
-    if skips_by_itself(optimizer):
-        give_momentum(optimizer)
-    if scaler is None:
-        optimizer.step()
-        return
-    scaler.step(optimizer)
-    scaler.update()
+    def _closure(
+        self,
+        optimizer: Optimizer,
+        objective: str,
+        prepared: Sequence[Any],
+        firsts: list[Losses],
+    ) -> Callable[[], Tensor]:
+        """One pass, as a function; the first call's losses are put into `firsts`."""
+        module, needs_graph = self.module, getattr(optimizer, "needs_graph", False)
+        share = 1 / len(prepared)
 
+        def closure() -> Tensor:
+            again = len(firsts) == len(prepared)
+            losses_at_point = []
+            for i, part in enumerate(prepared):
+                # Gradients are summed over processes once, with the last part's.
+                with nullcontext() if i + 1 == len(prepared) else _no_sync(module):
+                    with self.autocast(), _twice(module) if needs_graph else nullcontext():
+                        aux = firsts[i].aux if again else None
+                        losses: Losses = module(part, objective=objective, first=aux)
+                        loss = losses.total if share == 1 else losses.total * share
+                    scaled = loss if self.scaler is None else self.scaler.scale(loss)
+                    _backward(scaled, needs_graph)
+                if not again:
+                    firsts.append(_detached(losses))
+                losses_at_point.append(loss.detach())
+            return torch.stack(losses_at_point).sum()
 
-def _closure(
-    module: nn.Module,
-    objective: str,
-    prepared: Sequence[Any],
-    autocast: Callable[[], AbstractContextManager[object]],
-    scaler: GradScaler | None,
-    firsts: list[Losses],
-    optimizer: Optimizer,
-) -> Callable[[], Tensor]:
-    """One pass, as a function; the first call's losses are put into `firsts`."""
-    needs_graph = getattr(optimizer, "needs_graph", False)
-    share = 1 / len(prepared)
-
-    def closure() -> Tensor:
-        again = len(firsts) == len(prepared)
-        losses_at_point = []
-        for i, part in enumerate(prepared):
-            # Gradients are summed over processes once, with the last part's.
-            with nullcontext() if i + 1 == len(prepared) else _no_sync(module):
-                with autocast(), _twice(module) if needs_graph else nullcontext():
-                    aux = firsts[i].aux if again else None
-                    losses: Losses = module(part, objective=objective, first=aux)
-                    loss = losses.total if share == 1 else losses.total * share
-                _backward(loss if scaler is None else scaler.scale(loss), needs_graph)
-            if not again:
-                firsts.append(_detached(losses))
-            losses_at_point.append(loss.detach())
-        return torch.stack(losses_at_point).sum()
-
-    return closure
+        return closure
 
 
 def base_of(optimizer: Optimizer) -> Optimizer:
@@ -173,6 +166,20 @@ def mean_state(firsts: Sequence[Mapping[str, Losses]], processes: Processes) -> 
         )
         for name, losses in firsts[0].items()
     }
+
+
+def share_statistics(algorithm: nn.Module, processes: Processes) -> None:
+    """Gives all processes the mean of their batch-norm statistics: a run has one network."""
+    if processes.world == 1:
+        return
+    norms = unfrozen(algorithm)
+    found = [t for norm in norms for t in (norm.running_mean, norm.running_var)]
+    shared = [t for t in found if t is not None]
+    if shared:
+        flat = torch.cat([t.flatten() for t in shared]) / processes.world
+        means = processes.sum(flat).split([t.numel() for t in shared])
+        for statistic, mean in zip(shared, means, strict=True):
+            statistic.copy_(mean.view_as(statistic))
 
 
 def cut(batches: Sequence[Batch], parts: int) -> list[list[Batch]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,55 +18,13 @@ from .hessian import HessianOperator
 from .krylov import random_vector, seeded
 from .operator import LossFunction
 from .progress import Progress, Report
+from .results import Flatness, check_ball, lambda_max_from_flatness
 
 XI = 1e-12
 """The small constant of Algorithm 1, as the optimizers have it by default."""
 
 Move = Callable[[Tensor], None]
 """Puts the weights at a displacement from where they were."""
-
-
-@dataclass(frozen=True)
-class Flatness:
-    r"""How flat the loss is around the weights; smaller is flatter.
-
-    Attributes:
-        zeroth: $R^0_\rho = \max_{\|e\| \le \rho} L(\theta + e) - L(\theta)$ (Def. 3.1).
-        first: $R^1_\rho = \rho \max_{\|e\| \le \rho} \|\nabla L(\theta + e)\|$ (Def. 3.2).
-        fad: $\alpha R^0_\rho + (1 - \alpha) R^1_\rho$ (Eq. 3).
-        zeroth_one_step: $L(\theta_1) - L(\theta)$ at SAM's point
-            $\theta_1 = \theta + \rho\, \hat g_0$ instead of the maximum.
-        first_one_step: $\rho \|\nabla L(\theta_2)\|$ at FAD's point
-            $\theta_2 = \theta + \rho\, \hat h_0$, with $h_0 = \nabla L(\theta_1) - g_0$, instead of
-            the maximum.
-        fad_one_step: Eq. 3 with the one-step values.
-        loss: $L(\theta)$.
-        gradient_norm: $\|\nabla L(\theta)\|$.
-        rho: the radius.
-        alpha: the share of zeroth-order flatness.
-        zeroth_starts: what the ascent from each start reached: from $\theta_1$, then from random
-            points. Where they disagree, more starts may find more.
-        first_starts: alike: from $\theta_2$, from the point that gave `zeroth`, then from random
-            points.
-        converged: whether the ascents that reached `zeroth` and `first` stopped by themselves,
-            rather than after `steps`.
-        passes: how often the data was read.
-    """
-
-    zeroth: float
-    first: float
-    fad: float
-    zeroth_one_step: float
-    first_one_step: float
-    fad_one_step: float
-    loss: float
-    gradient_norm: float
-    rho: float
-    alpha: float
-    zeroth_starts: tuple[float, ...]
-    first_starts: tuple[float, ...]
-    converged: bool
-    passes: int
 
 
 def flatness(
@@ -104,7 +61,7 @@ def flatness(
             [`CurvatureOperator`][steppe.curvature.CurvatureOperator].
         rho: the radius of the ball, in the Euclidean norm over all parameters together.
         alpha: the share of zeroth-order flatness in `fad`, from 0 to 1.
-        params: the parameters that may move; those that require a gradient unless given.
+        params: the parameters that may move (default: those that require a gradient).
         restarts: starts of each ascent: the one-step point, and random points for the others.
         steps: the most points an ascent tries. One costs a pass over the data, or two for $R^1$.
         tol: an ascent stops when five steps together gain less than this, relative to the value.
@@ -152,42 +109,24 @@ def flatness(
             )
     # The centre belongs to the ball.
     zeroth, first = max(0.0, highest.value), max(rho * gradient_norm, steepest.value)
+    fad = alpha * zeroth + (1 - alpha) * first
     return Flatness(
+        rho=rho,
+        alpha=alpha,
         zeroth=zeroth,
         first=first,
-        fad=alpha * zeroth + (1 - alpha) * first,
+        fad=fad,
         zeroth_one_step=zeroth_one_step,
         first_one_step=first_one_step,
         fad_one_step=alpha * zeroth_one_step + (1 - alpha) * first_one_step,
-        loss=loss,
-        gradient_norm=gradient_norm,
-        rho=rho,
-        alpha=alpha,
-        zeroth_starts=zeroth_starts,
-        first_starts=first_starts,
+        lambda_max=lambda_max_from_flatness(fad, rho, alpha),
         converged=highest.converged and steepest.converged,
         passes=op.passes + twice.passes,
+        loss=loss,
+        gradient_norm=gradient_norm,
+        zeroth_starts=zeroth_starts,
+        first_starts=first_starts,
     )
-
-
-def lambda_max_from_flatness(value: float, rho: float, alpha: float) -> float:
-    r"""The largest eigenvalue of the Hessian at a minimum, from the flatness there (Eq. 4).
-
-    $$\lambda_{\max} = \frac{R}{\rho^2 (1 - \alpha / 2)}$$
-
-    It holds where the loss is a quadratic within the radius and the gradient vanishes.
-
-    Args:
-        value: `fad`; with `alpha=1` that is `zeroth`, with `alpha=0` it is `first`.
-        rho: the radius it was measured with.
-        alpha: the share of zeroth-order flatness in it.
-
-    Examples:
-        >>> lambda_max_from_flatness(0.75, rho=0.5, alpha=0.5)
-        4.0
-    """
-    _check_ball(rho, alpha)
-    return value / (rho**2 * (1 - alpha / 2))
 
 
 class _Rise:
@@ -231,8 +170,6 @@ class _Steepness:
 
 @dataclass
 class _Search:
-    """Ascents from several starts."""
-
     op: HessianOperator
     rho: float
     steps: int
@@ -306,17 +243,8 @@ def _towards(vector: Tensor, rho: float) -> Tensor:
 
 
 def _check(rho: float, alpha: float, restarts: int, steps: int, tol: float) -> None:
-    _check_ball(rho, alpha)
+    check_ball(rho, alpha)
     if restarts < 1 or steps < 1:
         raise UserError(f"restarts={restarts}, steps={steps}: at least one of each is needed")
     if not tol >= 0:
         raise UserError(f"tol={tol}: give a number that is not negative")
-
-
-def _check_ball(rho: float, alpha: float) -> None:
-    if not 0 < rho < math.inf:
-        raise UserError(f"rho={rho}: the radius must be a positive number")
-    if not 0 <= alpha <= 1:
-        raise UserError(
-            f"alpha={alpha}: give the share of zeroth-order flatness, a number from 0 to 1"
-        )

@@ -10,13 +10,11 @@ stays the same, up to the rounding of fused kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from steppe.algorithms import Losses, Network
@@ -25,7 +23,7 @@ from steppe.optim import FlatnessOptimizer
 from steppe.optim.engine import skips_by_itself
 
 from . import randomness
-from .update import apply, base_of, differentiate, optimize
+from .update import Passes, base_of
 
 T = TypeVar("T")
 
@@ -59,6 +57,7 @@ def choose_gears(
     engine: str,
     device: torch.device,
     image_size: int,
+    *,
     needs_graph: bool,
     world: int,
     differentiates: bool = False,
@@ -66,7 +65,7 @@ def choose_gears(
     """The gears for a run.
 
     Args:
-        engine: ``auto``, ``off``, ``compile`` or ``graph``, as in a config.
+        engine: as in a config.
         device: where it is trained.
         image_size: height and width of the images.
         needs_graph: whether the optimizer differentiates gradients.
@@ -104,10 +103,8 @@ class Engine:
 
     Args:
         gears: what the run allows.
-        module: the algorithm, or what wraps it for several processes.
+        passes: of the algorithm that is trained.
         network: the network inside it.
-        autocast: makes the context of forward passes.
-        scaler: for fp16.
         batch: images of a pass, if code is to be compiled for that number alone, which is faster:
             sums over a number of images that is left open take twice as long. None: for any.
         deterministic: whether kernels are chosen without timing them.
@@ -117,16 +114,14 @@ class Engine:
     def __init__(
         self,
         gears: Gears,
-        module: nn.Module,
+        passes: Passes,
         network: Network,
-        autocast: Callable[[], AbstractContextManager[object]],
-        scaler: GradScaler | None = None,
+        *,
         batch: int | None = None,
         deterministic: bool = False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._module, self._network = module, network
-        self._autocast, self._scaler, self._say = autocast, scaler, say
+        self._passes, self._network, self._say = passes, network, say
         self.compiled, self.captured = gears.compiled, gears.captured
         self.reasons: list[str] = []
         """Why gears are not used, one line each."""
@@ -143,7 +138,6 @@ class Engine:
 
     @property
     def gear(self) -> str:
-        """What it does now, in words."""
         names = {"compiled": self.compiled, "captured in CUDA graphs": self.captured}
         return " and ".join(name for name, on in names.items() if on) or "eager"
 
@@ -158,7 +152,7 @@ class Engine:
             return self._replay(self._graphs[key], optimizer, prepared)
         if sum(known[0] == objective for known in self._seen) > MOST_GRAPHS:  # type: ignore[index]
             self._stop_capturing(
-                "its updates are of too many kinds: sizes, hyper-parameters or Python numbers in "
+                "its updates are of too many kinds: sizes, hyperparameters or Python numbers in "
                 "the loss change from step to step"
             )
             return self._launch(optimizer, objective, prepared)
@@ -194,11 +188,7 @@ class Engine:
     def _launch(
         self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
     ) -> list[Losses]:
-        return self.guarded(
-            lambda: optimize(
-                optimizer, self._module, objective, prepared, self._autocast, self._scaler
-            )
-        )
+        return self.guarded(lambda: self._passes.optimize(optimizer, objective, prepared))
 
     def _warm_up(
         self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
@@ -221,10 +211,11 @@ class Engine:
             return None
         static = [_mapped(part, lambda t: t.clone()) for part in prepared]
         steps = optimizer.steps if isinstance(optimizer, FlatnessOptimizer) else 0
-        self._module.zero_grad()  # gradients are to be allocated in the graph's own memory
+        module, scaler = self._passes.module, self._passes.scaler
+        module.zero_grad()  # gradients are to be allocated in the graph's own memory
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        run = optimize if whole else differentiate
+        run = self._passes.optimize if whole else self._passes.differentiate
         device = static[0].images.device
         try:
             # Other threads, which copy images, may go on allocating meanwhile. The outer stream is
@@ -234,22 +225,20 @@ class Engine:
                 torch.cuda.stream(torch.cuda.current_stream(device)),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
-                losses = run(
-                    optimizer, self._module, objective, static, self._autocast, self._scaler
-                )
+                losses = run(optimizer, objective, static)
         except RuntimeError as error:
             _release_generator(device)
-            self._module.zero_grad()
-            if self._scaler is not None:  # it may be in the middle of a step that never was
-                self._scaler._per_optimizer_states.clear()
+            module.zero_grad()
+            if scaler is not None:  # it may be in the middle of a step that never was
+                scaler._per_optimizer_states.clear()
             self._stop_capturing(_first_line(error))
             return None
         finally:
             if isinstance(optimizer, FlatnessOptimizer):  # nothing has run yet
                 optimizer.abandon()
                 optimizer.steps = steps
-        gradients = [(p, p.grad) for p in self._module.parameters() if p.grad is not None]
-        self._module.zero_grad()
+        gradients = [(p, p.grad) for p in module.parameters() if p.grad is not None]
+        module.zero_grad()
         return _Graph(graph, static, losses, gradients, whole)
 
     def _replay(self, graph: _Graph, optimizer: Optimizer, prepared: Sequence[Any]) -> list[Losses]:
@@ -261,8 +250,8 @@ class Engine:
         if not graph.whole:
             for p, gradient in graph.gradients:
                 p.grad = gradient
-            apply(optimizer, self._scaler)
-            self._module.zero_grad()
+            self._passes.apply(optimizer)
+            self._passes.module.zero_grad()
         # Copies: the memory may be another recording's too.
         return [_mapped(losses, Tensor.clone) for losses in graph.losses]
 
@@ -345,7 +334,6 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A tree like another, its tensors changed."""
     if isinstance(tree, Tensor):
         return change(tree)
     if is_dataclass(tree) and not isinstance(tree, type):
@@ -361,7 +349,6 @@ def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _random_states(device: torch.device) -> list[Any]:
-    """The state of every global generator."""
     kept = randomness.get_state(device)
     name, numbers, *rest = kept["numpy"]
     tensors = (kept["torch"], kept["cuda"])

@@ -9,9 +9,9 @@ import torch
 
 from steppe.algorithms import algorithm_names
 from steppe.training import RunDirectory, make_config, train
-from steppe.training.engine import MOST_GRAPHS, WARM_UP, choose_gears
+from steppe.training.execution import MOST_GRAPHS, WARM_UP, choose_gears
 from steppe.training.processes import Processes
-from steppe.training.progress import Silent
+from steppe.training.setup import resolved_precision
 from steppe.training.trainer import Trainer
 from steppe.training.update import take_up
 
@@ -39,7 +39,8 @@ CHAOTIC = 0.2
 def trainer(tmp_path: Path, **options: Any) -> Trainer:
     config = make_config({**DIGITS, **options})
     device = torch.device(config.device if config.device != "auto" else "cpu")
-    return Trainer(config, RunDirectory(tmp_path), Processes(device), Silent())
+    number_format = resolved_precision(config, device)
+    return Trainer(config, RunDirectory(tmp_path), Processes(device), number_format)
 
 
 def trained(tmp_path: Path, steps: int, **options: Any) -> tuple[Trainer, torch.Tensor]:
@@ -82,7 +83,7 @@ def test_gears(
     captured: bool,
     why: str,
 ) -> None:
-    found = choose_gears(engine, device, size, needs_graph, world)
+    found = choose_gears(engine, device, size, needs_graph=needs_graph, world=world)
     assert (found.compiled, found.captured) == (compiled, captured)
     assert bool(found.reasons) == bool(why)
     assert all(why in reason for reason in found.reasons)

@@ -16,29 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 from torch.func import functional_call
 
+from steppe import console
+from steppe.console import Console, Meter
+from steppe.curvature import Progress
 from steppe.domains import load
 from steppe.domains.batches import Sampling
 from steppe.domains.splits import seed_hash, split_indices
 from steppe.errors import RunError, UserError
-from steppe.training import (
-    Measured,
-    backbones,
-    checkpoint,
-    curvature as under_test,
-    load_measurements,
-    load_model,
-    make_config,
-    measure_run,
-    measured,
-    phases,
-    train,
-)
-from steppe.training.measured import VOLATILE, measurement_file, measurement_name
-from steppe.training.phases import Advance, Phases, Shown
+from steppe.measure import Measured, Settings, images, load_measurements, measuring, stored
+from steppe.measure.phases import Phases
+from steppe.measure.stored import VOLATILE, measurement_file, measurement_name
+from steppe.training import RunDirectory, backbones, checkpoint, load_model, make_config, train
+from steppe.training.setup import open_data
 
 DIGITS = {
     "dataset": "RotatedDigits",
@@ -54,11 +46,14 @@ DIGITS = {
 QUICK: dict[str, Any] = {
     "top": 1,
     "images": 12,
-    "device": "cpu",
     "tol": 0.1,
     "trace_rtol": 1.0,
     "batch_size": 256,
 }
+
+
+def measure_run(run: Path, meter: Meter | None = None, device: str = "cpu", **settings: Any) -> Any:
+    return measuring.measure_run(run, Settings(**settings), device=device, meter=meter)
 
 
 def tiny_cnn(channels: int, image_size: int) -> nn.Sequential:
@@ -84,8 +79,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ascents of few steps, where their values do not matter."""
-    few = partial(under_test.flatness, restarts=1, steps=2)
-    monkeypatch.setattr(under_test, "flatness", few)
+    few = partial(measuring.flatness, restarts=1, steps=2)
+    monkeypatch.setattr(measuring, "flatness", few)
 
 
 @pytest.fixture
@@ -132,7 +127,7 @@ def test_values_are_those_of_the_dense_hessian(trained: Path, tmp_path: Path) ->
     """All of the training split of the sources, in float64: rounding is all that may differ."""
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     found = measure_run(
-        run, top=6, images=0, precision="float64", tol=1e-9, rho=0.1, device="cpu", batch_size=100
+        run, top=6, images=0, precision="float64", tol=1e-9, rho=0.1, batch_size=100
     )
     oracle = Dense(run, {name: split_by_hand(name) for name in ("0", "30")})
     hessian, gradient = oracle.hessian(), oracle.gradient()
@@ -190,7 +185,7 @@ def test_the_training_images_are_those_trained_on(run: Path, monkeypatch, tmp_pa
 
     monkeypatch.setattr(Sampling, "draw", watched)
     train(make_config(DIGITS), tmp_path / "again")
-    drawn, is_training = chosen_images(run, images=0)
+    drawn, is_training = chosen_images(run, 0)
     assert is_training
     for one in drawn:
         pool = set(one.chosen.tolist())
@@ -201,25 +196,23 @@ def test_the_training_images_are_those_trained_on(run: Path, monkeypatch, tmp_pa
     assert [one.sample.of for one in drawn] == [facts[n]["train"] for n in ("0", "30")]
 
 
-def chosen_images(run: Path, names: Any = None, images: int = 12, seed: int = 0) -> Any:
-    dataset, splits = under_test.setup.open_data(under_test.RunDirectory(run).config())
-    return under_test._draw(dataset, splits, names, images, seed)
+def chosen_images(run: Path, count: int = 12, seed: int = 0) -> Any:
+    dataset, splits = open_data(RunDirectory(run).config())
+    return images.draw(dataset, splits, None, count, seed)
 
 
 def test_images_are_drawn_evenly_by_the_seed_and_not_by_their_labels(run: Path) -> None:
-    one, two, other = (
-        chosen_images(run, images=n, seed=seed)[0] for n, seed in ((13, 0), (40, 0), (13, 1))
-    )
+    one, two, other = (chosen_images(run, n, seed)[0] for n, seed in ((13, 0), (40, 0), (13, 1)))
     assert [len(d.chosen) for d in one] == [6, 7]
     for few, many, others in zip(one, two, other, strict=True):
         assert few.chosen.tolist() == many.chosen[: len(few.chosen)].tolist()
         assert few.chosen.tolist() != others.chosen.tolist()
         assert len(set(many.chosen.tolist())) == 20
     # Seven of ten classes at random: not the first ones of a file, sorted by class.
-    dataset, splits = under_test.setup.open_data(under_test.RunDirectory(run).config())
+    dataset, splits = open_data(RunDirectory(run).config())
     for domain in dataset.domains:
         domain.labels.sort()
-    again = under_test._draw(dataset, splits, None, 13, 0)[0]
+    again = images.draw(dataset, splits, None, 13, 0)[0]
     assert [d.chosen.tolist() for d in again] == [d.chosen.tolist() for d in one]
 
 
@@ -238,9 +231,9 @@ def test_domains_and_files(run: Path, names, which, file, samples) -> None:
     assert [(s.domain, s.part, s.images) for s in found.domains] == samples
     assert all(sample.of == sample.images for sample in found.domains)
     assert [path.name for path in (run / "curvature").iterdir()] == [f"{file}.json"]
-    assert found.images == sum(images for *_, images in samples)
-    images = {n: split_by_hand(n) if p == "train" else np.arange(k) for n, p, k in samples}
-    oracle = Dense(run, images, which)
+    assert found.images == sum(count for *_, count in samples)
+    seen = {n: split_by_hand(n) if p == "train" else np.arange(k) for n, p, k in samples}
+    oracle = Dense(run, seen, which)
     assert found.loss == pytest.approx(float(oracle.loss(oracle.theta)), rel=1e-5)
     assert found.weights.which == which
     assert load_measurements(run) == {file: found}
@@ -264,7 +257,7 @@ def test_the_same_seed_gives_the_same_file(run: Path, monkeypatch: pytest.Monkey
     measure_run(run, **options)
     first = written()
     # Too many to hold: read anew in every pass, the same.
-    monkeypatch.setattr(under_test, "HELD", 0)
+    monkeypatch.setattr(measuring, "HELD", 0)
     measure_run(run, **options)
     assert written() == first
     measure_run(run, **options, seed=1)
@@ -331,7 +324,7 @@ def test_the_radius_is_the_optimizers_own(run: Path, optimizer, expected) -> Non
     ],
 )
 def test_bad_input(run: Path, monkeypatch, options: dict[str, Any], message: str) -> None:
-    monkeypatch.setattr(under_test, "top_eigenvalues", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(measuring, "top_eigenvalues", lambda *_: pytest.fail("too late"))
     with pytest.raises(UserError, match=message):
         measure_run(run, **{**QUICK, **options})
     assert load_measurements(run) == {}
@@ -359,9 +352,9 @@ def test_unfinished_runs(run: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_what_has_not_converged_is_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "steppe"), pytest.MonkeyPatch.context() as patch:
-        solve = under_test.top_eigenvalues
+        solve = measuring.top_eigenvalues
         patch.setattr(
-            under_test, "top_eigenvalues", lambda *a, **k: solve(*a, **k, max_products=3, verify=0)
+            measuring, "top_eigenvalues", lambda *a, **k: solve(*a, **k, max_products=3, verify=0)
         )
         found = measure_run(run, **{**QUICK, "top": 3, "tol": 1e-12})
     assert not found.eigenvalues.converged
@@ -407,24 +400,18 @@ def test_damaged_files_are_named(run: Path, damage: Any, message: str) -> None:
 def test_an_interrupt_or_a_full_disk_leaves_what_was_there(run: Path, monkeypatch) -> None:
     before = measure_run(run, **QUICK)
 
-    def interrupt(advance: Advance) -> None:
-        if advance.phase == "flatness":
-            raise KeyboardInterrupt
+    class Interrupting(Watched):
+        def update(self, done: float, *, title: str | None = None, **more: Any) -> None:
+            if title == "flatness":
+                raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_run(run, **QUICK, seed=1, progress=interrupt)
-    durable = measured.durable
+        measure_run(run, **QUICK, seed=1, meter=Interrupting())
 
-    class Full:
-        def write(self, data: bytes) -> None:
-            raise OSError(28, "No space left on device")
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
 
-    def full(path: Path) -> Any:
-        manager = durable(path)
-        manager.__enter__()
-        return type("", (), {"__enter__": lambda _: Full(), "__exit__": lambda *_: False})()
-
-    monkeypatch.setattr(measured, "durable", full)
+    monkeypatch.setattr(stored, "replace", full)
     with pytest.raises(RunError, match="train.json could not be written: No space left"):
         measure_run(run, **QUICK, seed=1)
     assert [path.name for path in (run / "curvature").iterdir()] == ["train.json"]
@@ -433,27 +420,18 @@ def test_an_interrupt_or_a_full_disk_leaves_what_was_there(run: Path, monkeypatc
 
 def test_a_folder_that_cannot_be_written_is_found_out_first(run: Path, monkeypatch) -> None:
     (run / "curvature").write_text("in the way")
-    monkeypatch.setattr(under_test, "top_eigenvalues", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(measuring, "top_eigenvalues", lambda *_: pytest.fail("too late"))
     with pytest.raises(UserError, match="cannot be written to"):
         measure_run(run, **QUICK)
 
 
 KILLED = """
 import os, signal, sys
-from contextlib import contextmanager
-from steppe.training import backbones, measure_run, measured
-from tests.training.test_curvature import QUICK, tiny_cnn
-
-@contextmanager
-def dying(path):
-    with path.open("wb") as file:
-        file.write(b'{"half": ')
-        file.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-        yield
+from steppe.training import backbones
+from tests.measure.test_measuring import QUICK, measure_run, tiny_cnn
 
 backbones._small_cnn = tiny_cnn
-measured.durable = dying
+os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
 measure_run(sys.argv[1], **QUICK, seed=1)
 """
 
@@ -472,52 +450,63 @@ def test_kill_9_leaves_the_run_usable_and_no_half_file(run: Path) -> None:
     assert records[-1]["step"] == 11
 
 
+class Watched(Meter):
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__("curvature", 1.0, console=None, unit="share")
+        self.told: list[tuple[str, float]] = []
+
+    def update(self, done: float, *, title: str | None = None, **more: Any) -> None:
+        self.told.append((str(title), done))
+        super().update(done, title=title, **more)
+
+
 def test_progress_tells_every_phase_and_never_falls(run: Path) -> None:
-    told: list[Advance] = []
-    measure_run(run, **QUICK, density=True, progress=told.append)
-    assert list(dict.fromkeys(a.phase for a in told)) == [
+    meter = Watched()
+    measure_run(run, **QUICK, density=True, meter=meter)
+    assert list(dict.fromkeys(phase for phase, _ in meter.told)) == [
         "images",
         "eigenvalues",
         "trace",
         "density",
         "flatness",
     ]
-    shares = [advance.share for advance in told]
+    shares = [share for _, share in meter.told]
     assert shares == sorted(shares)
     assert 0 == shares[0] < shares[-1] <= 1
 
 
 def test_the_time_left_is_that_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(phases.time, "monotonic", lambda: now)
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
     out = io.StringIO()
-    with Shown(Console(file=out), "curvature of it") as shown:
-        counted = Phases({"a": 1.0, "b": 3.0}, shown)
+    with Meter("it", 1.0, console=Console(file=out), unit="share") as meter:
+        counted = Phases({"a": 1.0, "b": 3.0}, meter)
         report = counted.begin("a")
         now += 10
-        report(Advance("", 0.9, "quiet"))  # a line is due after half a minute
+        report(Progress(0.9, 0, "quiet"))  # a line is due after half a minute
         report = counted.begin("b")
         now += 31
-        report(Advance("", 1 / 3, "half way"))
+        report(Progress(1 / 3, 0, "half way"))
         now += 31
-        report(Advance("", 0.0, "back"))
+        report(Progress(0.0, 0, "back"))
     assert out.getvalue().splitlines() == [
-        "curvature of it",
         "a: 0 % done",
-        "b: 25 % done, about 0:00:30 left",
-        "b: 50 % done, half way, about 0:00:41 left",
-        "b: 50 % done, back, about 0:01:12 left",
+        "b: 25 % done, 0:00:30 left",
+        "b: 50 % done, half way, 0:00:41 left",
+        "b: 50 % done, back, 0:01:12 left",
     ]
 
 
 def test_a_bar_on_a_terminal() -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120)
-    with Shown(console, "curvature of it") as shown:
-        shown(Advance("trace", 0.5, "trace 3 ± 1"))
-        shown._bar.refresh()  # type: ignore[union-attr]
-    assert "trace 3 ± 1, about 0:00:00 left" in out.getvalue()
-    assert "50%" in out.getvalue()
+    terminal = Console(file=out, force_terminal=True, width=120)
+    with Meter("it", 1.0, console=terminal, unit="share") as meter:
+        Phases({"trace": 1.0}, meter).begin("trace")(Progress(0.5, 0, "trace 3 ± 1"))
+        assert meter._bar is not None
+        meter._bar.refresh()
+    assert "50 % done, trace 3 ± 1, 0:00:00 left" in out.getvalue()
 
 
 def test_a_record_holds_plain_finite_numbers(run: Path) -> None:

@@ -6,20 +6,21 @@ import hashlib
 import json
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from steppe.durable import durable, sync_folder
+from steppe.curvature.results import Flatness, Trace
+from steppe.durable import replace
 from steppe.errors import RunError, UserError
 from steppe.strangers import parse, read
+from steppe.training.which import PATTERN
 
-from .which import PATTERN
+from .settings import Precision
 
 VERSION = 1
 """Of the format of these files; raised when an older steppe would misread them."""
@@ -83,61 +84,6 @@ class Spectrum:
 
 
 @dataclass(frozen=True)
-class TraceEstimate:
-    """The trace of the Hessian.
-
-    Attributes:
-        value: the estimate.
-        stderr: its standard error.
-        low: where the 95 % confidence interval begins.
-        high: where it ends.
-        samples: the random vectors behind it.
-        rtol: the standard error that was asked for, relative to the trace.
-        converged: whether it was reached.
-    """
-
-    value: float
-    stderr: float
-    low: float
-    high: float
-    samples: int
-    rtol: float
-    converged: bool
-
-
-@dataclass(frozen=True)
-class FlatnessFound:
-    """The paper's flatness at a radius: as found by ascent, and by the optimizers' one step.
-
-    Attributes:
-        rho: the radius of the ball.
-        alpha: the share of the zeroth order in `fad`.
-        zeroth: R0, Definition 3.1.
-        first: R1, Definition 3.2.
-        fad: R_FAD, Equation 3.
-        zeroth_one_step: what a single step of length rho along the gradient finds of R0.
-        first_one_step: alike, of R1.
-        fad_one_step: alike, of R_FAD.
-        lambda_max: the largest eigenvalue that R_FAD implies by Equation 4, which holds at a
-            minimum of a quadratic.
-        converged: whether the ascents stopped by themselves.
-        passes: over the data.
-    """
-
-    rho: float
-    alpha: float
-    zeroth: float
-    first: float
-    fad: float
-    zeroth_one_step: float
-    first_one_step: float
-    fad_one_step: float
-    lambda_max: float
-    converged: bool
-    passes: int
-
-
-@dataclass(frozen=True)
 class DensityCurve:
     """The smoothed spectral density: what share of the eigenvalues lies where.
 
@@ -189,12 +135,12 @@ class Measured:
     weights: Weights
     loss_function: str
     parameters: int
-    precision: Literal["float32", "float64"]
+    precision: Precision
     loss: float
     gradient_norm: float
     eigenvalues: Spectrum
-    trace: TraceEstimate
-    flatness: FlatnessFound
+    trace: Trace
+    flatness: Flatness
     density: DensityCurve | None
     batch_size: int
     seed: int
@@ -208,7 +154,6 @@ class Measured:
 
     @property
     def lambda_max(self) -> float:
-        """The largest eigenvalue."""
         return self.eigenvalues.values[0]
 
     @property
@@ -217,8 +162,19 @@ class Measured:
         return sum(sample.images for sample in self.domains)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values, as its file has them."""
+        return {name: _plain(value) for name, value in _kept(self)}
+
+
+def _kept(result: Any) -> list[tuple[str, Any]]:
+    """The fields of a result that are stored: those that make two of them equal."""
+    return [(field.name, getattr(result, field.name)) for field in fields(result) if field.compare]
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {name: _plain(inner) for name, inner in _kept(value)}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def measurement_name(domains: Sequence[str] | None, which: str) -> str:
@@ -251,9 +207,6 @@ def prepare_folder(run: Path) -> None:
     folder = run / FOLDER
     try:
         folder.mkdir(exist_ok=True)
-        for left in folder.glob(".*.writing"):
-            if time.time() - left.stat().st_mtime > _FORGOTTEN:  # by a process that was killed
-                left.unlink(missing_ok=True)
         probe = folder / f".{os.getpid()}.writing"
         probe.touch()
         probe.unlink()
@@ -265,26 +218,18 @@ def prepare_folder(run: Path) -> None:
 
 
 def measurement_file(run: Path, name: str) -> Path:
-    """Where a measurement lies."""
     return run / FOLDER / f"{name}.json"
 
 
 def save_measurement(run: Path, measured: Measured) -> None:
-    """Writes a measurement in one piece: readers see the old one, or the new one."""
     path = measurement_file(run, measured.name)
-    temporary = path.with_name(f".{measured.name}.{os.getpid()}.writing")
     text = json.dumps(measured.to_json(), indent=2, allow_nan=False) + "\n"
     try:
-        with durable(temporary) as file:
-            file.write(text.encode())
-        temporary.replace(path)
-        sync_folder(path.parent)
+        replace(path, text.encode())
     except OSError as error:
         raise RunError(
             f"{path} could not be written: {error.strerror or error}. Make room and measure again."
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)  # there is none, unless the above was cut short
 
 
 def load_measurements(run: str | os.PathLike[str]) -> dict[str, Measured]:
@@ -307,8 +252,6 @@ def load_measurements(run: str | os.PathLike[str]) -> dict[str, Measured]:
 
 
 _adapter = TypeAdapter(Measured)
-_FORGOTTEN = 3600.0
-"""Seconds after which a file that was being written no longer is."""
 
 
 def _read(path: Path) -> Measured:

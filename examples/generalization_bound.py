@@ -1,7 +1,12 @@
-"""The generalization bound of Proposition 3.1, term by term."""
+"""The generalization bound of the paper's Proposition 3.1, term by term, and how loose it is.
+
+python examples/generalization_bound.py --loss 0.1 --flatness 0.05 --rho 0.1 --n 8000 --d 23500000
+    --weight_norm 90 --M 1
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import dataclass
 
@@ -233,3 +238,20 @@ def _complexity(rho: float, n: int, d: int, weight_norm: float, delta: float) ->
         (d / 4 * math.log1p(signal) + 0.25 + math.log(n / delta) + 2 * math.log(6 * n + 3 * d))
         / (n - 1)
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The bound of Proposition 3.1.")
+    for name in ("loss", "flatness", "rho", "weight_norm", "M"):
+        parser.add_argument(f"--{name}", type=float, required=True)
+    for name in ("n", "d"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--delta", type=float, default=0.05)
+    parser.add_argument("--discrepancy", type=float)
+    bound = ood_bound(**vars(parser.parse_args()))
+    print(bound)
+    print(bound.statement)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Literal, get_args
 
 import torch
@@ -15,6 +13,7 @@ from steppe.errors import UserError, unknown
 from .eigenvalues import Eigenvalues
 from .krylov import Krylov, random_signs, random_vector, seeded
 from .progress import Progress, Report
+from .results import Trace, student_interval
 from .symmetric import Symmetric, check_matrix, multiply
 
 Method = Literal["deflated", "hutchinson"]
@@ -22,8 +21,8 @@ Method = Literal["deflated", "hutchinson"]
 FEWEST = 30
 """Random vectors before the standard error is believed: it is itself an estimate.
 
-A few large eigenvalues make the samples skew: with 10 vectors, 95 % intervals can cover the trace
-in as few as 83 % of cases.
+A few large eigenvalues make the samples skew: with 10 vectors, 95% intervals can cover the trace
+in as few as 83% of cases.
 """
 
 CONFIRMED = 1.25
@@ -31,34 +30,6 @@ CONFIRMED = 1.25
 
 To stop at the first small one favours samples that happen to lie close together.
 """
-
-
-@dataclass(frozen=True)
-class Trace:
-    """An unbiased estimate of a trace.
-
-    Attributes:
-        value: the estimate.
-        stderr: its standard error, at least that of rounding; 0 where nothing was left to chance.
-        samples: the random vectors behind it.
-        products: how many vectors were multiplied for it.
-        converged: whether the accuracy that was asked for is reached.
-    """
-
-    value: float
-    stderr: float
-    samples: int
-    products: int
-    converged: bool
-
-    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """The confidence interval, by Student's distribution."""
-        if not 0 < confidence < 1:
-            raise UserError(f"confidence={confidence}: give a number between 0 and 1")
-        if not self.stderr:
-            return self.value, self.value
-        width = student_quantile((1 + confidence) / 2, self.samples - 1) * self.stderr
-        return self.value - width, self.value + width
 
 
 def trace(
@@ -87,7 +58,7 @@ def trace(
         op: a `HessianOperator`, a `GaussNewtonOperator`, a symmetric matrix.
         rtol: the standard error to reach, relative to the trace.
         eigenvalues: what `top_eigenvalues` found with `vectors=True`: its vectors are the basis.
-            Unless given, a Lanczos basis is built with a tenth of `max_products`.
+            By default, a Lanczos basis is built with a tenth of `max_products`.
         method: "deflated" (default), or "hutchinson", the paper's.
         max_products: stop after so many products, whatever the standard error.
         seed: of the random signs.
@@ -103,14 +74,21 @@ def trace(
         raise UserError(unknown("method", method, get_args(Method)))
     if not rtol > 0:
         raise UserError(f"rtol={rtol}: give a positive number")
+    if method == "hutchinson" and eigenvalues is not None:
+        raise UserError("method='hutchinson' uses no eigenvalues: leave them out")
     if max_products < 2 * FEWEST:
         raise UserError(f"max_products={max_products}: at least {2 * FEWEST} are needed")
     check_matrix(op)
     generator = seeded(op, seed)
     rounding = 4 * torch.finfo(op.dtype).eps
-    basis, known, products = _basis(op, eigenvalues, method, max_products, generator, progress)
+    basis: Tensor | None = None
+    known, products = 0.0, 0
+    if eigenvalues is not None:
+        basis, known, products = _given_basis(op, eigenvalues)
+    elif method == "deflated":
+        basis, known, products = _lanczos_basis(op, max_products, generator, progress)
     if basis is not None and len(basis) >= op.shape[0]:
-        return Trace(known, 0.0, 0, products, converged=True)
+        return Trace(known, 0.0, known, known, 0, rtol, converged=True, products=products)
     samples: list[float] = []
     until: int | None = None  # the samples at which to look again
     while True:
@@ -128,36 +106,34 @@ def trace(
         if until is not None and len(samples) >= until:
             until = None
         if progress is not None:
-            progress(
-                _progress(value, stderr, len(samples), rtol, products, max_products, confirmed)
-            )
+            left = 0.0 if confirmed else _left(value, stderr, len(samples), rtol)
+            left = min(left, max_products - products)
+            note = f"trace {value:.4g} ± {stderr:.2g}"
+            progress(Progress(products / (products + left), products, note))
         if confirmed or products >= max_products:
-            return Trace(value, stderr, len(samples), products, enough)
+            low, high = student_interval(value, stderr, len(samples))
+            return Trace(value, stderr, low, high, len(samples), rtol, enough, products)
 
 
-def _basis(
-    op: Symmetric,
-    eigenvalues: Eigenvalues | None,
-    method: Method,
-    max_products: int,
-    generator: torch.Generator,
-    progress: Report | None,
-) -> tuple[Tensor | None, float, int]:
-    """The basis in rows, the trace of the operator on it, and the products that took."""
-    if method == "hutchinson":
-        if eigenvalues is not None:
-            raise UserError("method='hutchinson' uses no eigenvalues: leave them out")
-        return None, 0.0, 0
-    if eigenvalues is None:
-        rows = max_products // 10 + 1
-        space = Krylov(op, random_vector(op, generator)[None], rows, generator)
-        while not (space.is_full or space.is_exhausted):
-            space.step()
-            if progress is not None:
-                is_last = space.size == op.shape[0]
-                share = 1.0 if is_last else space.products / max_products
-                progress(Progress(share, space.products, "Lanczos basis"))
-        return space.basis, float(space.ritz().values.sum()), space.products
+Basis = tuple[Tensor, float, int]
+"""Vectors in rows, the trace of the operator on their span, and the products that took."""
+
+
+def _lanczos_basis(
+    op: Symmetric, max_products: int, generator: torch.Generator, progress: Report | None
+) -> Basis:
+    rows = max_products // 10 + 1
+    space = Krylov(op, random_vector(op, generator)[None], rows, generator)
+    while not (space.is_full or space.is_exhausted):
+        space.step()
+        if progress is not None:
+            is_last = space.size == op.shape[0]
+            share = 1.0 if is_last else space.products / max_products
+            progress(Progress(share, space.products, "Lanczos basis"))
+    return space.basis, float(space.ritz().values.sum()), space.products
+
+
+def _given_basis(op: Symmetric, eigenvalues: Eigenvalues) -> Basis:
     vectors = eigenvalues.vectors
     if vectors is None:
         raise UserError("eigenvalues has no vectors: use top_eigenvalues(..., vectors=True)")
@@ -203,39 +179,9 @@ def _stderr(samples: list[float]) -> float:
     return math.sqrt(math.fsum((s - mean) ** 2 for s in samples) / (n - 1) / n)
 
 
-def _progress(
-    value: float,
-    stderr: float,
-    samples: int,
-    rtol: float,
-    products: int,
-    limit: int,
-    confirmed: bool,
-) -> Progress:
-    # The error falls with the root of the number of samples.
+def _left(value: float, stderr: float, samples: int, rtol: float) -> float:
+    """How many samples are still needed: the error falls with the root of their number."""
     target = rtol * abs(value)
     ratio = stderr / target if stderr < 1e6 * target else math.inf
     needed = 0.0 if stderr == 0 else samples * ratio**2
-    most = CONFIRMED * max(FEWEST, needed)
-    left = 0.0 if confirmed else max(0.0, min(max(most - samples, 1.0), limit - products))
-    note = f"trace {value:.4g} ± {stderr:.2g}"
-    return Progress(products / (products + left), products, note)
-
-
-def student_quantile(p: float, degrees: int) -> float:
-    """A quantile of Student's distribution, by its expansion about the normal one.
-
-    Hill's terms (Abramowitz and Stegun, 26.7.5): within 0.1 % from nine degrees of freedom up.
-
-    Examples:
-        >>> round(student_quantile(0.975, 9), 2)
-        2.26
-    """
-    x = NormalDist().inv_cdf(p)
-    terms = (
-        (x**3 + x) / 4,
-        (5 * x**5 + 16 * x**3 + 3 * x) / 96,
-        (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384,
-        (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / 92160,
-    )
-    return x + math.fsum(term / degrees ** (i + 1) for i, term in enumerate(terms))
+    return max(CONFIRMED * max(FEWEST, needed) - samples, 1.0)

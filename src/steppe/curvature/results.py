@@ -1,0 +1,151 @@
+"""What the solvers find, in plain numbers: nothing here needs torch, so that records do not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any
+
+from steppe.errors import UserError
+
+
+def working(default: Any) -> Any:
+    """A field that tells how a result came about: not compared, and not stored with a run."""
+    return field(default=default, compare=False)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """An unbiased estimate of a trace.
+
+    Attributes:
+        value: the estimate.
+        stderr: its standard error, at least that of rounding; 0 where nothing was left to chance.
+        low: where the 95% confidence interval begins.
+        high: where it ends.
+        samples: the random vectors behind it.
+        rtol: the standard error that was asked for, relative to the trace.
+        converged: whether it is reached.
+        products: how many vectors were multiplied for it.
+    """
+
+    value: float
+    stderr: float
+    low: float
+    high: float
+    samples: int
+    rtol: float
+    converged: bool
+    products: int = working(0)
+
+    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
+        """The confidence interval, by Student's distribution."""
+        return student_interval(self.value, self.stderr, self.samples, confidence)
+
+
+@dataclass(frozen=True)
+class Flatness:
+    r"""How flat the loss is around the weights; smaller is flatter.
+
+    Attributes:
+        rho: the radius.
+        alpha: the share of zeroth-order flatness in `fad`.
+        zeroth: $R^0_\rho = \max_{\|e\| \le \rho} L(\theta + e) - L(\theta)$ (Def. 3.1).
+        first: $R^1_\rho = \rho \max_{\|e\| \le \rho} \|\nabla L(\theta + e)\|$ (Def. 3.2).
+        fad: $\alpha R^0_\rho + (1 - \alpha) R^1_\rho$ (Eq. 3).
+        zeroth_one_step: $L(\theta_1) - L(\theta)$ at SAM's point
+            $\theta_1 = \theta + \rho\, \hat g_0$ instead of the maximum.
+        first_one_step: $\rho \|\nabla L(\theta_2)\|$ at FAD's point
+            $\theta_2 = \theta + \rho\, \hat h_0$, with $h_0 = \nabla L(\theta_1) - g_0$, instead of
+            the maximum.
+        fad_one_step: Eq. 3 with the one-step values.
+        lambda_max: the largest eigenvalue that `fad` implies by Eq. 4, which holds at a minimum of
+            a quadratic.
+        converged: whether the ascents that reached `zeroth` and `first` stopped by themselves,
+            rather than after `steps`.
+        passes: how often the data was read.
+        loss: $L(\theta)$.
+        gradient_norm: $\|\nabla L(\theta)\|$.
+        zeroth_starts: what the ascent from each start reached: from $\theta_1$, then from random
+            points. Where they disagree, more starts may find more.
+        first_starts: alike: from $\theta_2$, from the point that gave `zeroth`, then from random
+            points.
+    """
+
+    rho: float
+    alpha: float
+    zeroth: float
+    first: float
+    fad: float
+    zeroth_one_step: float
+    first_one_step: float
+    fad_one_step: float
+    lambda_max: float
+    converged: bool
+    passes: int
+    loss: float = working(math.nan)
+    gradient_norm: float = working(math.nan)
+    zeroth_starts: tuple[float, ...] = working(())
+    first_starts: tuple[float, ...] = working(())
+
+
+def lambda_max_from_flatness(value: float, rho: float, alpha: float) -> float:
+    r"""The largest eigenvalue of the Hessian at a minimum, from the flatness there (Eq. 4).
+
+    $$\lambda_{\max} = \frac{R}{\rho^2 (1 - \alpha / 2)}$$
+
+    It holds where the loss is a quadratic within the radius and the gradient vanishes.
+
+    Args:
+        value: `fad`; with `alpha=1` that is `zeroth`, with `alpha=0` it is `first`.
+        rho: the radius it was measured with.
+        alpha: the share of zeroth-order flatness in it.
+
+    Examples:
+        >>> lambda_max_from_flatness(0.75, rho=0.5, alpha=0.5)
+        4.0
+    """
+    check_ball(rho, alpha)
+    return value / (rho**2 * (1 - alpha / 2))
+
+
+def check_ball(rho: float, alpha: float) -> None:
+    """Refuses a radius or a share that Equation 3 has no meaning for."""
+    if not 0 < rho < math.inf:
+        raise UserError(f"rho={rho}: the radius must be a positive number")
+    if not 0 <= alpha <= 1:
+        raise UserError(
+            f"alpha={alpha}: give the share of zeroth-order flatness, a number from 0 to 1"
+        )
+
+
+def student_interval(
+    value: float, stderr: float, samples: int, confidence: float = 0.95
+) -> tuple[float, float]:
+    """The confidence interval of a mean of so many samples."""
+    if not 0 < confidence < 1:
+        raise UserError(f"confidence={confidence}: give a number between 0 and 1")
+    if not stderr:
+        return value, value
+    width = student_quantile((1 + confidence) / 2, samples - 1) * stderr
+    return value - width, value + width
+
+
+def student_quantile(p: float, degrees: int) -> float:
+    """A quantile of Student's distribution, by its expansion about the normal one.
+
+    Hill's terms (Abramowitz and Stegun, 26.7.5): within 0.1% from nine degrees of freedom up.
+
+    Examples:
+        >>> round(student_quantile(0.975, 9), 2)
+        2.26
+    """
+    x = NormalDist().inv_cdf(p)
+    terms = (
+        (x**3 + x) / 4,
+        (5 * x**5 + 16 * x**3 + 3 * x) / 96,
+        (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384,
+        (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / 92160,
+    )
+    return x + math.fsum(term / degrees ** (i + 1) for i, term in enumerate(terms))

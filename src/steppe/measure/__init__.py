@@ -1,0 +1,12 @@
+"""The curvature and flatness of a run's loss at the weights that it found."""
+
+from typing import TYPE_CHECKING
+
+from steppe.lazy import attach
+
+if TYPE_CHECKING:
+    from .measuring import measure_run as measure_run
+    from .settings import Settings as Settings
+    from .stored import Measured as Measured, load_measurements as load_measurements
+
+__getattr__, __all__ = attach(__name__)

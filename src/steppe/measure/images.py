@@ -1,0 +1,107 @@
+"""The images that a run's loss is measured on: drawn evenly from domains, read in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from steppe.domains import Dataset, Domain, Split
+from steppe.domains.batches import Batch, View, evaluation_batches
+from steppe.domains.dataset import Indices
+from steppe.errors import UserError, unknown
+
+from .stored import Sample
+
+_DRAW = 3
+"""Begins the seeds of the images drawn, so that they are none of training or evaluation."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The images of a domain that were drawn."""
+
+    domain: Domain
+    chosen: Indices
+    sample: Sample
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Batches that are read anew in every pass."""
+
+    drawn: Sequence[Drawn]
+    view: View
+    batch_size: int
+    device: torch.device
+
+    def __iter__(self) -> Iterator[Batch]:
+        for one in self.drawn:
+            # Domain by domain: some algorithms look at a batch as a whole.
+            for images, labels in evaluation_batches(
+                one.domain, one.chosen, self.view, self.batch_size
+            ):
+                yield Batch(images.to(self.device), labels.to(self.device))
+
+
+def draw(
+    dataset: Dataset,
+    splits: Sequence[Split],
+    names: Sequence[str] | None,
+    images: int,
+    seed: int,
+) -> tuple[list[Drawn], bool]:
+    """The images of each domain, and whether they are what the run was trained on."""
+    training = {split.domain.name: split for split in splits if split.source}
+    wanted = list(training) if names is None else list(names)
+    _check_names(wanted, dataset, training)
+    pools: list[tuple[int, Domain, Literal["train", "all"], Indices]] = []
+    for position, domain in enumerate(dataset.domains):
+        if domain.name in wanted:
+            split = training.get(domain.name)
+            pool = np.arange(len(domain)) if split is None else split.parts["train"]
+            pools.append((position, domain, "all" if split is None else "train", pool))
+    counts = shares([len(pool) for *_, pool in pools], images)
+    if 0 in counts:
+        raise UserError(
+            f"images={images}: there are {len(pools)} domains, ask for at least one image of each"
+        )
+    drawn = []
+    for (position, domain, part, pool), count in zip(pools, counts, strict=True):
+        # The first of one order: more images are these and others.
+        order = np.random.default_rng([_DRAW, seed, position]).permutation(pool)
+        sample = Sample(domain.name, part, count, len(pool))
+        drawn.append(Drawn(domain, order[:count], sample))
+    return drawn, set(wanted) == set(training)
+
+
+def _check_names(wanted: list[str], dataset: Dataset, training: Iterable[str]) -> None:
+    known = [domain.name for domain in dataset.domains]
+    if not wanted:
+        raise UserError(f"no domain is named: known are {', '.join(known)}")
+    for name in wanted:
+        if name not in known:
+            raise UserError(
+                unknown(f"domain of {dataset.spec.name}", name, known)
+                + f" (trained on: {', '.join(training)})"
+            )
+        if wanted.count(name) > 1:
+            raise UserError(f"domain {name!r} is named twice: name each once")
+
+
+def shares(sizes: Sequence[int], total: int) -> list[int]:
+    """How many to take of each, as evenly as the sizes allow; all, if `total` is 0.
+
+    Examples:
+        >>> shares([100, 3, 50], 60), shares([2, 2], 9), shares([2, 5], 0)
+        ([29, 3, 28], [2, 2], [2, 5])
+    """
+    taken = list(sizes)
+    left = total or sum(sizes)
+    for rank, i in enumerate(sorted(range(len(sizes)), key=lambda i: sizes[i])):
+        taken[i] = min(sizes[i], left // (len(sizes) - rank))
+        left -= taken[i]
+    return taken

@@ -1,0 +1,321 @@
+"""The curvature of a run's loss at the weights that it found."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from steppe import __version__
+from steppe.console import Meter
+from steppe.curvature import (
+    HessianOperator,
+    flatness,
+    lambda_max_from_flatness,
+    spectral_density,
+    top_eigenvalues,
+    trace,
+)
+from steppe.domains import Dataset
+from steppe.domains.batches import Batch, View
+from steppe.errors import RunError, UserError
+from steppe.training import RunConfig, RunDirectory, TrainedModel, load_model
+from steppe.training.processes import find_device
+from steppe.training.setup import open_data
+
+from .images import Drawn, Stream, draw
+from .phases import Phases
+from .settings import Settings
+from .stored import (
+    DensityCurve,
+    Measured,
+    Spectrum,
+    Weights,
+    load_measurements,
+    measurement_file,
+    measurement_name,
+    prepare_folder,
+    save_measurement,
+)
+
+RHO, ALPHA = 0.05, 0.5
+"""Where the run's optimizer has none."""
+PROBES, DENSITY_STEPS = 4, 80
+GRID = 256
+"""Points of the density."""
+NUMBERS = 64 * 3 * 224**2
+"""What a batch has by default."""
+HELD = 2 << 30
+"""Bytes of images that are held on the device; more are read anew in every pass."""
+
+log = logging.getLogger("steppe")
+
+
+def measure_run(
+    run: str | os.PathLike[str],
+    settings: Settings | None = None,
+    *,
+    device: str = "auto",
+    root: str | None = None,
+    meter: Meter | None = None,
+) -> Measured:
+    r"""Measure the curvature of a run's loss at its weights, and keep the result in its folder.
+
+    The loss is the mean cross-entropy of the model's logits, in evaluation mode and without
+    augmentation, on images drawn evenly from the domains without regard to their classes. The
+    result is written to ``curvature/NAME.json`` below the run's folder; `load_measurements` reads
+    it back.
+
+    Args:
+        run: the run's folder; an unfinished run needs a checkpoint.
+        settings: what to measure, and how exactly.
+        device: where to compute.
+        root: the data folder (default: the run's own).
+        meter: shows how far the whole is, as a share.
+
+    Examples:
+        >>> import tempfile
+        >>> from steppe.training import make_config, train
+        >>> folder = tempfile.mkdtemp()
+        >>> digits = {"dataset": "RotatedDigits", "targets": "75", "sources": "0"}
+        >>> _ = train(make_config({**digits, "steps": 2}), folder)
+        >>> few = Settings(top=2, images=16, trace_rtol=0.5)
+        >>> found = measure_run(folder, few, device="cpu")
+        >>> found.lambda_max > found.eigenvalues.values[1] > 0
+        True
+    """
+    began = time.perf_counter()
+    settings = settings or Settings()
+    path = run_folder(Path(run))
+    directory = RunDirectory(path)
+    config = directory.config()
+    rho, alpha = _ball(config, settings)
+    where = find_device(device)
+    model = _load(directory, settings, where)
+    if root is not None:
+        config = config.model_copy(update={"root": str(Path(root).resolve())})
+    dataset, splits = open_data(config)
+    _check_images(directory, dataset)
+    drawn, is_training = draw(dataset, splits, settings.domains, settings.images, settings.seed)
+    name = measurement_name(None if is_training else [d.domain.name for d in drawn], settings.which)
+    prepare_folder(path)
+    _say_what_is_replaced(path, name)
+    phases = Phases(_costs(settings), meter or Meter("curvature", 1.0, console=None, unit="share"))
+    with _explained(), _warnings_logged(path):
+        loss = _Loss(model, drawn, settings, where, phases)
+        found = _solve(loss, settings, rho, alpha, phases)
+    measured = Measured(
+        name=name,
+        dataset=dataset.spec.name,
+        domains=tuple(one.sample for one in drawn),
+        weights=Weights(settings.which, model.step, model.averaged),
+        loss_function="cross-entropy",
+        precision=settings.precision,
+        seed=settings.seed,
+        seconds=round(time.perf_counter() - began, 2),
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        device=torch.cuda.get_device_name(where) if where.type == "cuda" else where.type,
+        versions={
+            "steppe": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        **found,
+    )
+    save_measurement(path, measured)
+    return measured
+
+
+def run_folder(run: Path) -> Path:
+    """The run's own folder; a finished run of a sweep has it below."""
+    result = run / "result"
+    return result if (result / "config.json").exists() else run
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch.images), batch.labels)
+
+
+class _Loss:
+    """The loss that is measured: of a model on images, by the parameters that it depends on."""
+
+    def __init__(
+        self,
+        model: TrainedModel,
+        drawn: Sequence[Drawn],
+        settings: Settings,
+        device: torch.device,
+        phases: Phases,
+    ) -> None:
+        phases.begin("images")
+        self.model = model
+        each = model.channels * model.image_size**2
+        self.batch_size = settings.batch_size or max(1, NUMBERS // each)
+        self.numbers = each * sum(len(one.chosen) for one in drawn)
+        stream = Stream(drawn, View(model.image_size, augment=False), self.batch_size, device)
+        self.batches: Iterable[Batch] = list(stream) if self.numbers <= HELD else stream
+        self.params = self._used()
+        self.parameters = sum(p.numel() for p in self.params)
+        if settings.top > self.parameters:
+            raise UserError(
+                f"top={settings.top}: the model has {self.parameters} parameters, ask for at most "
+                "as many"
+            )
+
+    def _used(self) -> list[nn.Parameter]:
+        """The parameters that predictions use: an adversary's and a teacher's are not among them.
+
+        Their rows of the Hessian would be zero.
+        """
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        loss = cross_entropy(self.model, next(iter(self.batches)))
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, params, allow_unused=True)
+        return [p for p, gradient in zip(params, gradients, strict=True) if gradient is not None]
+
+
+def _solve(
+    loss: _Loss, settings: Settings, rho: float, alpha: float, phases: Phases
+) -> dict[str, Any]:
+    """The numbers of a measurement."""
+    # The graphs of so few images take no more memory than that of one batch usually does.
+    keep = True if loss.numbers <= NUMBERS else None
+    op = HessianOperator(loss.model, cross_entropy, loss.batches, loss.params, keep_graphs=keep)
+    value, gradient = op.gradient()
+    seed = settings.seed
+    found = top_eigenvalues(
+        op,
+        settings.top,
+        tol=settings.tol,
+        vectors=True,
+        seed=seed,
+        progress=phases.begin("eigenvalues"),
+    )
+    traced = trace(
+        op,
+        rtol=settings.trace_rtol,
+        eigenvalues=found,
+        seed=seed,
+        progress=phases.begin("trace"),
+    )
+    curve = _density(op, seed, phases.begin("density")) if settings.density else None
+    flat = flatness(
+        loss.model,
+        cross_entropy,
+        loss.batches,
+        rho,
+        alpha,
+        params=loss.params,
+        seed=seed,
+        progress=phases.begin("flatness"),
+    )
+    values, residuals = tuple(found.values.tolist()), tuple(found.residuals.tolist())
+    return {
+        "parameters": loss.parameters,
+        "loss": value,
+        "gradient_norm": float(torch.linalg.vector_norm(gradient)),
+        "eigenvalues": Spectrum(values, residuals, settings.tol, found.converged),
+        "trace": traced,
+        "flatness": flat,
+        "density": curve,
+        "batch_size": loss.batch_size,
+        "products": op.products,
+        "passes": op.passes,
+    }
+
+
+def _density(op: HessianOperator, seed: int, report: Callable[[Any], None]) -> DensityCurve:
+    found = spectral_density(op, probes=PROBES, steps=DENSITY_STEPS, seed=seed, progress=report)
+    low, high = float(found.nodes.min()), float(found.nodes.max())
+    margin = 0.05 * (high - low) or 1.0  # five widths of the smoothing: nothing lies beyond
+    grid = torch.linspace(low - margin, high + margin, GRID, dtype=torch.float64)
+    values = found.at(grid)
+    return DensityCurve(tuple(grid.tolist()), tuple(values.tolist()), PROBES, DENSITY_STEPS)
+
+
+def _ball(config: RunConfig, settings: Settings) -> tuple[float, float]:
+    """The radius and the share: those asked for, or the optimizer's own where it has them."""
+    chosen = config.optimizer
+    rho = float(chosen.options.get("rho", RHO)) if settings.rho is None else settings.rho
+    # GAM's alpha weighs its first-order term and may exceed 1: it is none of Equation 3's.
+    own = float(chosen.options.get("alpha", ALPHA)) if chosen.name == "fad" else ALPHA
+    alpha = own if settings.alpha is None else settings.alpha
+    lambda_max_from_flatness(0.0, rho=rho, alpha=alpha)  # refuses now what would be refused later
+    return rho, alpha
+
+
+def _load(directory: RunDirectory, settings: Settings, device: torch.device) -> TrainedModel:
+    model = load_model(directory.path, settings.which, str(device))
+    if directory.state != "done":
+        log.warning(
+            "%s is not finished (%s): measured as it was after step %d",
+            directory.path,
+            directory.state,
+            model.step,
+        )
+    return model.to(getattr(torch, settings.precision))
+
+
+def _say_what_is_replaced(run: Path, name: str) -> None:
+    if not measurement_file(run, name).exists():
+        return
+    try:
+        old = load_measurements(run)[name]
+    except UserError as error:
+        log.warning("%s", error)
+        return
+    log.info(
+        "replaces the measurement of %s: %d eigenvalues, %d images, %s",
+        old.date,
+        len(old.eigenvalues.values),
+        old.images,
+        old.precision,
+    )
+
+
+def _check_images(directory: RunDirectory, dataset: Dataset) -> None:
+    """Refuses other images than the run had: the split would be another one."""
+    if directory.data().get("fingerprint") != dataset.fingerprint():
+        raise UserError(
+            f"the images of {dataset.spec.name} ({dataset.origin}) are not those that "
+            f"{directory.path} was trained on: put them back, or name their folder with --root"
+        )
+
+
+def _costs(settings: Settings) -> dict[str, float]:
+    """What the phases cost, in products of the Hessian with a vector: rough, for the time left."""
+    costs = {"images": 2.0, "eigenvalues": 40.0 + 4 * settings.top, "trace": 25.0}
+    if settings.density:
+        costs["density"] = float(PROBES * DENSITY_STEPS)
+    return {**costs, "flatness": 250.0}
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"the device has too little memory ({str(error).splitlines()[0]}): ask for fewer "
+            "eigenvalues (--top) or smaller batches (--batch-size)"
+        ) from None
+
+
+@contextmanager
+def _warnings_logged(run: Path) -> Iterator[None]:
+    """A solver's warnings as lines of the log, once the progress is out of the way."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for warning in caught:
+        log.warning("%s: %s", run, warning.message)

@@ -1,0 +1,63 @@
+"""What to measure of a run, and how exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from steppe.errors import UserError, unknown
+from steppe.training.which import Which
+
+Precision = Literal["float32", "float64"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure of a run, and how exactly.
+
+    Attributes:
+        domains: names of domains of the run's dataset. Of a domain that the run was trained on, the
+            images of its training split are used, of others all. None: the training split of all
+            domains that it was trained on.
+        top: how many eigenvalues of the Hessian, the largest first.
+        images: how many to draw, over all domains; 0: all.
+        which: ``last``, the weights after the last step; ``best``, those validated best; or
+            ``step:N``, those of the checkpoint after step N.
+        rho: the radius of the paper's flatness (default: that of the run's optimizer, or 0.05).
+        alpha: the share of the zeroth order in R_FAD (default: that of FAD, or 0.5). GAM's `alpha`
+            is another thing: the weight of its first-order term.
+        tol: the residual of the eigenvalues to reach, relative to the largest.
+        trace_rtol: the standard error of the trace to reach, relative to it.
+        batch_size: images in a batch: fewer need less memory (default: as many as have the numbers
+            of 64 color images of 224 x 224 pixels).
+        density: whether to estimate the spectral density too.
+        seed: of the images drawn and of the random vectors.
+        precision: "float32" or "float64".
+    """
+
+    domains: Sequence[str] | None = None
+    top: int = 50
+    images: int = 1024
+    which: Which = "last"
+    rho: float | None = None
+    alpha: float | None = None
+    tol: float = 1e-3
+    trace_rtol: float = 0.02
+    batch_size: int | None = None
+    density: bool = False
+    seed: int = 0
+    precision: Precision = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("tol", "trace_rtol"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name}={getattr(self, name)}: give a positive number")
+        if self.top < 1:
+            raise UserError(f"top={self.top}: ask for at least one eigenvalue")
+        if self.images < 0:
+            raise UserError(f"images={self.images}: give a number of images, or 0 for all")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise UserError(f"batch_size={self.batch_size}: a batch has at least one image")
+        if self.precision not in get_args(Precision):
+            raise UserError(unknown("precision", self.precision, get_args(Precision)))

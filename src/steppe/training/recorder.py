@@ -1,0 +1,163 @@
+"""The records of a run: made, appended to its file, shown, and sent to its trackers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steppe.errors import RunError
+from steppe.validation import first_best
+
+from . import checkpoint
+from .config import RunConfig
+from .directory import RunDirectory, validation_accuracy
+from .loggers import Trackers, flatten, open_loggers
+from .processes import Processes
+from .progress import Display, summary
+from .scoring import worst
+
+log = logging.getLogger("steppe")
+
+
+class Recorder:
+    """Keeps the records of a run, and which of them validates best.
+
+    Args:
+        config: the run.
+        run: its folder, which the first process writes.
+        processes: this process among the others.
+        display: shows every record.
+    """
+
+    def __init__(
+        self, config: RunConfig, run: RunDirectory, processes: Processes, display: Display
+    ) -> None:
+        self._config, self._dir, self._processes = config, run, processes
+        self._display = display
+        self.best: tuple[float, int] | None = None
+        """The best validation accuracy so far, and its step."""
+        self._trackers = Trackers()
+        self._clock, self._clocked = 0.0, 0  # when the last record was made, and after how many
+
+    @contextmanager
+    def recording(self, resumed: bool) -> Iterator[None]:
+        """Has records go to the run's trackers too, beginning with those made before."""
+        if self._processes.first:
+            values = self._config.model_dump(mode="json")
+            self._trackers = open_loggers(self._config.loggers, self._dir.path, values, resumed)
+            for record in self._dir.records():  # what a killed process may not have sent
+                self._track(record)
+        state = "failed"
+        try:
+            yield
+            state = "done"
+        finally:
+            self._trackers.close(state)
+
+    def start_clock(self, done: int) -> None:
+        """The next steps are timed from here."""
+        self._clock, self._clocked = time.perf_counter(), done
+
+    def time(self, done: int) -> tuple[float, float]:
+        """When this evaluation began, and the seconds of each step before it."""
+        now = time.perf_counter()
+        return now, (now - self._clock) / max(done - self._clocked, 1)
+
+    def make(
+        self,
+        step: int,
+        timing: tuple[float, float],
+        *,
+        smallest: int,
+        losses: Mapping[str, float],
+        domains: dict[str, Any],
+        averaged: bool,
+    ) -> dict[str, Any]:
+        """A record as the file has it; `smallest` is the number of images that make an epoch."""
+        began, seconds = timing
+        return {
+            "step": step,
+            "epoch": step * self._config.batch_size / smallest,
+            "loss": losses,
+            "domains": domains,
+            "worst_accuracy": worst(domains),
+            "averaged": averaged,
+            "seconds_per_step": seconds,
+            "evaluation_seconds": time.perf_counter() - began,
+            "memory_gb": _peak_memory(self._processes.device),
+        }
+
+    def not_finite(self, record: Mapping[str, Any]) -> str | None:
+        """What of a record became NaN or infinite, if anything.
+
+        Raises:
+            RunError: it is of the held-out domain alone. That is no divergence, by which a learning
+                rate may be chosen: that would look at the target.
+        """
+        flat = flatten(record)
+        wrong = [name for name, value in flat.items() if not math.isfinite(value)]
+        if not wrong:
+            return None
+        held_out = tuple(f"domains/{target}/" for target in self._config.targets)
+        learned = [name for name in wrong if not name.startswith(held_out)]
+        name = (learned or wrong)[0]
+        what = f"{name} became {flat[name]} at step {record['step']}"
+        if learned:
+            return what
+        raise RunError(f"{what}, on the held-out domain alone: that cannot be recorded")
+
+    def add(self, record: Mapping[str, Any], candidate: bool) -> bool:
+        """Appends a record; says whether it validates best, among those that are candidates."""
+        value = validation_accuracy(record) if candidate else None
+        so_far = None if self.best is None else self.best[0]
+        better = value is not None and first_best([so_far, value]) == 1
+        if value is not None and better:
+            self.best = (value, record["step"])
+        if self._processes.first:
+            self._dir.append(record)
+        return better
+
+    def keep_best(self, weights: Mapping[str, Tensor]) -> None:
+        assert self.best is not None
+        value, step = self.best
+        checkpoint.save_best(self._dir.checkpoints, step, weights, value)
+
+    def tell(self, record: Mapping[str, Any]) -> None:
+        """Shows a record, and sends it to the trackers."""
+        self._display.record(record)
+        log.debug("%s", summary(record))
+        self._track(record)
+
+    def _track(self, record: Mapping[str, Any]) -> None:
+        values = {name: value for name, value in flatten(record).items() if name != "step"}
+        self._trackers.record(record["step"], values)
+
+
+def records_due(first: int, steps: int, every: int) -> int:
+    """How many records are made from a step on: of every so many steps one, and of the last.
+
+    Examples:
+        >>> records_due(0, 21, 10), records_due(0, 22, 10), records_due(11, 22, 10)
+        (3, 4, 2)
+    """
+    if first >= steps:
+        return 0
+    regular = (steps - 1) // every - (first - 1) // every
+    return regular + ((steps - 1) % every > 0)
+
+
+def _peak_memory(device: torch.device) -> float:
+    """Gigabytes: of the GPU where there is one, of the process otherwise."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
