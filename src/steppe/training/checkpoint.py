@@ -9,15 +9,13 @@ record.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors, save as save_tensors
 from torch import Tensor
 
-from steppe.durable import durable, sync_folder
+from steppe.durable import durable, full_disk_explained, sync_folder
 from steppe.errors import RunError, UserError
 from steppe.strangers import is_name, parse, read
 
@@ -40,7 +38,6 @@ _STATE = "state.safetensors"
 _INDEX = "state.json"
 _TEMPORARY = ".writing-"
 _REPLACED = ".replaced-"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # What reading files that we did not write may raise.
 _NOT_OURS = (
@@ -282,16 +279,3 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-@contextmanager
-def full_disk_explained(path: Path) -> Iterator[None]:
-    """Turns a failed write into an error that names the file and what is safe."""
-    try:
-        yield
-    except OSError as error:
-        remedy = "make room" if error.errno in _FULL else "fix that"
-        raise RunError(
-            f"{path} could not be written: {error.strerror or error}. What was written before is "
-            f"whole: {remedy}, then continue with --resume."
-        ) from error

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steppe.durable import replace
+from steppe.durable import full_disk_explained, replace
 from steppe.errors import RunError, UserError
 from steppe.sealed import seal, unseal
 from steppe.strangers import parse, printable, read
 from steppe.validation import first_best, mean
 
-from .checkpoint import full_disk_explained
 from .config import RunConfig, read_config
 
 VOLATILE = ("seconds_per_step", "evaluation_seconds", "memory_gb")
