@@ -83,13 +83,11 @@ def carry_out(name: str, planned: Sequence[Any], out: Path, **workers: Any) -> l
 
     A run that diverged has None.
     """
-    from steppe.sweeps import jobs, write_plan
-    from steppe.sweeps.local import run_local
-    from steppe.sweeps.store import Job
+    from steppe.sweeps import Crew, Job, jobs, run_sweep, write_plan
     from steppe.training import RunDirectory, select, validation_accuracy
 
     sweep = write_plan(planned, out / name, command=f"benchmarks {name}", extend=True)
-    run_local(sweep, **workers)
+    run_sweep(sweep, crew=Crew(**workers))
 
     def value(run_name: str) -> float | None:
         run = RunDirectory(Job(sweep.folder(run_name)).result)  # there once it is done

@@ -20,7 +20,7 @@ import torch
 
 from steppe import cli
 from steppe.domains import digits
-from steppe.sweeps import local, store, worker
+from steppe.sweeps import local, store, supervise, worker
 from tests.limits import seconds
 
 LIMIT = seconds(300)
@@ -174,6 +174,6 @@ def hurry() -> None:
     digits.read = functools.cache(digits.read)
     digits.read()
     local.subprocess = SimpleNamespace(Popen=_Forked, DEVNULL=None, STDOUT=None)  # type: ignore[assignment]
-    local.LOOK_SECONDS = 0.1
+    supervise.LOOK_SECONDS = 0.1
     worker.IDLE_SECONDS = 0.1
     store.BEAT_SECONDS = 0.1

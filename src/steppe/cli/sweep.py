@@ -3,13 +3,14 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from steppe.strangers import command, printable
 
 from .common import BACKBONE, JSON, OVERRIDES, PLUGINS, ROOT, WEIGHTS, names, talk
+from .launchers import RunCommand
 
 app = typer.Typer(help="Sweeps: many runs, on one machine or a cluster.")
 _SWEEP = typer.Argument(metavar="DIR", help="The sweep's folder.")
@@ -103,11 +104,12 @@ def sweep_plan(
     print(f"{printable(path)}: {len(plan.names):,} runs planned; start them with: {start}")
 
 
-@app.command("run")
+@app.command("run", cls=RunCommand)
 def sweep_run(
+    context: typer.Context,
     path: Annotated[Path, _SWEEP],
     launcher: Annotated[
-        Literal["local", "ray", "slurm"], typer.Option(help="What starts the workers.")
+        str, typer.Option(help="What starts the workers: local, ray, slurm, or a plugin's.")
     ] = "local",
     workers: Annotated[
         int | None,
@@ -116,33 +118,15 @@ def sweep_run(
     per_gpu: Annotated[int, typer.Option(min=1, help="Workers that share a GPU.")] = 1,
     threads: Annotated[int, _THREADS] = 1,
     stale: Annotated[float, _STALE] = 60.0,
-    address: Annotated[
-        str | None,
-        typer.Option(help="Of a Ray cluster: $RAY_ADDRESS, or one that is started here."),
+    plugin: Annotated[
+        list[str] | None, typer.Option("--plugin", help="A module that registers a launcher.")
     ] = None,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OPTION", help="For sbatch, such as --sbatch=--time=12:00:00."),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only write the script for Slurm.")
-    ] = False,
 ) -> None:
     """Carry a sweep out: start workers, and wait for its end (Slurm: only submit them)."""
-    from steppe.sweeps import launch
+    from steppe.sweeps import Crew, launch
 
-    done = launch.run(
-        path,
-        launcher,
-        workers=workers,
-        per_gpu=per_gpu,
-        threads=threads,
-        stale=stale,
-        address=address,
-        sbatch=tuple(sbatch or ()),
-        dry_run=dry_run,
-    )
-    if done is not None and not done:
+    crew = Crew(workers, per_gpu, threads, stale)
+    if launch.run(path, launcher, crew, **context.obj) is False:
         raise typer.Exit(1)
 
 
