@@ -10,7 +10,7 @@ from harness import option
 
 from steppe.console import Meter, stderr
 from steppe.errors import UserError
-from steppe.sweeps import Grid, Job, Status, jobs, run_local, write_plan
+from steppe.sweeps import Crew, Grid, Job, Status, jobs, run_sweep, write_plan
 from steppe.training import RunDirectory
 
 
@@ -34,7 +34,8 @@ def carry_out(
         def show(status: Status) -> None:
             meter.update(status.counts["done"] + status.counts["failed"])
 
-        run_local(sweep, workers=options.workers, per_gpu=options.per_gpu, show=show)
+        crew = Crew(workers=options.workers, per_gpu=options.per_gpu)
+        run_sweep(sweep, crew=crew, show=show)
 
     def result(run: str) -> RunDirectory | None:
         found = RunDirectory(Job(sweep.folder(run)).result)  # there once it is done

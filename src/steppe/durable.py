@@ -10,10 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from steppe.errors import RunError
+
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -58,6 +62,19 @@ def replace(path: Path, data: bytes) -> None:
         sync_folder(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from error
+
+
+@contextmanager
+def full_disk_explained(path: Path) -> Iterator[None]:
+    """Turns a failed write into an error that names the file and what is safe."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "make room" if error.errno in _FULL else "fix that"
+        raise RunError(
+            f"{path} could not be written: {error.strerror or error}. What was written before is "
+            f"whole: {remedy}, then continue with --resume."
+        ) from error
 
 
 def temporary_name(path: Path) -> Path:

@@ -83,7 +83,7 @@ def main() -> None:
     # What every child would import by itself. (A backward pass here would be felt in the children.)
     for module in (
         *("torch._dynamo", "steppe.reports", "steppe.domains.packing"),
-        *("steppe.training.progress", "steppe.sweeps.launch"),
+        *("steppe.training.progress", "steppe.sweeps.launch", "steppe.sweeps.local"),
     ):
         import_module(module)
     processes.adopt()

@@ -19,7 +19,7 @@ import torch
 
 from steppe import cli
 from steppe.domains.datasets import digits
-from steppe.sweeps import local, store, worker
+from steppe.sweeps import local, store, supervise, worker
 from tests.limits import seconds
 
 LIMIT = seconds(300)
@@ -173,6 +173,6 @@ def hurry() -> None:
     contents = digits.read()
     object.__setattr__(digits.ROTATED_DIGITS, "read", lambda root: contents)
     local.subprocess = SimpleNamespace(Popen=_Forked, DEVNULL=None, STDOUT=None)  # type: ignore[assignment]
-    local.LOOK_SECONDS = 0.1
+    supervise.LOOK_SECONDS = 0.1
     worker.IDLE_SECONDS = 0.1
     store.BEAT_SECONDS = 0.1

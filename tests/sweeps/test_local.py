@@ -22,6 +22,7 @@ import torch
 
 from steppe.errors import Interrupted, UserError
 from steppe.sweeps import (
+    Crew,
     Grid,
     Job,
     Sweep,
@@ -31,7 +32,9 @@ from steppe.sweeps import (
     look,
     read_plan,
     retry,
+    run_sweep,
     store,
+    supervise,
     write_plan,
 )
 from steppe.sweeps.status import show
@@ -429,19 +432,19 @@ def test_what_is_done_starts_no_workers_and_what_is_left_does(tmp_path: Path, mo
     # Both have left when the first look finds a run that was given back, and one starts again.
     over = SimpleNamespace(over=True, counts={"planned": 0, "done": 6})
     left = SimpleNamespace(over=False, counts={"planned": 1, "done": 5})
-    looks = iter([left, left, over, over, over])
+    looks = iter([left, left, over, over, over, over])
 
     def start(command, log):
         started.append(log)
         return SimpleNamespace(poll=lambda: 0, wait=lambda: 0, returncode=0)
 
     monkeypatch.setattr(local, "_start", start)
-    monkeypatch.setattr(local, "look", lambda *given: next(looks))
-    monkeypatch.setattr(local, "LOOK_SECONDS", 0.0)
-    local.run_local(sweep, workers=2)
+    monkeypatch.setattr(supervise, "look", lambda *given: next(looks))
+    monkeypatch.setattr(supervise, "LOOK_SECONDS", 0.0)
+    run_sweep(sweep, crew=Crew(2))
     assert len(started) == 3
     assert started[2] == started[0]
-    assert local.run_local(sweep, workers=2).over
+    assert run_sweep(sweep, crew=Crew(2)).over
     assert len(started) == 3
 
 

@@ -19,8 +19,8 @@ from types import SimpleNamespace
 import pytest
 
 from steppe.errors import UserError
-from steppe.sweeps import Grid, Job, Sweep, run_local, write_plan
-from steppe.sweeps.ray import run_ray, slots
+from steppe.sweeps import Crew, Grid, Job, Sweep, run_sweep, write_plan
+from steppe.sweeps.ray import slots
 from steppe.training.directory import VOLATILE, RunDirectory
 from tests import limits
 
@@ -201,7 +201,7 @@ def test_a_node_is_killed_and_every_run_is_done_once_as_it_is_locally(tmp_path, 
     for _ in range(2):
         cluster.ask(cpus=1)
     local, sweep = (write_plan(grid(12, 40), tmp_path / name) for name in ("local", "ray"))
-    assert run_local(local, workers=1).counts["done"] == 12
+    assert run_sweep(local, crew=Crew(1)).counts["done"] == 12
     head, other = cluster.node(), cluster.node()
     process = cluster.sweep(sweep, "--address", cluster.address)
     victim, job = wait_for(lambda: at_work(sweep, other), process)
@@ -252,7 +252,7 @@ def test_a_cluster_that_is_not_there_is_named_at_once(tmp_path, monkeypatch):
     # Ray itself would try for minutes.
     monkeypatch.setattr("ray.init", lambda *args, **options: pytest.fail("Ray was asked"))
     with pytest.raises(UserError, match="no Ray cluster can be used at '127.0.0.1:9'.*refused"):
-        run_ray(sweep)
+        run_sweep(sweep, "ray")
 
 
 def test_a_cluster_is_started_where_none_is_named(tmp_path, cluster):

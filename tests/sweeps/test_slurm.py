@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from steppe.errors import UserError
-from steppe.sweeps import Grid, Job, Sweep, look, write_plan
-from steppe.sweeps.slurm import submit
+from steppe.sweeps import Crew, Grid, Job, Sweep, look, run_sweep, write_plan
 from tests.limits import seconds
 from tests.sweeps.slurm_cluster import SlurmCluster, missing
 
@@ -33,12 +32,21 @@ def sweep(tmp_path: Path) -> Sweep:
     return write_plan(GRID, tmp_path / "digits, 100% mine")
 
 
+def submit(sweep: Sweep, crew: Crew | None = None, **options) -> str:
+    return run_sweep(sweep, "slurm", crew, **options)
+
+
 def lines(sweep: Sweep) -> list[str]:
     return (sweep.path / "slurm/sweep.sbatch").read_text().splitlines()
 
 
 def test_the_script_says_what_was_asked_for(sweep):
-    said = submit(sweep, None, 1, 2, 30, ("--partition=gpu", "--gres=gpu:a100:1"), dry_run=True)
+    said = submit(
+        sweep,
+        Crew(threads=2, stale=30),
+        sbatch=("--partition=gpu", "--gres=gpu:a100:1"),
+        dry_run=True,
+    )
     script = f"{sweep.path}/slurm/sweep.sbatch"
     assert said == f"{script}: 6 workers; submit them with: sbatch '{script}'"
     options = [line.removeprefix("#SBATCH ") for line in lines(sweep) if "#SBATCH" in line]
@@ -69,7 +77,7 @@ def test_the_script_says_what_was_asked_for(sweep):
     ],
 )
 def test_workers_that_share_a_gpu_share_a_task(sweep, workers, per_gpu, sbatch, array, gpu):
-    submit(sweep, workers, per_gpu, 3, 60, sbatch, dry_run=True)
+    submit(sweep, Crew(workers, per_gpu, threads=3), sbatch=sbatch, dry_run=True)
     text = lines(sweep)
     assert f"#SBATCH --array={array}" in text
     assert f"#SBATCH --cpus-per-task={3 * per_gpu}" in text
@@ -80,32 +88,32 @@ def test_workers_that_share_a_gpu_share_a_task(sweep, workers, per_gpu, sbatch, 
 
 def test_the_number_of_workers_is_bounded_and_follows_what_is_left(tmp_path):
     many = write_plan(Grid(("RotatedDigits",), trials=1, draws=4), tmp_path / "many")
-    assert ": 16 workers (no GPU is asked for" in submit(many, None, 1, 1, 60, dry_run=True)
+    assert ": 16 workers (no GPU is asked for" in submit(many, dry_run=True)
     for name in many.names[:20]:
         Job(many.folder(name)).note(1, "cancelled")
-    assert ": 4 workers (no GPU is asked for" in submit(many, None, 1, 1, 60, dry_run=True)
+    assert ": 4 workers (no GPU is asked for" in submit(many, dry_run=True)
     for name in many.names[20:]:
         Job(many.folder(name)).note(1, "cancelled")
-    assert submit(many, None, 1, 1, 60).endswith("nothing is left to be run")
+    assert submit(many).endswith("nothing is left to be run")
 
 
 def test_what_cannot_be_submitted_is_said(tmp_path, sweep, monkeypatch):
     with pytest.raises(UserError, match="--sbatch=time=1 is no option of sbatch"):
-        submit(sweep, None, 1, 1, 60, ("time=1",))
+        submit(sweep, sbatch=("time=1",))
     with pytest.raises(UserError, match="is no option of sbatch"):
-        submit(sweep, None, 1, 1, 60, ("--comment=a\nrm -rf .",))
+        submit(sweep, sbatch=("--comment=a\nrm -rf .",))
     odd = write_plan(GRID, tmp_path / 'a "sweep"')
     with pytest.raises(UserError, match="choose a folder without quotes"):
-        submit(odd, None, 1, 1, 60, dry_run=True)
+        submit(odd, dry_run=True)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"sbatch was not found: .*\(--dry-run only writes it\)"):
-        submit(sweep, None, 1, 1, 60)
+        submit(sweep)
     assert lines(sweep)  # written before
     fake = tmp_path / "sbatch"
     fake.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition: x' >&2\nexit 1\n")
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     with pytest.raises(UserError, match="sbatch refused .*: sbatch: error: invalid partition: x"):
-        submit(sweep, None, 1, 1, 60)
+        submit(sweep)
 
 
 needs_slurm = pytest.mark.skipif(

@@ -102,19 +102,9 @@ def reproduce(
     console = Console(stderr=True)
 
     def carry_out(sweep: "Sweep") -> None:
-        from steppe.sweeps import launch
+        from steppe.sweeps import Crew, launch
 
-        launch.run(
-            sweep.path,
-            launcher,
-            workers=workers,
-            per_gpu=per_gpu,
-            threads=1,
-            stale=60.0,
-            address=None,
-            sbatch=(),
-            dry_run=False,
-        )
+        launch.run(sweep.path, launcher, Crew(workers, per_gpu))
 
     talk()
     found = recipes.reproduce(

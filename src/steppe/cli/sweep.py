@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from steppe.training.config import RunConfig
 
 from .common import JSON, OVERRIDES, names, talk
 from .keys import with_keys
+from .launchers import RunCommand
 
 app = typer.Typer(help="Sweeps: many runs, on one machine or a cluster.")
 _SWEEP = typer.Argument(metavar="DIR", help="The sweep's folder.")
@@ -109,11 +110,12 @@ def sweep_plan(
     print(f"{printable(path)}: {len(plan.names):,} runs planned; start them with: {start}")
 
 
-@app.command("run")
+@app.command("run", cls=RunCommand)
 def sweep_run(
+    context: typer.Context,
     path: Annotated[Path, _SWEEP],
     launcher: Annotated[
-        Literal["local", "ray", "slurm"], typer.Option(help="What starts the workers.")
+        str, typer.Option(help="What starts the workers: local, ray, slurm, or a plugin's.")
     ] = "local",
     workers: Annotated[
         int | None,
@@ -122,33 +124,15 @@ def sweep_run(
     per_gpu: Annotated[int, typer.Option(min=1, help="Workers that share a GPU.")] = 1,
     threads: Annotated[int, _THREADS] = 1,
     stale: Annotated[float, _STALE] = 60.0,
-    address: Annotated[
-        str | None,
-        typer.Option(help="Of a Ray cluster: $RAY_ADDRESS, or one that is started here."),
+    plugin: Annotated[
+        list[str] | None, typer.Option("--plugin", help="A module that registers a launcher.")
     ] = None,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OPTION", help="For sbatch, such as --sbatch=--time=12:00:00."),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only write the script for Slurm.")
-    ] = False,
 ) -> None:
     """Carry a sweep out: start workers, and wait for its end (Slurm: only submit them)."""
-    from steppe.sweeps import launch
+    from steppe.sweeps import Crew, launch
 
-    done = launch.run(
-        path,
-        launcher,
-        workers=workers,
-        per_gpu=per_gpu,
-        threads=threads,
-        stale=stale,
-        address=address,
-        sbatch=tuple(sbatch or ()),
-        dry_run=dry_run,
-    )
-    if done is not None and not done:
+    crew = Crew(workers, per_gpu, threads, stale)
+    if launch.run(path, launcher, crew, **context.obj) is False:
         raise typer.Exit(1)
 
 

@@ -1,26 +1,26 @@
 """Sweeps: many runs, planned, carried out by any number of workers, and watched."""
 
-from .local import run_local
-from .plan import Grid, Sweep, jobs, read_plan, target_sets, write_plan
-from .status import Status, cancel, look, retry
-from .store import Claim, Event, Job
-from .worker import Worker, work
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Claim",
-    "Event",
-    "Grid",
-    "Job",
-    "Status",
-    "Sweep",
-    "Worker",
-    "cancel",
-    "jobs",
-    "look",
-    "read_plan",
-    "retry",
-    "run_local",
-    "target_sets",
-    "work",
-    "write_plan",
-]
+from steppe.lazy import attach
+
+if TYPE_CHECKING:
+    from .launch import (
+        Crew as Crew,
+        Launcher as Launcher,
+        launchers as launchers,
+        register_launcher as register_launcher,
+        run_sweep as run_sweep,
+    )
+    from .plan import (
+        Grid as Grid,
+        jobs as jobs,
+        target_sets as target_sets,
+        write_plan as write_plan,
+    )
+    from .status import Status as Status, cancel as cancel, look as look, retry as retry
+    from .store import Claim as Claim, Event as Event, Job as Job
+    from .sweep import Sweep as Sweep, read_plan as read_plan
+    from .worker import Worker as Worker, work as work
+
+__getattr__, __all__ = attach(__name__)

@@ -10,19 +10,17 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from rich.table import Table
-from rich.text import Text
 from torch.nn import functional as F
 
+from steppe import console
 from steppe.domains import dataset_spec
 from steppe.optim import optimizer_spec
-from steppe.strangers import printable
 from steppe.training import RunConfig
 from steppe.training.backbones import build_network
 from steppe.training.processes import find_device
 
-from .plan import Sweep
 from .store import Job
+from .sweep import Sweep
 
 _IMAGES = {"cpu": 4, "cuda": 64}
 """Images in the pass that is timed."""
@@ -41,18 +39,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a sweep will cost.
-
-    Attributes:
-        parts: by dataset and optimizer.
-        device: what was timed.
-    """
+    """What a sweep will cost, on a device that was timed."""
 
     parts: tuple[Part, ...]
     device: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, with the totals."""
+        """With the totals."""
         known = [part.seconds for part in self.parts if part.seconds is not None]
         return {
             "runs": sum(part.runs for part in self.parts),
@@ -69,27 +62,25 @@ def estimate(sweep: Sweep, measured: bool = True) -> Cost:
     A run makes `steps` updates, each of as many forward and backward passes as its optimizer takes;
     algorithms with several objectives make more, and evaluations are not counted.
     """
-    counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    example: dict[tuple[str, str], str] = {}
+    kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, axes in sweep.axes.items():
-        key = axes["dataset"], axes["optimizer"]
-        example.setdefault(key, name)
-        counts[key][0] += 1
-        counts[key][1] += axes["steps"] * optimizer_spec(axes["optimizer"]).passes
+        kinds[axes["dataset"], axes["optimizer"]].append(name)
     device = find_device("auto")
     timed: dict[tuple[Any, ...], float] = {}
     parts = []
-    for key, (runs, passes) in counts.items():
+    for (dataset, optimizer), names in kinds.items():
+        steps = sum(sweep.axes[name]["steps"] for name in names)
+        passes = steps * optimizer_spec(optimizer).passes
         seconds = None
         if measured:
-            config = Job(sweep.folder(example[key])).config()
+            config = Job(sweep.folder(names[0])).config()
             spec = dataset_spec(config.dataset)
             images = config.batch_size * (len(spec.domains) - len(config.targets))
             kind = (config.backbone, config.image_size, spec.channels)
             if kind not in timed:
                 timed[kind] = _seconds_per_image(config, spec.channels, device)
             seconds = passes * images * timed[kind]
-        parts.append(Part(*key, runs, passes, seconds))
+        parts.append(Part(dataset, optimizer, len(names), passes, seconds))
     return Cost(tuple(parts), str(device))
 
 
@@ -113,21 +104,17 @@ def _seconds_per_image(config: RunConfig, channels: int, device: torch.device) -
     return min(times) / n
 
 
-def table(cost: Cost) -> Table:
-    """The cost for the terminal."""
-    found: Mapping[str, Any] = cost.to_json()
+def table(cost: Cost) -> console.Table:
     one = "CPU core" if cost.device == "cpu" else cost.device
-    shown = Table("dataset", "optimizer", "runs", "passes", f"on one {one}, about")
-    for part in (*cost.parts, None):
-        values = asdict(part) if part else {"dataset": "all", "optimizer": "", **found}
-        seconds = values["seconds"]
-        time_taken = "" if seconds is None else str(timedelta(seconds=round(seconds)))
-        shown.add_row(
-            Text(printable(values["dataset"])),
-            Text(printable(values["optimizer"])),
-            f"{values['runs']:,}",
-            f"{values['passes']:,}",
-            time_taken,
-            end_section=part is cost.parts[-1],
-        )
+    headings = ("dataset", "optimizer", "runs", "passes", f"on one {one}, about")
+    total = {"dataset": "all", "optimizer": "", **cost.to_json()}
+    shown = console.table(headings, map(_row, map(asdict, cost.parts)), labels=2)
+    shown.add_section()
+    shown.add_row(*_row(total))
     return shown
+
+
+def _row(part: Mapping[str, Any]) -> list[str]:
+    seconds = part["seconds"]
+    taken = "" if seconds is None else str(timedelta(seconds=round(seconds)))
+    return [part["dataset"], part["optimizer"], f"{part['runs']:,}", f"{part['passes']:,}", taken]

@@ -6,18 +6,17 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
+from steppe import console
 from steppe.durable import replace
 from steppe.errors import UserError
-from steppe.strangers import command, printable
+from steppe.strangers import command
 from steppe.training import EnsembleScores, evaluate_ensemble
 
-from .plan import AXES, Sweep
 from .store import Job
+from .sweep import AXES, Sweep
 
 FILE = "ensembles.json"
 
@@ -37,7 +36,6 @@ class Ensemble:
     scores: dict[str, EnsembleScores]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         scores = {domain: value.to_json(self.runs) for domain, value in self.scores.items()}
         return {**self.axes, "runs": list(self.runs), "scores": scores}
 
@@ -63,19 +61,17 @@ def ensembles(sweep: Sweep, device: str = "auto") -> Iterator[Ensemble]:
 
 
 def save(sweep: Sweep, found: list[Ensemble]) -> None:
-    """Writes them to the sweep's folder."""
     text = json.dumps([ensemble.to_json() for ensemble in found], indent=2) + "\n"
     replace(sweep.path / FILE, text.encode())
 
 
-def table(found: list[Ensemble]) -> Table:
-    """The ensembles for the terminal, next to the mean of their members; in percent."""
-    shown = Table(*AXES, "models", "mean member", "ensemble")
+def table(found: list[Ensemble]) -> console.Table:
+    """The ensembles next to the mean of their members; in percent."""
+    rows = []
     for ensemble in found:
         scores = ensemble.scores.values()
-        whole = sum(s.ensemble.accuracy for s in scores) / len(scores)
-        members = [m.accuracy for s in scores for m in s.members]
-        values = (sum(members) / len(members), whole)
-        names = [Text(printable(value)) for value in ensemble.axes.values()]
-        shown.add_row(*names, str(len(ensemble.runs)), *(f"{100 * value:.1f}" for value in values))
-    return shown
+        members = fmean(member.accuracy for score in scores for member in score.members)
+        whole = fmean(score.ensemble.accuracy for score in scores)
+        values = (f"{100 * value:.1f}" for value in (members, whole))
+        rows.append((*ensemble.axes.values(), len(ensemble.runs), *values))
+    return console.table((*AXES, "models", "mean member", "ensemble"), rows, labels=len(AXES))

@@ -1,75 +1,163 @@
-"""Launchers by name: each only starts workers."""
+"""Launchers: each starts workers in its own way, and nothing but workers.
+
+A launcher is one file with one class, which declares its name and its own options:
+
+    @register_launcher("local")
+    class Local:
+        def start(self, sweep, crew, show): ...
+
+What all launchers share, how many workers and how each of them works, is the `Crew`.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
 
-from rich.console import Console
-from rich.live import Live
+from steppe.axes import AxisSpec, declared, registrar
+from steppe.console import Live, say, stderr, stdout
+from steppe.errors import UserError, unknown
+from steppe.registry import Registry
 
-from steppe.errors import UserError
-from steppe.strangers import printable
-
-from .plan import read_plan
-from .status import Status, show
+from .status import Status, show as shown
+from .store import STALE_SECONDS
+from .sweep import Sweep, read_plan
 from .tidy import tidy
+
+C = TypeVar("C", bound=type)
+Show = Callable[[Status], None]
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The workers that a launcher is asked for.
+
+    Attributes:
+        workers: how many; None: as many as there is room for.
+        per_gpu: workers that share a GPU.
+        threads: of each worker, on a CPU. One, so that results do not depend on it.
+        stale: seconds after which a silent worker is taken for dead.
+    """
+
+    workers: int | None = None
+    per_gpu: int = 1
+    threads: int = 1
+    stale: float = STALE_SECONDS
+
+    def command(self, sweep: Path, device: str) -> list[str]:
+        """What starts one worker."""
+        return [
+            *(sys.executable, "-m", "steppe", "sweep", "work", str(sweep)),
+            *("--device", device, "--threads", str(self.threads), "--stale", f"{self.stale:g}"),
+        ]
+
+
+class Launcher(Protocol):
+    """Starts workers; built with its own options as keywords."""
+
+    def start(self, sweep: Sweep, crew: Crew, show: Show) -> Status | str:
+        """Start the workers of a sweep.
+
+        Args:
+            sweep: the sweep.
+            crew: how many workers, and how each of them works.
+            show: to be given the status, again and again.
+
+        Returns:
+            The status when the sweep is over; or, where workers were only submitted, what to tell
+            the user.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherSpec(AxisSpec):
+    """One entry of the registry. The type of an option is that of its default; None: a text."""
+
+    kind: ClassVar[str] = "launcher"
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        for key in given.keys() - self.options.keys():
+            others = [spec.name for spec in launchers.entries() if key in spec.options]
+            if not others:
+                raise UserError(unknown(f"option for launcher {self.name!r}:", key, self.options))
+            option = "--" + key.replace("_", "-")
+            raise UserError(f"{option} is for --launcher {' or '.join(others)}, not {self.name}")
+
+
+launchers = Registry(
+    "launcher", declared(LauncherSpec, __package__, "register_launcher", ("local",))
+)
+
+
+def register_launcher(name: str) -> Callable[[C], C]:
+    """Add a launcher of your own: a decorator for its class, in a module named with ``--plugin``.
+
+    What its constructor annotates with `steppe.options.Option` are its options, on the command line
+    too; the section `Args` of the class's docstring says what they mean.
+
+    Examples:
+        >>> @register_launcher("by-hand")
+        ... class ByHand:
+        ...     '''Prints the command that starts a worker.'''
+        ...
+        ...     def start(self, sweep, crew, show):
+        ...         return " ".join(crew.command(sweep.path, "auto"))
+        >>> "by-hand" in launchers
+        True
+    """
+    return registrar(launchers, LauncherSpec, name)
+
+
+def run_sweep(
+    sweep: Sweep,
+    launcher: str = "local",
+    crew: Crew | None = None,
+    show: Show = lambda status: None,
+    **options: Any,
+) -> Status | str:
+    """Carry a sweep out with the workers of a launcher.
+
+    Others, on this machine or elsewhere, may work on the same sweep.
+
+    Args:
+        sweep: the sweep.
+        launcher: one of `launchers`.
+        crew: how many workers, and how each of them works.
+        show: is given the status, again and again.
+        **options: the launcher's own.
+
+    Returns:
+        What `Launcher.start` does.
+    """
+    spec = launchers[launcher]
+    spec.check(options)
+    crew = crew or Crew()
+    tidy(sweep, crew.stale)
+    starter: Launcher = spec.cls(**options)
+    return starter.start(sweep, crew, show)
 
 
 def run(
-    path: Path,
-    launcher: str,
-    *,
-    workers: int | None,
-    per_gpu: int,
-    threads: int,
-    stale: float,
-    address: str | None,
-    sbatch: tuple[str, ...],
-    dry_run: bool,
+    path: Path, launcher: str = "local", crew: Crew | None = None, **options: Any
 ) -> bool | None:
-    """Start workers for a sweep and wait for its end.
+    """As `run_sweep`, with the status on the terminal.
 
     Returns:
         Whether every run is done; None where workers were only submitted.
     """
-    sweep = read_plan(path)
-    given = {
-        "--address": (address, "ray"),
-        "--sbatch": (sbatch, "slurm"),
-        "--dry-run": (dry_run, "slurm"),
-    }
-    for option, (value, of) in given.items():
-        if value and launcher != of:
-            raise UserError(f"{option} is for --launcher {of}, not {launcher}")
-    tidy(sweep, stale)
-    if launcher == "slurm":
-        from .slurm import submit
-
-        print(printable(submit(sweep, workers, per_gpu, threads, stale, sbatch, dry_run)))
-        return None
-    console = Console(stderr=True)
+    sweep, console = read_plan(path), stderr()
     with Live(console=console, auto_refresh=False, transient=True) as live:
 
-        def refresh(status: Status) -> None:
-            live.update(show(sweep, status), refresh=console.is_terminal)
+        def show(status: Status) -> None:
+            live.update(shown(sweep, status), refresh=console.is_terminal)
 
-        if launcher == "ray":
-            from .ray import run_ray
-
-            status = run_ray(
-                sweep,
-                workers=workers,
-                per_gpu=per_gpu,
-                threads=threads,
-                stale=stale,
-                address=address,
-                show=refresh,
-            )
-        else:
-            from .local import run_local
-
-            status = run_local(
-                sweep, workers=workers, per_gpu=per_gpu, threads=threads, stale=stale, show=refresh
-            )
-    console.print(show(sweep, status))
-    return status.complete
+        found = run_sweep(sweep, launcher, crew, show, **options)
+    if isinstance(found, str):
+        say(stdout(), found)
+        return None
+    console.print(shown(sweep, found))
+    return found.complete

@@ -1,43 +1,31 @@
-"""A sweep, planned: every run of a grid, with its full config in a folder of its own."""
+"""Plans a sweep: every run of a grid, with its full config in a folder of its own."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from steppe import __version__, strangers
+from steppe import __version__
 from steppe.algorithms import algorithm_spec
 from steppe.averaging import averaging_spec
 from steppe.domains import DatasetSpec, dataset_spec, import_plugins, seed_hash
-from steppe.durable import replace, temporary_name
+from steppe.durable import replace
 from steppe.errors import RunError, UserError, unknown
 from steppe.optim import optimizer_spec
-from steppe.sealed import KEY, Broken, seal, unseal
+from steppe.sealed import seal
 from steppe.search import DEFAULT_SPACE, get_space
 from steppe.training import RunConfig, configure, read_config
 
-VERSION = 1
-"""Of the format of `sweep.json`."""
-AXES = ("dataset", "targets", "algorithm", "optimizer", "averaging")
-"""What a sweep varies, besides trials and draws."""
+from .sweep import AXES, FILE, VERSION, Sweep, read_plan
+
 RETRIES = 1
-_FILE = "sweep.json"
-WRITING = temporary_name(Path(_FILE)).name
-"""What `durable.replace` calls the plan while it is written."""
-_SHAPE: Mapping[str, Any] = {"retries": int, "grids": list, "commands": list, "runs": dict}
-_RUN_SHAPE: Mapping[str, Any] = {
-    **dict.fromkeys(AXES, str),
-    "trial": int,
-    "draw": int | None,
-    "steps": int,
-}
 
 
 @dataclass(frozen=True)
@@ -72,32 +60,6 @@ class Grid:
     overrides: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     tag: str = ""
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A planned sweep.
-
-    Attributes:
-        path: its folder.
-        axes: for every run, in the order in which they are taken, where it lies in the grid.
-        retries: how often a run that failed is tried again.
-        facts: what `sweep.json` says besides: the grid, the command, versions.
-    """
-
-    path: Path
-    axes: Mapping[str, Mapping[str, Any]]
-    retries: int
-    facts: Mapping[str, Any]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of its runs."""
-        return tuple(self.axes)
-
-    def folder(self, name: str) -> Path:
-        """The folder of a run."""
-        return self.path / "runs" / name
 
 
 def target_sets(spec: DatasetSpec, targets: str) -> list[tuple[str, ...]]:
@@ -162,7 +124,7 @@ def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
                 yield _name(config, grid.tag), config
 
 
-def _known(names: Sequence[str], find: Any) -> list[str]:
+def _known(names: Sequence[str], find: Callable[[str], str]) -> list[str]:
     found = [find(name) for name in names]
     for name in found:
         if found.count(name) > 1:
@@ -193,13 +155,6 @@ def _name(config: RunConfig, tag: str) -> str:
     return re.sub(r"[^\w.+-]", "_", "-".join(parts))
 
 
-def _differing(config: RunConfig, planned: RunConfig) -> str | None:
-    """The first key in which two configs are other runs, whichever version and space they have."""
-    labels = {"version", "space", "resolved"}
-    keys = (key for key in RunConfig.model_fields if key not in labels)
-    return next((key for key in keys if getattr(config, key) != getattr(planned, key)), None)
-
-
 def write_plan(
     grid: Grid | Sequence[Grid],
     path: Path,
@@ -217,60 +172,68 @@ def write_plan(
         command: what was typed, for the record.
         extend: add to the plan that the folder has; runs that it has already stay as they are.
     """
-    old: Sweep | None = None
-    if (path / _FILE).exists():
+    old = _plan_so_far(path, extend)
+    grids = [grid] if isinstance(grid, Grid) else list(grid)
+    planned: dict[str, tuple[Grid, RunConfig]] = {}
+    for one in grids:
+        for name, config in jobs(one):
+            if name in planned:
+                raise UserError(f"two runs would both be called {name}: plan them in two sweeps")
+            planned[name] = one, config
+    new = {name: run for name, run in planned.items() if name not in old.axes}
+    for name, (_, config) in planned.items():
+        if name in old.axes:
+            _check_same(path, name, config)
+    if old.axes and not new and retries in (None, old.retries):
+        return old
+    with _unwritten_explained(path):
+        for name, (_, config) in new.items():
+            _write_config(path / "runs" / name, config)
+        os.sync()  # at once: thousands of files, one by one, would take minutes
+    used = [one for one in grids if any(of is one for of, _ in new.values())]
+    commands = old.facts["commands"]
+    facts = {
+        "version": VERSION,
+        "steppe": __version__,
+        "grids": [*old.facts["grids"], *map(asdict, used)],
+        "commands": commands if commands[-1:] == [command] else [*commands, command],
+        "retries": old.retries if retries is None else retries,
+        "runs": {
+            **old.axes,
+            **{name: {**_axes(config), "tag": of.tag} for name, (of, config) in new.items()},
+        },
+    }
+    with _unwritten_explained(path):  # last: a plan that was cut off is no plan
+        replace(path / FILE, seal(json.dumps(facts, indent=1)) + b"\n")
+    return read_plan(path)
+
+
+def _plan_so_far(path: Path, extend: bool) -> Sweep:
+    """The plan that a folder has, or an empty one."""
+    if (path / FILE).exists():
         if not extend:
             raise UserError(
                 f"{path} holds a sweep already: add --extend to add runs to it, or choose another "
                 "folder"
             )
-        old = read_plan(path)
-    elif path.exists() and any(p.name != "runs" and p.name[0] != "." for p in path.iterdir()):
-        # (Runs alone are what a plan leaves that was cut off.)
+        return read_plan(path)
+    # (Runs alone are what a plan leaves that was cut off.)
+    if path.exists() and any(p.name != "runs" and p.name[0] != "." for p in path.iterdir()):
         raise UserError(f"{path} is not empty and holds no sweep: choose another folder")
-    grids = [grid] if isinstance(grid, Grid) else list(grid)
-    planned: dict[str, RunConfig] = {}
-    grid_of: dict[str, Grid] = {}
-    for one in grids:
-        for name, config in jobs(one):
-            if name in planned:
-                raise UserError(f"two runs would both be called {name}: plan them in two sweeps")
-            planned[name], grid_of[name] = config, one
-    new = {name: config for name, config in planned.items() if not old or name not in old.axes}
-    for name, config in planned.items():
-        if name in new:
-            continue
-        before = read_config(path / "runs" / name / "config.json")
-        if key := _differing(config, before):
+    return Sweep(path, {}, RETRIES, {"grids": [], "commands": []})
+
+
+def _check_same(path: Path, name: str, config: RunConfig) -> None:
+    """Refuses a run that the plan has already with other settings, whatever version and space."""
+    before = read_config(path / "runs" / name / "config.json")
+    for key in RunConfig.model_fields:
+        labels = key in ("version", "space", "resolved")
+        if not labels and getattr(config, key) != getattr(before, key):
             raise UserError(
                 f"{path} has {name} already, with {key}={getattr(before, key)} instead of "
                 f"{getattr(config, key)}: plan what differs in another folder. If defaults have "
                 "changed since, --space domainbed or fad, or --set, gives the old ones."
             )
-    if old is not None and not new and retries in (None, old.retries):
-        return old
-    with _unwritten_explained(path):
-        for name, config in new.items():
-            _write_config(path / "runs" / name, config)
-        os.sync()  # at once: thousands of files, one by one, would take minutes
-    commands = old.facts["commands"] if old else []
-    facts = {
-        "version": VERSION,
-        "steppe": __version__,
-        "grids": [
-            *(old.facts["grids"] if old else ()),
-            *(asdict(one) for one in grids if any(grid_of[name] is one for name in new)),
-        ],
-        "commands": commands if commands[-1:] == [command] else [*commands, command],
-        "retries": (old.retries if old else RETRIES) if retries is None else retries,
-        "runs": {
-            **(old.axes if old else {}),
-            **{n: {**_axes(config), "tag": grid_of[n].tag} for n, config in new.items()},
-        },
-    }
-    with _unwritten_explained(path):  # last: a plan that was cut off is no plan
-        replace(path / _FILE, seal(json.dumps(facts, indent=1)) + b"\n")
-    return read_plan(path)
 
 
 def _write_config(folder: Path, config: RunConfig) -> None:
@@ -292,56 +255,8 @@ def _unwritten_explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        left = "The plan is as it was" if (path / _FILE).exists() else "Nothing is planned yet"
+        left = "The plan is as it was" if (path / FILE).exists() else "Nothing is planned yet"
         raise RunError(
             f"{error.filename or path} could not be written: {error.strerror}. {left}: fix that, "
             "then plan again."
         ) from error
-
-
-def read_plan(path: Path) -> Sweep:
-    """Read a planned sweep.
-
-    Raises:
-        UserError: there is none, or it is damaged, or names runs that are not in its folder.
-    """
-    file = path / _FILE
-    try:
-        facts = unseal(strangers.read(file))
-    except FileNotFoundError:
-        plan = strangers.command("steppe", "sweep", "plan", path)
-        raise UserError(f"{path} is not a sweep: plan one with: {plan} --datasets ...") from None
-    except Broken:
-        raise UserError(
-            f"{file} differs from its checksum. If you edited it, remove its last entry, "
-            f'"{KEY}"; if not, it is damaged: restore it, or plan the sweep in a new folder'
-        ) from None
-    except ValueError as error:
-        raise UserError(f"{file} is damaged, not JSON: {error}") from None
-    version = facts.get("version")
-    if not isinstance(version, int):
-        raise UserError(f"{file} is not a plan: its version is {version!r:.60}, not a number")
-    if version > VERSION:
-        raise UserError(f"{path} was planned by a newer steppe: pip install -U steppe")
-    _check_shape(file, "the plan", facts, _SHAPE)
-    runs: dict[str, Any] = facts.pop("runs")
-    for name, axes in runs.items():
-        if not strangers.is_name(name):
-            raise UserError(f"{file} is damaged: {name!r:.200} is not a valid run name")
-        if not isinstance(axes, dict):
-            raise UserError(f"{file} is damaged: run {name} is {axes!r:.60}")
-        _check_shape(file, f"run {name}", axes, _RUN_SHAPE)
-    if (path / "runs").is_symlink():  # whoever made the sweep may have it lead anywhere
-        raise UserError(
-            f"{path / 'runs'} is a link: put the folder itself there (the whole sweep may be "
-            "behind a link)"
-        )
-    return Sweep(path, runs, facts["retries"], facts)
-
-
-def _check_shape(file: Path, what: str, facts: Mapping[str, Any], shape: Mapping[str, Any]) -> None:
-    for key, expected in shape.items():
-        if key not in facts:
-            raise UserError(f"{file} is damaged: {what} has no {key!r}")
-        if not isinstance(facts[key], expected):
-            raise UserError(f"{file} is damaged: {key!r} of {what} is {facts[key]!r:.60}")

@@ -6,84 +6,70 @@ import logging
 import math
 import os
 import socket
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from steppe import strangers
-from steppe.errors import Interrupted, RunError, UserError
-from steppe.training.interrupts import Interrupts
+from steppe.errors import Interrupted, UserError
+from steppe.options import Option
 
-from .local import DEATHS, LOOK_SECONDS
-from .plan import Sweep
-from .status import Status, look
-from .worker import work
+from .launch import Crew, Show, register_launcher
+from .status import Status
+from .supervise import DEATHS, died_again_and_again, supervise
+from .sweep import Sweep
 
 _OBJECT_STORE_BYTES = 100 * 2**20  # workers exchange nothing but the word that they are done
 _KNOCK_SECONDS = 10
+_STOP_SECONDS = 10
 _SHARES = 10**4
 """Ray counts parts of a GPU in ten-thousandths."""
 
 
-def run_ray(
-    sweep: Sweep,
-    *,
-    workers: int | None = None,
-    per_gpu: int = 1,
-    threads: int = 1,
-    stale: float = 60.0,
-    address: str | None = None,
-    show: Callable[[Status], None] = lambda status: None,
-) -> Status:
-    """Run a sweep to its end with workers on a Ray cluster.
+@register_launcher("ray")
+class Ray:
+    """Tasks on a Ray cluster, or on one it starts here; those of a lost node start again elsewhere.
 
-    A worker whose node is lost is started again on another one, and nodes that join get workers.
-    Every node must see the sweep's folder and the data at the same paths.
+    Nodes that join get workers. Every node must see the sweep's folder and the data at the same
+    paths.
 
     Args:
-        sweep: the sweep.
-        workers: how many; as many as the cluster has slots unless given.
-        per_gpu: workers that share a GPU, where the cluster has GPUs.
-        threads: of each worker, on a CPU; Ray sets as many CPUs aside for it.
-        stale: seconds after which a silent worker is taken for dead.
-        address: the cluster's, or `auto` for one that runs on this machine; ``$RAY_ADDRESS`` unless
-            given. Without either, a cluster is started on this machine for the sweep.
-        show: is given the status, again and again.
+        address: of a Ray cluster, or auto for one on this machine (default: $RAY_ADDRESS, or a
+            cluster that is started here for the sweep).
     """
-    address = address or os.environ.get("RAY_ADDRESS")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if not address:
-        # What Ray does on other systems, and reads when it is imported: it is bound to loopback.
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    import ray
 
-    mine = not ray.is_initialized()
-    if mine:
-        _connect(address)
-    try:
-        return _run(sweep, workers, per_gpu, threads, stale, show)
-    finally:
+    def __init__(self, *, address: Annotated[str | None, Option()] = None) -> None:
+        self.address = address or os.environ.get("RAY_ADDRESS")
+
+    def start(self, sweep: Sweep, crew: Crew, show: Show) -> Status:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if not self.address:
+            # Bound to loopback, as Ray is on other systems; read when it is imported.
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        import ray
+
+        mine = not ray.is_initialized()
         if mine:
-            ray.shutdown()
+            _connect(self.address)
+        try:
+            # It catches signals after `ray.init`, which sets handlers of its own.
+            return supervise(sweep, crew, show, _Tasks(sweep, crew))
+        finally:
+            if mine:
+                ray.shutdown()
 
 
 def _connect(address: str | None) -> None:
     import ray
 
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if not address:
-        ray.init(
-            "local",
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        store = _OBJECT_STORE_BYTES
+        ray.init("local", include_dashboard=False, object_store_memory=store, **quiet)
         return
     try:
         _knock(address)
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
@@ -113,102 +99,79 @@ def slots(per_gpu: int, threads: int) -> tuple[int, bool]:
     return room, gpus
 
 
-def _run(
-    sweep: Sweep,
-    workers: int | None,
-    per_gpu: int,
-    threads: int,
-    stale: float,
-    show: Callable[[Status], None],
-) -> Status:
-    import ray
+class _Tasks:
+    def __init__(self, sweep: Sweep, crew: Crew) -> None:
+        import ray
 
-    room, gpus = slots(per_gpu, threads)
-    if not (workers or room):
-        raise UserError(
-            f"no node of the Ray cluster has {threads} CPUs{' and a GPU' if gpus else ''} for a "
-            "worker: lower --threads, or give --workers to wait for nodes that have"
-        )
-    logs = sweep.path.resolve() / "workers"
-    logs.mkdir(exist_ok=True)
-    task = ray.remote(
-        num_cpus=threads,
-        # Rounded down: seven sevenths must fit.
-        num_gpus=math.floor(_SHARES / per_gpu) / _SHARES if gpus else 0,
-        max_calls=1,  # a process for each worker, as elsewhere
-        # Started again below: Ray itself would start one that crashes again for ever.
-        max_retries=0,
-        scheduling_strategy="SPREAD",
-    )(_work)
-    surroundings = os.getcwd(), {k: v for k, v in os.environ.items() if k.startswith("STEPPE_")}
-    arguments = logs.parent, "cuda" if gpus else "cpu", threads, stale, *surroundings
-    tasks: list[Any] = []
-    done = deaths = 0
-    with Interrupts() as interrupts:  # after `ray.init`, which sets handlers of its own
+        self._ray, self._sweep, self._crew = ray, sweep, crew
+        self._tasks: list[Any] = []
+        self._done = self._deaths = 0
+        room, gpus = slots(crew.per_gpu, crew.threads)
+        if not (crew.workers or room):
+            raise UserError(
+                f"no node of the Ray cluster has {crew.threads} CPUs{' and a GPU' if gpus else ''} "
+                "for a worker: lower --threads, or give --workers to wait for nodes that have"
+            )
+        self._logs = sweep.path.resolve() / "workers"
+        self._logs.mkdir(exist_ok=True)
+        self._task = ray.remote(
+            num_cpus=crew.threads,
+            # Rounded down: seven sevenths must fit.
+            num_gpus=math.floor(_SHARES / crew.per_gpu) / _SHARES if gpus else 0,
+            max_calls=1,  # a process for each worker, as elsewhere
+            # Started again by `tend`: Ray itself would start one that crashes again for ever.
+            max_retries=0,
+            scheduling_strategy="SPREAD",
+        )(_work)
+        # Elsewhere a worker inherits them; paths and plugins may depend on them.
+        variables = {k: v for k, v in os.environ.items() if k.startswith("STEPPE_")}
+        device = "cuda" if gpus else "cpu"
+        self._arguments = self._logs.parent, device, crew, os.getcwd(), variables
+
+    def tend(self, status: Status) -> bool:
+        wanted = self._crew.workers or slots(self._crew.per_gpu, self._crew.threads)[0]
+        if status.counts["done"] > self._done:
+            self._done, self._deaths = status.counts["done"], 0
+        for task in self._wait(0):
+            if error := self._error(task):
+                self._deaths += 1
+                if self._deaths > DEATHS * max(wanted, 1):
+                    why = f", the last of {error}; {self._logs} may say more"
+                    raise died_again_and_again(self._sweep, why)
+        while len(self._tasks) < wanted:
+            self._tasks.append(self._task.remote(*self._arguments))
+        return True
+
+    def stop(self, immediately: bool) -> None:
+        self._wait(0 if immediately else _STOP_SECONDS)
+        for task in self._tasks:
+            self._ray.cancel(task)  # it hears Ctrl-C
+        # When all runs are over, what does not answer is a node that nobody needs.
+        self._wait(None if immediately else _STOP_SECONDS)
+
+    def _wait(self, timeout: float | None) -> list[Any]:
+        """Waits for all tasks; returns those that have ended, and forgets them."""
+        if not self._tasks:
+            return []
+        number = len(self._tasks)
+        ended, self._tasks = self._ray.wait(self._tasks, num_returns=number, timeout=timeout)
+        return ended
+
+    def _error(self, task: Any) -> str | None:
+        """What a task that has ended died of."""
         try:
-            while True:
-                status = look(sweep, stale)
-                show(status)
-                if status.over or interrupts.number is not None:
-                    break
-                wanted = workers or slots(per_gpu, threads)[0]
-                if status.counts["done"] > done:
-                    done, deaths = status.counts["done"], 0
-                ended, tasks = _ended(tasks)
-                for error in filter(None, map(_error, ended)):
-                    deaths += 1
-                    if deaths > DEATHS * max(wanted, 1):
-                        raise RunError(
-                            f"the workers died again and again, the last of {error}; {logs} may "
-                            "say more; fix it, then: "
-                            + strangers.command("steppe", "sweep", "run", sweep.path)
-                        )
-                while len(tasks) < wanted:
-                    tasks.append(task.remote(*arguments))
-                time.sleep(LOOK_SECONDS)
-        finally:
-            _stop(tasks, immediately=interrupts.number is not None)
-        if interrupts.number is not None:
-            raise Interrupted(interrupts.number)
-    return look(sweep, stale)
+            self._ray.get(task)
+        except UserError as error:  # a second try would not help
+            raise UserError(str(getattr(error, "cause", error))) from None
+        except self._ray.exceptions.RayError as error:
+            return str(error).strip().rpartition("\n")[-1].rstrip(".")
+        return None
 
 
-def _ended(tasks: list[Any], timeout: float | None = 0) -> tuple[list[Any], list[Any]]:
-    """Tasks that have ended, and those that have not."""
-    import ray
-
-    return ray.wait(tasks, num_returns=len(tasks), timeout=timeout) if tasks else ([], [])
-
-
-def _error(task: Any) -> str | None:
-    """What a task that has ended died of."""
-    import ray
-
-    try:
-        ray.get(task)
-    except UserError as error:  # a second try would not help
-        raise UserError(str(getattr(error, "cause", error))) from None
-    except ray.exceptions.RayError as error:
-        return str(error).strip().rpartition("\n")[-1].rstrip(".")
-    return None
-
-
-def _stop(tasks: list[Any], immediately: bool) -> None:
-    """Waits for workers to end by themselves, or has them save and end."""
-    import ray
-
-    _, alive = _ended(tasks, timeout=0 if immediately else 10)
-    for task in alive:
-        ray.cancel(task)  # it hears Ctrl-C
-    # When all runs are over, what does not answer is a node that nobody needs.
-    _ended(alive, timeout=None if immediately else 10)
-
-
-def _work(
-    path: Path, device: str, threads: int, stale: float, here: str, variables: dict[str, str]
-) -> None:
+def _work(path: Path, device: str, crew: Crew, here: str, variables: dict[str, str]) -> None:
     """A worker, in a process that Ray started."""
-    # Elsewhere a worker inherits them; paths and plugins may depend on them.
+    from .worker import work
+
     os.environ.update(variables)
     with suppress(FileNotFoundError):  # nothing depends on it, or what does will say so
         os.chdir(here)
@@ -225,8 +188,8 @@ def _work(
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        work(path, device, threads, stale)
-    except (Interrupted, KeyboardInterrupt):  # asked to by `_stop`, which only waits for the end
+        work(path, device, crew.threads, crew.stale)
+    except (Interrupted, KeyboardInterrupt):  # asked to by `stop`, which only waits for the end
         log.info("stopped")
     finally:
         log.removeHandler(handler)

@@ -9,14 +9,16 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Annotated
 
 from steppe.durable import replace
 from steppe.errors import UserError
+from steppe.options import Option
 from steppe.strangers import command
 
-from .local import worker_command
-from .plan import Sweep
+from .launch import Crew, Show, register_launcher
 from .status import look
+from .sweep import Sweep
 
 WORKERS = 16
 """Unless told how many: no more than that, nor more than there are runs left."""
@@ -25,92 +27,81 @@ _GRACE_SECONDS = 60
 _GPU_OPTIONS = ("--gres", "--gpus", "-G", "--tres-per")
 
 
-def submit(
-    sweep: Sweep,
-    workers: int | None,
-    per_gpu: int,
-    threads: int,
-    stale: float,
-    sbatch: tuple[str, ...] = (),
-    dry_run: bool = False,
-) -> str:
-    """Submit workers for a sweep as an array job.
+@register_launcher("slurm")
+class Slurm:
+    """An array job that sbatch submits, one worker in each task, or --per-gpu of them.
 
     Args:
-        sweep: the sweep.
-        workers: how many; one for each run that is left, 16 at most, unless given.
-        per_gpu: workers in each task of the array, which share its GPU.
-        threads: of each worker, on a CPU; Slurm sets as many CPUs aside for it.
-        stale: seconds after which a silent worker is taken for dead.
-        sbatch: options for sbatch, such as `--time=12:00:00`; they override the script's own.
-        dry_run: only write the script.
-
-    Returns:
-        What to tell the user.
+        sbatch: an option for sbatch, such as --sbatch=--time=12:00:00; it overrides the script's.
+        dry_run: only write the script for Slurm.
     """
-    status = look(sweep, stale)
-    left = sum(status.counts[state] for state in ("planned", "running", "lost"))
-    if not left:
-        return "\n".join([f"{sweep.path}: nothing is left to be run", *status.problems])
-    number = per_gpu * math.ceil((workers or min(left, WORKERS)) / per_gpu)
-    path = sweep.path.resolve() / "slurm" / "sweep.sbatch"
-    text = script(sweep, number, per_gpu, threads, stale, sbatch)
-    path.parent.mkdir(exist_ok=True)
-    replace(path, os.fsencode(text))
-    damaged = "".join(f"\n{problem}" for problem in status.problems)
-    gpus = "" if "gpus" in text or "gres" in text else " (no GPU is asked for: --sbatch=--gpus=1)"
-    if dry_run:
+
+    def __init__(
+        self,
+        *,
+        sbatch: Annotated[tuple[str, ...], Option()] = (),
+        dry_run: Annotated[bool, Option()] = False,
+    ) -> None:
+        for option in sbatch:
+            if not option.startswith("-") or "\n" in option:
+                raise UserError(
+                    f"--sbatch={option} is no option of sbatch: --sbatch=--time=12:00:00 is"
+                )
+        self.sbatch, self.dry_run = sbatch, dry_run
+
+    def start(self, sweep: Sweep, crew: Crew, show: Show) -> str:
+        status = look(sweep, crew.stale)
+        damaged = "".join(f"\n{problem}" for problem in status.problems)
+        if status.over:
+            return f"{sweep.path}: nothing is left to be run{damaged}"
+        tasks = math.ceil((crew.workers or min(status.left, WORKERS)) / crew.per_gpu)
+        path = sweep.path.resolve() / "slurm" / "sweep.sbatch"
+        text = self._script(sweep, crew, tasks)
+        path.parent.mkdir(exist_ok=True)
+        replace(path, os.fsencode(text))
+        asked = "gpus" in text or "gres" in text
+        gpus = "" if asked else " (no GPU is asked for: --sbatch=--gpus=1)"
+        number = f"{tasks * crew.per_gpu} workers"
+        if self.dry_run:
+            return f"{path}: {number}{gpus}; submit them with: {command('sbatch', path)}{damaged}"
+        job = _submit(path)
+        few = f" (--workers N for another number; {status.left:,} runs are left)"
         return (
-            f"{path}: {number} workers{gpus}; submit them with: {command('sbatch', path)}{damaged}"
+            f"job {job}: {number}{'' if crew.workers else few}{gpus}, as {path} says; "
+            f"'scancel {job}' ends them\nfollow them with: "
+            f"{command('steppe', 'sweep', 'status', sweep.path, '--watch')}{damaged}"
         )
-    job = _sbatch(path)
-    few = "" if workers else f" (--workers N for another number; {left:,} runs are left)"
-    return (
-        f"job {job}: {number} workers{few}{gpus}, as {path} says; 'scancel {job}' ends them\n"
-        f"follow them with: {command('steppe', 'sweep', 'status', sweep.path, '--watch')}{damaged}"
-    )
 
-
-def script(
-    sweep: Sweep, workers: int, per_gpu: int, threads: int, stale: float, sbatch: tuple[str, ...]
-) -> str:
-    """The script for sbatch."""
-    home = sweep.path.resolve()
-    if any(character in str(home) for character in '"\\\n'):
-        raise UserError(
-            f"{home} cannot be named in a script for sbatch: choose a folder without quotes, "
-            "backslashes and line breaks"
-        )
-    for option in sbatch:
-        if not option.startswith("-") or "\n" in option:
+    def _script(self, sweep: Sweep, crew: Crew, tasks: int) -> str:
+        home = sweep.path.resolve()
+        if any(character in str(home) for character in '"\\\n'):
             raise UserError(
-                f"--sbatch={option} is no option of sbatch: --sbatch=--time=12:00:00 is"
+                f"{home} cannot be named in a script for sbatch: choose a folder without quotes, "
+                "backslashes and line breaks"
             )
-    tasks = math.ceil(workers / per_gpu)
-    log = str(home / "slurm").replace("%", "%%") + "/%A_%a.log"
-    options = [
-        "--job-name=" + re.sub(r"[^\w.+-]", "_", f"steppe-{home.name}"),
-        f"--array=0-{tasks - 1}",
-        f'--output="{log}"',
-        "--open-mode=append",
-        "--ntasks=1",
-        f"--cpus-per-task={threads * per_gpu}",
-        f"--signal=B:TERM@{_GRACE_SECONDS}",
-        "--requeue",
-    ]
-    if per_gpu > 1 and not any(option.startswith(_GPU_OPTIONS) for option in sbatch):
-        options.append("--gpus-per-node=1")
-    worker = shlex.join(worker_command(home, "auto", threads, stale))
-    return "\n".join(
-        [
+        log = str(home / "slurm").replace("%", "%%") + "/%A_%a.log"
+        options = [
+            "--job-name=" + re.sub(r"[^\w.+-]", "_", f"steppe-{home.name}"),
+            f"--array=0-{tasks - 1}",
+            f'--output="{log}"',
+            "--open-mode=append",
+            "--ntasks=1",
+            f"--cpus-per-task={crew.threads * crew.per_gpu}",
+            f"--signal=B:TERM@{_GRACE_SECONDS}",
+            "--requeue",
+        ]
+        if crew.per_gpu > 1 and not any(o.startswith(_GPU_OPTIONS) for o in self.sbatch):
+            options.append("--gpus-per-node=1")
+        worker = shlex.join(crew.command(home, "auto"))
+        lines = [
             "#!/bin/bash",
             f"# Workers for {home}, written by 'steppe sweep run --launcher slurm'.",
-            *(f"#SBATCH {option}" for option in (*options, *sbatch)),
+            *(f"#SBATCH {option}" for option in (*options, *self.sbatch)),
             "",
-            *(_one(worker) if per_gpu == 1 else _several(worker, per_gpu)),
+            *(_one(worker) if crew.per_gpu == 1 else _several(worker, crew.per_gpu)),
             "",
         ]
-    )
+        return "\n".join(lines)
 
 
 def _one(worker: str) -> list[str]:
@@ -143,7 +134,7 @@ def _several(worker: str, number: int) -> list[str]:
     ]
 
 
-def _sbatch(path: Path) -> str:
+def _submit(path: Path) -> str:
     """Submits a script; returns the job's number."""
     if shutil.which("sbatch") is None:
         raise UserError(

@@ -11,19 +11,15 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
+from steppe.console import Console, Group, Live, table, text
 from steppe.errors import UserError, unknown
-from steppe.strangers import printable
 
 from . import store
-from .plan import AXES, Sweep, read_plan
-from .store import Event, Job
+from .store import Event
+from .sweep import AXES, Sweep, read_plan
 
-STATES = ("planned", "running", "lost", "done", "failed", "cancelled")
+LEFT = ("planned", "running", "lost")
+STATES = (*LEFT, "done", "failed", "cancelled")
 RECENT_SECONDS = 3600.0
 """Throughput is that of the last hour."""
 PROBLEMS = 10
@@ -63,17 +59,20 @@ class Status:
     problems: tuple[str, ...] = ()
 
     @property
+    def left(self) -> int:
+        """How many runs are still to be done."""
+        return sum(self.counts[state] for state in LEFT)
+
+    @property
     def over(self) -> bool:
-        """Whether nothing is left to be done."""
-        return not any(self.counts[state] for state in ("planned", "running", "lost"))
+        return not self.left
 
     @property
     def complete(self) -> bool:
-        """Whether every run is done."""
+        """Whether every run is done, and none failed or was cancelled."""
         return self.counts["done"] == sum(self.counts.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
 
@@ -88,10 +87,9 @@ def look(sweep: Sweep, stale: float = store.STALE_SECONDS) -> Status:
     first = now
     failures = []
     problems: list[str] = []
-    for name in sweep.names:
-        job = Job(sweep.folder(name))
-        events = job.events()
-        state = states[name] = store.state_of(job, events, now, sweep.retries, stale)
+    for job, events, state in sweep.survey(now, stale):
+        name = job.name
+        states[name] = state
         problems += store.damage(job, events)
         claims = [event for event in events if event.kind == "claim"]
         if claims:
@@ -158,7 +156,7 @@ def _seconds_left(
     overall = sum(seconds.values()) / len(seconds)
     left = 0.0
     for name, state in states.items():
-        if state in ("planned", "running", "lost"):
+        if state in LEFT:
             alike = known.get(kind(name))
             expected = sum(alike) / len(alike) if alike else overall
             left += max(0.0, expected - running.get(name, 0.0))
@@ -166,45 +164,46 @@ def _seconds_left(
 
 
 def show(sweep: Sweep, status: Status) -> Group:
-    """The status for the terminal."""
+    """What a terminal shows of it."""
     total = sum(status.counts.values())
     done = status.counts["done"]
     states = ", ".join(f"{n:,} {state}" for state, n in status.counts.items() if n)
     left = status.seconds_left
     time_left = "?" if left is None else str(timedelta(seconds=round(left)))
     parts: list[Any] = [
-        Text(printable(f"{sweep.path}: {states}")),
-        Text(
+        text(f"{sweep.path}: {states}"),
+        text(
             f"{done:,} of {total:,} runs ({done / max(total, 1):.0%}), "
             f"{status.runs_per_hour:,.1f} an hour, {time_left} left"
             if not status.over
             else f"{done:,} of {total:,} runs done"
         ),
     ]
-    table = Table("", "", *STATES, box=None)
-    for axis, values in status.axes.items():
-        if len(values) > 1:
-            for value, counts in values.items():
-                row = (f"{counts.get(state, 0):,}" if counts.get(state) else "" for state in STATES)
-                table.add_row(axis, Text(printable(value)), *row)
-                axis = ""
-    if table.row_count:
-        parts.append(table)
+    rows = [
+        (axis if place == 0 else "", value, *_counts(counts))
+        for axis, values in status.axes.items()
+        if len(values) > 1
+        for place, (value, counts) in enumerate(values.items())
+    ]
+    if rows:
+        parts.append(table(("", "", *STATES), rows, labels=2, plain=True))
     alike: dict[str, list[Failure]] = defaultdict(list)
     for failure in status.failures:
         alike[failure.error].append(failure)
-    for error, failures in alike.items():
-        first, more = failures[0], len(failures) - 1
-        others = f", and {more:,} more" if more else ""
-        text = f"failed after {first.attempts} attempts: {first.name}{others}: {error}"
-        parts.append(Text(printable(text), style="red"))
+    for error, (first, *more) in alike.items():
+        others = f", and {len(more):,} more" if more else ""
+        line = f"failed after {first.attempts} attempts: {first.name}{others}: {error}"
+        parts.append(text(line, style="red"))
         if first.traceback:
-            parts.append(Text(printable(first.traceback.rstrip()), style="dim"))
+            parts.append(text(first.traceback.rstrip(), style="dim"))
     lines = list(status.problems[:PROBLEMS])
     if len(status.problems) > PROBLEMS:
         lines.append(f"and {len(status.problems) - PROBLEMS:,} more problems: --json has all")
-    parts += [Text(printable(line), style="yellow") for line in lines]
-    return Group(*parts)
+    return Group(*parts, *(text(line, style="yellow") for line in lines))
+
+
+def _counts(counts: Mapping[str, int]) -> list[str]:
+    return [f"{counts[state]:,}" if counts.get(state) else "" for state in STATES]
 
 
 def watch(sweep: Sweep, console: Console, stale: float, seconds: float = 2.0) -> None:
@@ -225,7 +224,7 @@ def retry(sweep: Sweep, names: tuple[str, ...] = ()) -> list[str]:
 
 def cancel(sweep: Sweep, names: tuple[str, ...] = ()) -> list[str]:
     """Takes runs out that are planned, lost or at work; returns which."""
-    return _change(sweep, names, ("planned", "running", "lost"), "cancelled")
+    return _change(sweep, names, LEFT, "cancelled")
 
 
 def _change(sweep: Sweep, names: tuple[str, ...], states: tuple[str, ...], kind: str) -> list[str]:
@@ -235,14 +234,11 @@ def _change(sweep: Sweep, names: tuple[str, ...], states: tuple[str, ...], kind:
             raise UserError(f"{message} {sweep.path / 'runs'} has all of them")
     now = store.clock(sweep.path)
     changed = []
-    for name in names or sweep.names:
-        job = Job(sweep.folder(name))
-        events = job.events()
-        state = store.state_of(job, events, now, sweep.retries, store.STALE_SECONDS)
-        if state in states and job.note(events[-1].number + 1 if events else 1, kind):
-            changed.append(name)
+    for job, events, state in sweep.survey(now, store.STALE_SECONDS, names or None):
+        if state in states and job.note(store.next_number(events), kind):
+            changed.append(job.name)
         elif names:
             verb = "retried" if kind == "retry" else "cancelled"
             which = f"{', '.join(states[:-1])} or {states[-1]}"
-            raise UserError(f"{name} is {state}; only {which} runs can be {verb}")
+            raise UserError(f"{job.name} is {state}; only {which} runs can be {verb}")
     return changed

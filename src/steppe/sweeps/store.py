@@ -30,15 +30,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from steppe import strangers
+from steppe.durable import full_disk_explained
 from steppe.errors import UserError
 from steppe.sealed import seal, unseal
-from steppe.training import RunConfig, read_config
-from steppe.training.directory import full_disk_explained
 
-from .takeover import COPYING, newest_step, take_over
+if TYPE_CHECKING:
+    from steppe.training import RunConfig
 
 log = logging.getLogger("steppe")
 
@@ -47,6 +47,8 @@ STALE_SECONDS = 60.0
 BEAT_SECONDS = 10.0
 
 RESULT = "result"
+COPYING = ".copying"
+"""Ends the name of an attempt while it is copied from another one."""
 DAMAGED = "damaged"
 KINDS: Mapping[str, Mapping[str, type]] = {
     "claim": {},
@@ -87,16 +89,15 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What the run is called."""
         return self.path.name
 
     @property
     def result(self) -> Path:
-        """The folder of the finished run."""
         return self.path / RESULT
 
     def config(self) -> RunConfig:
-        """What is to be run."""
+        from steppe.training import read_config
+
         return read_config(self.path / "config.json")
 
     def attempt(self, number: int) -> Path:
@@ -104,7 +105,6 @@ class Job:
         return self.path / f"attempt-{number:05d}"
 
     def events(self) -> list[Event]:
-        """What happened so far, in order."""
         found: list[Event] = []
         for number in sorted(self._numbers()):
             event = self._read(number)
@@ -115,12 +115,10 @@ class Job:
         return found
 
     def last(self) -> Event | None:
-        """The latest event."""
         number = max(self._numbers(), default=None)
         return None if number is None else self._read(number)
 
     def event_file(self, number: int) -> Path:
-        """Where the event of that number is."""
         return self.path / "events" / f"{number:05d}.json"
 
     def _numbers(self) -> Iterator[int]:
@@ -235,6 +233,10 @@ def _event(number: int, data: bytes) -> Event:
     return Event(number, kind, float(when), facts)
 
 
+def next_number(events: list[Event]) -> int:
+    return events[-1].number + 1 if events else 1
+
+
 def damage(job: Job, events: list[Event]) -> list[str]:
     """What is wrong with the events of a run, to be told."""
     return [
@@ -312,11 +314,9 @@ class Claim:
 
     @property
     def folder(self) -> Path:
-        """Where it works."""
         return self.job.attempt(self.number)
 
     def beat(self) -> None:
-        """Shows that the worker is alive."""
         with suppress(FileNotFoundError):
             os.utime(self.folder / "heartbeat")
 
@@ -343,7 +343,9 @@ class Claim:
 
 def claim(job: Job, events: list[Event], **facts: Any) -> Claim | None:
     """Takes a run, as these events left it; None if another worker was quicker."""
-    number = events[-1].number + 1 if events else 1
+    from .takeover import newest_step, take_over  # which read checkpoints, and need torch
+
+    number = next_number(events)
     claims = [event for event in reversed(events) if event.kind in ("claim", DAMAGED)]
     # Not always the last one: a worker may have died before it took over what was there.
     earlier = [event for event in claims if is_folder(job.attempt(event.number))]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from steppe.training import RunDirectory, checkpoint
 
-COPYING = ".copying"
+from .store import COPYING
+
 _FILES = ("config.json", "data.json", "log.txt", "records.jsonl")
 
 

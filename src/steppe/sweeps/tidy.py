@@ -10,9 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from . import store
-from .plan import WRITING, Sweep
-from .store import Job
-from .takeover import COPYING
+from .store import COPYING, Job
+from .sweep import WRITING, Sweep
 
 log = logging.getLogger("steppe")
 

@@ -27,8 +27,8 @@ from steppe.training.interrupts import Interrupts
 from steppe.training.processes import find_device
 
 from . import store
-from .plan import Sweep, read_plan
-from .store import Claim, Job
+from .store import Claim
+from .sweep import Sweep, read_plan
 from .tidy import tidy
 
 log = logging.getLogger("steppe")
@@ -94,16 +94,12 @@ class Worker:
         if not self._has_room():
             return None, True
         now, left = store.clock(self.sweep.path), False
-        for name in self.sweep.names:
-            if name in self._done:
-                continue
-            job = Job(self.sweep.folder(name))
-            events = job.events()
+        names = [name for name in self.sweep.names if name not in self._done]
+        for job, events, state in self.sweep.survey(now, self.stale, names):
             self._tell(store.damage(job, events))
-            state = store.state_of(job, events, now, self.sweep.retries, self.stale)
             if state == "done":
                 job.settle(events[-1])
-                self._done.add(name)
+                self._done.add(job.name)
             elif state == "lost" and store.deaths(events) >= DEATHS:
                 # It may be what kills them, by taking all memory for example.
                 error = f"{DEATHS} workers died of it without a word or progress: out of memory?"
@@ -136,9 +132,7 @@ class Worker:
     def _claims(self) -> Iterator[tuple[str, store.Event | None]]:
         """Who claimed a run that is, or was, in the same memory, and what ended it, if anything."""
         now = store.clock(self.sweep.path)
-        for name in self.sweep.names:
-            job = Job(self.sweep.folder(name))
-            events = job.events()
+        for job, events, _ in self.sweep.survey(now, self.stale):
             for event, after in zip_longest(events, events[1:]):
                 if event.kind != "claim" or event.facts.get("memory") != self._memory:
                     continue
@@ -249,7 +243,6 @@ class _Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> _Failure:
-        """From an error that is being handled."""
         return cls(
             f"{type(error).__name__}: {error}",
             traceback.format_exc(),

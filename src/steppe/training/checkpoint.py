@@ -24,12 +24,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors, save as save_tensors
 from torch import Tensor
 
-from steppe.durable import durable, sync_folder
+from steppe.durable import durable, full_disk_explained, sync_folder
 from steppe.errors import RunError, UserError
 from steppe.strangers import is_name, parse, read
 
 from . import tree
-from .directory import full_disk_explained
 
 FORMAT = 2
 KEPT = 2

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steppe.durable import replace
+from steppe.durable import full_disk_explained, replace
 from steppe.errors import RunError, UserError
 from steppe.sealed import seal, unseal
 from steppe.strangers import parse, printable, read
@@ -248,16 +248,3 @@ def validation_accuracy(record: Mapping[str, Any]) -> float | None:
 def _replace(path: Path, text: str) -> None:
     with full_disk_explained(path):
         replace(path, text.encode())
-
-
-@contextmanager
-def full_disk_explained(path: Path) -> Iterator[None]:
-    """Turns a failed write into an error that names the file and what is safe."""
-    try:
-        yield
-    except OSError as error:
-        remedy = "make room" if error.errno in _FULL else "fix that"
-        raise RunError(
-            f"{path} could not be written: {error.strerror or error}. What was written before is "
-            f"whole: {remedy}, then continue with --resume."
-        ) from error
