@@ -116,7 +116,8 @@ class FlatnessOptimizer(Wrapper, ABC):
         self.max_norm = max_norm
         self.xi = xi
         self.compile = compile
-        self.generators = tuple(generators) if isinstance(generators, Iterable) else (generators,)
+        several = isinstance(generators, Iterable)
+        self.generators = tuple(generators) if several else (generators,)
         for generator in self.generators:
             rewinder(generator)  # refuses what is not one
         self._check_parameters()
