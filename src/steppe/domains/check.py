@@ -260,10 +260,9 @@ class _Check:
         spec = self.spec
         if spec.folder is None or (path := pack.present(spec, self.home)) is None:
             return
-        problems, files = pack.verify(path, console), [item for item, _ in self._files()]
-        if not problems and files:
-            changed = pack.outdated(path, files[0].classes, [item.domain for item in files])
-            problems = [f"pack {path} is out of date: {changed}"] if changed else []
+        files = [item for item, _ in self._files()]
+        listed = (files[0].classes, [item.domain for item in files]) if files else None
+        problems = pack.verify(path, listed, console)
         again = command("steppe", "data", "pack", spec.name, "--force")
         self.problems += [f"{found}. Delete it, or make it again: {again}" for found in problems]
         if not problems:

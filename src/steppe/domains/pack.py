@@ -32,7 +32,7 @@ from steppe.console import Console, Meter
 from steppe.errors import UserError, reason
 from steppe.strangers import command, is_name, parse, printable, read
 
-from .dataset import Dataset, Domain, Files, Indices, Pixels
+from .dataset import Contents, Dataset, Domain, Files, Indices, Pixels
 from .workshop import abandoned, put_back, workshops
 
 if TYPE_CHECKING:
@@ -211,10 +211,13 @@ def find(spec: DatasetSpec, home: Path) -> Dataset | None:
     return Dataset(spec, index.classes, domains, origin, index.size if shrunk else None)
 
 
-def verify(path: Path, console: Console | None = None) -> list[str]:
-    """Reads a whole pack and returns what is wrong with it: checksums, sizes, missing files."""
+def verify(path: Path, listed: Contents | None = None, console: Console | None = None) -> list[str]:
+    """Reads a whole pack and returns what is wrong with it: checksums, sizes, missing files.
+
+    Where the images themselves are `listed`, they must still be those that were packed.
+    """
     try:
-        index, _ = _open(path)
+        index, domains = _open(path)
     except _Unusable as error:
         return [f"pack {path}: {printable(error)}"]
     problems = []
@@ -226,15 +229,9 @@ def verify(path: Path, console: Console | None = None) -> list[str]:
             if wrong is not None:
                 problems.append(f"pack {path}: {wrong}")
             meter.advance()
+    if not problems and listed and (changed := _difference(index, domains, *listed)):
+        problems.append(f"pack {path} is out of date: {changed}")
     return problems
-
-
-def outdated(path: Path, classes: Sequence[str], domains: Sequence[Domain]) -> str | None:
-    """Says how the images of a dataset differ from those that were packed; None if they do not."""
-    try:
-        return _difference(*_open(path), classes, domains)
-    except _Unusable as error:
-        return printable(error)
 
 
 def _open(path: Path) -> tuple[Index, tuple[Domain, ...]]:
