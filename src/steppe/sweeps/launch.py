@@ -93,16 +93,6 @@ def register_launcher(name: str) -> Callable[[C], C]:
 
     What its constructor annotates with `steppe.options.Option` are its options, on the command line
     too; the section `Args` of the class's docstring says what they mean.
-
-    Examples:
-        >>> @register_launcher("by-hand")
-        ... class ByHand:
-        ...     '''Prints the command that starts a worker.'''
-        ...
-        ...     def start(self, sweep, crew, show):
-        ...         return " ".join(crew.command(sweep.path, "auto"))
-        >>> "by-hand" in launchers
-        True
     """
     return registrar(launchers, LauncherSpec, name)
 
