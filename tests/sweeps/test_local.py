@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from steppe.errors import Interrupted, UserError
+from steppe.errors import Interrupted, RunError, UserError
 from steppe.sweeps import (
     Crew,
     Grid,
@@ -446,6 +446,21 @@ def test_what_is_done_starts_no_workers_and_what_is_left_does(tmp_path: Path, mo
     assert started[2] == started[0]
     assert run_sweep(sweep, crew=Crew(2)).over
     assert len(started) == 3
+
+
+def test_workers_that_die_at_once_are_given_up(tmp_path: Path, monkeypatch) -> None:
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
+    started = []
+
+    def start(command, log):
+        started.append(log)
+        return SimpleNamespace(poll=lambda: 1, wait=lambda: 1, returncode=1)
+
+    monkeypatch.setattr(local, "_start", start)
+    monkeypatch.setattr(supervise, "LOOK_SECONDS", 0.0)
+    with pytest.raises(RunError, match="died again and again: .*workers says why; fix it, then: "):
+        run_sweep(sweep, crew=Crew(2))
+    assert Counter(Counter(started).values()) == {1 + supervise.RESTARTS: 2}
 
 
 def test_a_worker_on_the_wrong_machine_fails_no_sweep(tmp_path: Path, monkeypatch) -> None:

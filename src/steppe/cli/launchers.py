@@ -17,9 +17,10 @@ class RunCommand(TyperCommand):
     """A command that hands its launcher's options to the function in ``context.obj``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        from steppe.domains import import_plugins
+        if named := list(_plugins(args)):
+            from steppe.domains import import_plugins
 
-        import_plugins(_plugins(args))
+            import_plugins(named)
         launchers_own = _parameters()
         own, self.params = self.params, [*self.params, *launchers_own]
         try:
@@ -30,7 +31,7 @@ class RunCommand(TyperCommand):
         ctx.obj = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values.items()
-            if value  # which was given: none has a default that counts
+            if value not in (None, [], ())  # if it was given
         }
         return rest
 

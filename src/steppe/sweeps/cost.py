@@ -45,7 +45,6 @@ class Cost:
     device: str
 
     def to_json(self) -> dict[str, Any]:
-        """With the totals."""
         known = [part.seconds for part in self.parts if part.seconds is not None]
         return {
             "runs": sum(part.runs for part in self.parts),

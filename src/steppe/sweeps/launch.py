@@ -59,12 +59,7 @@ class Launcher(Protocol):
     """Starts workers; built with its own options as keywords."""
 
     def start(self, sweep: Sweep, crew: Crew, show: Show) -> Status | str:
-        """Start the workers of a sweep.
-
-        Args:
-            sweep: the sweep.
-            crew: how many workers, and how each of them works.
-            show: to be given the status, again and again.
+        """Start the workers of a sweep; while it waits for them, give its status to `show`.
 
         Returns:
             The status when the sweep is over; or, where workers were only submitted, what to tell
@@ -98,16 +93,6 @@ def register_launcher(name: str) -> Callable[[C], C]:
 
     What its constructor annotates with `steppe.options.Option` are its options, on the command line
     too; the section `Args` of the class's docstring says what they mean.
-
-    Examples:
-        >>> @register_launcher("by-hand")
-        ... class ByHand:
-        ...     '''Prints the command that starts a worker.'''
-        ...
-        ...     def start(self, sweep, crew, show):
-        ...         return " ".join(crew.command(sweep.path, "auto"))
-        >>> "by-hand" in launchers
-        True
     """
     return registrar(launchers, LauncherSpec, name)
 
@@ -127,11 +112,12 @@ def run_sweep(
         sweep: the sweep.
         launcher: one of `launchers`.
         crew: how many workers, and how each of them works.
-        show: is given the status, again and again.
+        show: called with the status, again and again.
         **options: the launcher's own.
 
     Returns:
-        What `Launcher.start` does.
+        The status when the sweep is over; or, where workers were only submitted, what to tell the
+        user.
     """
     spec = launchers[launcher]
     spec.check(options)

@@ -17,7 +17,7 @@ from steppe.errors import UserError
 
 from .launch import Crew, Show, register_launcher
 from .status import Status
-from .supervise import DEATHS, died_again_and_again, supervise
+from .supervise import RESTARTS, died_again_and_again, supervise
 from .sweep import Sweep
 
 
@@ -67,7 +67,7 @@ class _Slot:
         """Whether one that died is not started again, when so many runs of the sweep are done."""
         self.deaths = self.deaths + 1 if done == self.done else 1
         self.done = done
-        return self.deaths > DEATHS
+        return self.deaths > RESTARTS
 
 
 @dataclass

@@ -16,7 +16,7 @@ from steppe.options import Option
 
 from .launch import Crew, Show, register_launcher
 from .status import Status
-from .supervise import DEATHS, died_again_and_again, supervise
+from .supervise import RESTARTS, died_again_and_again, supervise
 from .sweep import Sweep
 
 _OBJECT_STORE_BYTES = 100 * 2**20  # workers exchange nothing but the word that they are done
@@ -135,7 +135,7 @@ class _Tasks:
         for task in self._wait(0):
             if error := self._error(task):
                 self._deaths += 1
-                if self._deaths > DEATHS * max(wanted, 1):
+                if self._deaths > RESTARTS * max(wanted, 1):
                     why = f", the last of {error}; {self._logs} may say more"
                     raise died_again_and_again(self._sweep, why)
         while len(self._tasks) < wanted:

@@ -164,7 +164,6 @@ def _seconds_left(
 
 
 def show(sweep: Sweep, status: Status) -> Group:
-    """What a terminal shows of it."""
     total = sum(status.counts.values())
     done = status.counts["done"]
     states = ", ".join(f"{n:,} {state}" for state, n in status.counts.items() if n)

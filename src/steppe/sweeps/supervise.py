@@ -14,8 +14,8 @@ from .status import Status, look
 from .sweep import Sweep
 
 LOOK_SECONDS = 1.0
-DEATHS = 5
-"""A worker that dies so often while no run is finished is not started again."""
+RESTARTS = 5
+"""A worker that dies is started again so often while no run is finished."""
 
 
 class Pool(Protocol):

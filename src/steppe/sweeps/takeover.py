@@ -15,7 +15,6 @@ _FILES = ("config.json", "data.json", "log.txt", "records.jsonl")
 
 
 def newest_step(attempt: Path) -> str | None:
-    """The newest checkpoint of an attempt."""
     return max((path.name for path in (attempt / "checkpoint").glob("step-*")), default=None)
 
 

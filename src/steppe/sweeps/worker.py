@@ -50,7 +50,6 @@ class Worker:
     that has fitted since.
 
     Attributes:
-        sweep: the sweep.
         device: what runs compute on, whatever their configs say.
         stale: seconds without a sign of life after which another worker is taken for dead.
         beat: seconds between two signs of its own life.

@@ -1,0 +1,78 @@
+"""Launchers by name: steppe's own and a plugin's, with their own options."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from steppe.cli import app
+from steppe.errors import UserError
+from steppe.sweeps import Grid, Sweep, launchers, look, run_sweep, write_plan
+from tests.limits import seconds
+
+GUIDE = Path(__file__).parents[2] / "docs/guide/sweeps.md"
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    small = ("steps=1", "batch_size=4")
+    grid = Grid(("RotatedDigits",), trials=1, draws=1, targets="75", overrides=small)
+    return write_plan(grid, tmp_path / "sweep")
+
+
+def typed(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+
+
+def test_the_guides_launcher_is_a_plugin_and_carries_a_sweep_out(sweep, tmp_path, monkeypatch):
+    (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (tmp_path / "my_launchers.py").write_text(code)
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\necho "$1" >> hosts\nexec sh -c "$2"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launchers, "_entries", dict(launchers._table))  # the plugin's goes after it
+    plugin = ("--plugin", "my_launchers")
+    assert "ssh: where to start a worker" in typed("sweep", "run", *plugin, "--help").stdout
+    ran = typed("sweep", "run", *plugin, "--launcher", "ssh", "--host", "node1", sweep.path)
+    assert ran.exit_code == 0
+    assert (tmp_path / "hosts").read_text() == "node1\n"
+    assert look(sweep).complete
+
+
+def test_an_option_of_another_launcher_is_refused(sweep):
+    options = {"local": [], "ray": ["address"], "slurm": ["sbatch", "dry_run"]}
+    assert {name: list(launchers[name].options) for name in options} == options
+    with pytest.raises(UserError, match="--dry-run is for --launcher slurm, not local"):
+        typed("sweep", "run", sweep.path, "--dry-run")
+    with pytest.raises(UserError, match="--address is for --launcher ray, not slurm"):
+        typed("sweep", "run", "--launcher", "slurm", "--address", "auto", sweep.path)
+    with pytest.raises(UserError, match="unknown launcher 'slrum', did you mean 'slurm'"):
+        run_sweep(sweep, "slrum")
+    with pytest.raises(UserError, match="unknown option for launcher 'slurm': 'queue'"):
+        run_sweep(sweep, "slurm", queue="long")
+
+
+def test_to_read_a_sweep_and_to_list_launchers_needs_neither_torch_nor_ray(sweep):
+    code = f"""if True:
+        import sys
+        from pathlib import Path
+        from steppe.console import stdout
+        from steppe.sweeps import launchers, look, read_plan
+        from steppe.sweeps.status import show
+        sweep = read_plan(Path({str(sweep.path)!r}))
+        stdout().print(show(sweep, look(sweep)))
+        print(*launchers)
+        sys.exit(bool({{"torch", "ray", "pydantic"}} & set(sys.modules)))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds(100)
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0 of 1 runs" in done.stdout
+    assert done.stdout.endswith("local ray slurm\n")
