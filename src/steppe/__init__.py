@@ -16,7 +16,7 @@ _SUBPACKAGES = (
     "domains",
     "integrations",
     "optim",
-    "recipes",
+    "paper",
     "reports",
     "sweeps",
     "training",

@@ -82,7 +82,7 @@ def curvature_measure(
     """
     from rich.console import Console
 
-    from steppe.reports import curvature
+    from steppe.reports.measured import measured_table, remarks
     from steppe.training import measure_run
     from steppe.training.curvature import run_folder
     from steppe.training.measured import measurement_file
@@ -111,8 +111,8 @@ def curvature_measure(
         if as_json:
             print(json.dumps(measured.to_json()))
             continue
-        Console().print(curvature.measured_table(measured))
-        for remark in curvature.remarks(measured):
+        Console().print(measured_table(measured))
+        for remark in remarks(measured):
             print(printable(f"note: {remark}"))
         where = measurement_file(run_folder(run), measured.name)
         print(printable(f"{where}: written after {measured.seconds:.0f} s"))

@@ -48,7 +48,7 @@ def printed() -> tuple[Printed, ...]:
         >>> printed()[0].line, printed()[0].dataset, printed()[0].method.name, printed()[0].value
         (323, 'PACS', 'adam', 84.2)
     """
-    text = resources.files("steppe.recipes").joinpath("paper.csv").read_text(encoding="utf-8")
+    text = resources.files("steppe.paper").joinpath("paper.csv").read_text(encoding="utf-8")
     return tuple(_read(csv.DictReader(text.splitlines())))
 
 

@@ -1,111 +1,93 @@
-"""What a recipe's runs gave, in tables with the paper's numbers beside ours."""
+"""What the runs of an experiment gave, in tables with the paper's numbers beside ours."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from steppe.reports import (
-    Cell,
-    Comparison,
-    Grid,
-    Paired,
+    Column,
     Row,
-    Selected,
-    Table,
-    TableRow,
-    Unit,
     across_datasets,
     cost_table,
     dataset_tables,
     load_runs,
     optimizer_by_algorithm,
     paired,
-    paired_grid,
     select_runs,
 )
-from steppe.reports.curvature import comparison_table
-from steppe.reports.render import MISSING, Text, cell_text
+from steppe.reports.cells import Cell
+from steppe.reports.columns import COSTS, PAIRED, named, values
+from steppe.reports.curvature import Comparison, comparison_text
+from steppe.reports.differences import Paired, Unit
+from steppe.reports.render import TextTable, paired_text, text_table
+from steppe.reports.tables import ALL, Selected, StepCost, Table, TableRow
 from steppe.strangers import command
-from steppe.sweeps import Grid as PlannedGrid
-from steppe.sweeps import Job, Sweep, jobs, look
+from steppe.sweeps import Grid, Job, Sweep, jobs, look
 
-from .orders import Order, Place, Rate
-from .orders import grids as plan_grids
-from .paper import Beside, lookup
-from .recipe import Part
+from .experiment import Arm
+from .numbers import Beside, lookup
+from .order import Case, Order, Rate
+from .order import grids as planned_grids
 
-ALL = "all"
-"""In place of a dataset's name: the mean over datasets."""
+AVERAGE = "Avg."
 
 
 class Variant(NamedTuple):
-    """A part of a recipe, and what was chosen among its runs."""
+    """An arm of an experiment, and what was chosen among its runs."""
 
-    part: Part
+    arm: Arm
     selected: Selected
 
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that a recipe gave.
+    """Everything that an experiment gave.
 
     Attributes:
         order: what was run.
-        rates: the learning rates; empty where hyper-parameters were drawn.
-        variants: its parts, those that have results.
+        rates: the learning rates; empty where hyperparameters were drawn.
+        variants: its arms, those that have results.
         problems: what a reader should know.
         curvature: of the final models, where it was measured.
     """
 
     order: Order
-    rates: Mapping[Place, Rate]
+    rates: Mapping[Case, Rate]
     variants: tuple[Variant, ...]
     problems: tuple[str, ...] = ()
     curvature: Comparison | None = None
 
 
-@dataclass(frozen=True)
-class Line:
-    """One number of a recipe.
-
-    Attributes:
-        dataset: its name, or `all`.
-        column: the target, or a dataset's name where `dataset` is `all`; `Avg.` for the mean.
-        method: algorithm, optimizer and averaging.
-        part: whose runs they are.
-        cell: ours, in per cent.
-        paper: the paper's, if it has one.
-    """
+class Line(NamedTuple):
+    """One number of an experiment."""
 
     dataset: str
+    """Its name, or `all`."""
     column: str
+    """The target, or a dataset's name where `dataset` is `all`; `Avg.` for the mean."""
     method: Row
-    part: Part
+    arm: Arm
     cell: Cell | None
+    """Ours, in percent."""
     paper: Beside | None
 
 
-AVERAGE = "Avg."
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a method's training took.
-
-    Attributes:
-        seconds: of the updates of a run.
-        relative: to SGD's in the same part, or else in the first part that has it.
-        paper: the paper's seconds.
-    """
+class TrainingCost(NamedTuple):
+    """What a method's training took."""
 
     seconds: float
+    """Of the updates of a run."""
     relative: float | None
+    """To SGD's in the same arm, or else in the first arm that has it."""
     paper: Beside | None
+    """The paper's seconds."""
+    step: StepCost
+    """Of one update; where there are several datasets, on the first of them."""
 
 
 class Finished(NamedTuple):
@@ -120,7 +102,7 @@ class Finished(NamedTuple):
         return [path for paths in self.by_tag.values() for path in paths]
 
 
-def finished(sweep: Sweep, grids: Iterable[PlannedGrid]) -> Finished:
+def finished(sweep: Sweep, grids: Iterable[Grid]) -> Finished:
     """Looks for the runs of some grids; others in the sweep are left out."""
     found: dict[str, list[Path]] = {}
     total = 0
@@ -131,8 +113,8 @@ def finished(sweep: Sweep, grids: Iterable[PlannedGrid]) -> Finished:
     return Finished(found, total)
 
 
-def gather(order: Order, sweep: Sweep, rates: Mapping[Place, Rate]) -> Results:
-    """Reads what the runs of a recipe gave.
+def gather(order: Order, sweep: Sweep, rates: Mapping[Case, Rate]) -> Results:
+    """Reads what the runs of an experiment gave.
 
     Args:
         order: what was run.
@@ -142,16 +124,16 @@ def gather(order: Order, sweep: Sweep, rates: Mapping[Place, Rate]) -> Results:
     found: list[Variant] = []
     problems: list[str] = []
     columns = {name: tuple(order.held_out(name)) for name in order.datasets}
-    done = finished(sweep, plan_grids(order, rates))
+    done = finished(sweep, planned_grids(order, rates))
     for tag, folders in done.by_tag.items():
         if not folders:
             continue
         loaded = load_runs(folders)
         problems += loaded.problems
-        for part in order.parts:
-            own = [run for run in loaded.runs if part.tag == tag and _of(part, run.row)]
+        for arm in order.arms:
+            own = [run for run in loaded.runs if arm.tag == tag and _of(arm, run.row)]
             if own:
-                found.append(Variant(part, replace(select_runs(own, "train-val"), columns=columns)))
+                found.append(Variant(arm, replace(select_runs(own, "train-val"), columns=columns)))
     if missing := done.total - len(done.paths):
         problems.append(f"{missing:,} of {done.total:,} runs have no result: {look_at(sweep)}")
     tuned = {} if order.scale.draws else dict(rates)
@@ -165,16 +147,16 @@ def look_at(sweep: Sweep) -> str:
     return f"{said}see: {command('steppe', 'sweep', 'status', sweep.path)}"
 
 
-def _of(part: Part, row: Row) -> bool:
+def _of(arm: Arm, row: Row) -> bool:
     return (
-        row.optimizer in part.optimizers
-        and row.algorithm in part.algorithms
-        and row.averaging in part.averaging
+        row.optimizer in arm.optimizers
+        and row.algorithm in arm.algorithms
+        and row.averaging in arm.averaging
     )
 
 
-def _paper(results: Results, part: Part, dataset: str, column: str, method: Row) -> Beside | None:
-    tables, steps = results.order.recipe.tables, part.steps
+def _paper(results: Results, arm: Arm, dataset: str, column: str, method: Row) -> Beside | None:
+    tables, steps = results.order.experiment.tables, arm.steps
     if dataset != ALL:
         target = "" if column == AVERAGE else column
         return lookup(tables, method, _short(dataset), target, steps)
@@ -185,7 +167,7 @@ def _paper(results: Results, part: Part, dataset: str, column: str, method: Row)
 
 def _has_all(order: Order) -> bool:
     """Whether it has the paper's datasets: its means are over those, and mislead beside others."""
-    return {_short(name) for name in order.datasets} == set(order.recipe.datasets)
+    return {_short(name) for name in order.datasets} == set(order.experiment.datasets)
 
 
 def _short(dataset: str) -> str:
@@ -195,57 +177,59 @@ def _short(dataset: str) -> str:
 
 def lines(results: Results) -> Iterator[Line]:
     """All numbers, table by table."""
-    for part, selected in results.variants:
+    for arm, selected in results.variants:
         across = across_datasets(selected)
         means = {row.row: row for row in across.rows}
         whole = optimizer_by_algorithm(selected).cells
         tables = [*([across] if len(selected.datasets) > 1 else []), *dataset_tables(selected)]
         for table in tables:
-            for row in sorted(table.rows, key=lambda r: _place(part, r.row)):
+            for row in sorted(table.rows, key=lambda r: _place(arm, r.row)):
                 cells = {**row.cells, AVERAGE: _mean(table, row, means[row.row], whole[row.row])}
                 for column, cell in cells.items():
-                    beside = _paper(results, part, table.dataset, column, row.row)
-                    yield Line(table.dataset, column, row.row, part, cell, beside)
+                    beside = _paper(results, arm, table.dataset, column, row.row)
+                    yield Line(table.dataset, column, row.row, arm, cell, beside)
 
 
-def _place(part: Part, row: Row) -> tuple[int, ...]:
-    """Where the recipe, and so the paper, has a method."""
+def _place(arm: Arm, row: Row) -> tuple[int, ...]:
+    """Where the experiment, and so the paper, has a method."""
     return (
-        part.algorithms.index(row.algorithm),
-        part.averaging.index(row.averaging),
-        part.optimizers.index(row.optimizer),
+        arm.algorithms.index(row.algorithm),
+        arm.averaging.index(row.averaging),
+        arm.optimizers.index(row.optimizer),
     )
 
 
 def _mean(table: Table, row: TableRow, across: TableRow, whole: Cell | None) -> Cell | None:
     """The mean of a row, with its error over trials."""
-    if row.avg is None:
+    if row.average is None:
         return None
     if table.dataset != ALL:
         return across.cells[table.dataset]
-    return whole or Cell(row.avg, 0.0, 1, partial=True)
+    return whole or row.average._replace(partial=True)
 
 
-def costs(results: Results) -> dict[tuple[str, Part, Row], Cost]:
-    """What training took, by dataset (or `all`, the mean), part and method."""
-    seconds: dict[tuple[str, Part, Row], list[float]] = {}
-    for part, selected in results.variants:
+def costs(results: Results) -> dict[tuple[str, Arm, Row], TrainingCost]:
+    """What training took, by dataset (or `all`, the mean), arm and method."""
+    seconds: dict[tuple[str, Arm, Row], list[float]] = {}
+    steps: dict[tuple[str, Arm, Row], StepCost] = {}
+    for arm, selected in results.variants:
         for cost in cost_table(selected):
-            steps = max(run.steps for run in selected.by_method[cost.dataset, cost.row])
-            spent = cost.seconds_per_step * (steps - 1)
+            spent = cost.seconds_per_step * (max(run.steps for run in cost.runs) - 1)
             for dataset in (cost.dataset, ALL):
-                seconds.setdefault((dataset, part, cost.row), []).append(spent)
-    means = {key: statistics.fmean(values) for key, values in seconds.items()}
+                seconds.setdefault((dataset, arm, cost.row), []).append(spent)
+                steps.setdefault((dataset, arm, cost.row), cost)
+    means = {key: statistics.fmean(found) for key, found in seconds.items()}
     sgd = Row("ERM", "sgd", "none")
     order = results.order
     same = _has_all(order) and order.scale.share == 1
     found = {}
-    for (dataset, part, row), value in means.items():
-        bases = [means.get((dataset, p, sgd)) for p in (part, *order.parts)]
+    for (dataset, arm, row), value in means.items():
+        bases = [means.get((dataset, some, sgd)) for some in (arm, *order.arms)]
         base = next((b for b in bases if b), None)
-        paper = lookup(order.recipe.tables, row, steps=part.steps, quantity="seconds")
+        paper = lookup(order.experiment.tables, row, steps=arm.steps, quantity="seconds")
         beside = paper if same and dataset == ALL else None
-        found[dataset, part, row] = Cost(value, value / base if base else None, beside)
+        relative = value / base if base else None
+        found[dataset, arm, row] = TrainingCost(value, relative, beside, steps[dataset, arm, row])
     return found
 
 
@@ -253,22 +237,22 @@ def comparisons(results: Results) -> list[Paired]:
     """FAD against every other optimizer, on the same targets and trials.
 
     The interval is over the targets, and once more over the trials of all targets if they are done.
-    Where a part has FAD alone, it is compared with the optimizers of the part without a tag.
+    Where a arm has FAD alone, it is compared with the optimizers of the arm without a tag.
     """
-    plain = [v.selected.runs for v in results.variants if not v.part.tag]
     found = []
-    for part, selected in results.variants:
+    for arm, selected in results.variants:
         alone = {row.optimizer for row in selected.rows()} == {"fad"}
-        runs = [*selected.runs, *(run for some in plain for run in some if alone)]
+        others = [v.selected.runs for v in results.variants if not v.arm.tag and v.arm != arm]
+        runs = [*selected.runs, *(run for some in others for run in some if alone)]
         joint = select_runs(runs, "train-val")
-        setting = results.order.setting(part)
+        setting = results.order.setting(arm)
         for a, b in product(selected.rows(), joint.rows()):
             rivals = a.optimizer == "fad" != b.optimizer and a == b._replace(optimizer="fad")
             if rivals:
-                named = ", ".join(filter(None, (a.name, setting)))
+                ours = ", ".join(filter(None, (a.name, setting)))
                 other = b.name if alone else ", ".join(filter(None, (b.name, setting)))
                 found += [
-                    replace(paired(joint, a, b, over=over), a=named, b=other)
+                    replace(paired(joint, a, b, over=over), a=ours, b=other)
                     for over in _units(joint, a, b)
                 ]
     return found
@@ -285,94 +269,96 @@ def _units(selected: Selected, a: Row, b: Row) -> Iterator[Unit]:
         yield "trials"
 
 
-def grids(results: Results) -> list[Grid]:
+class ResultRow(NamedTuple):
+    """A method under an arm, on one dataset or all."""
+
+    method: Row
+    arm: Arm
+    lines: Mapping[str, Line]
+    """By column."""
+    spent: TrainingCost | None
+
+
+class BesideColumn(Column[ResultRow]):
+    """Our accuracy, with the paper's in brackets; the key is that of the line."""
+
+    def text(self, row: ResultRow) -> str:
+        line = row.lines.get(self.key)
+        paper = "" if line is None or line.paper is None else f" ({line.paper.value:.1f})"
+        return super().text(row) + paper
+
+
+def _seconds(spent: TrainingCost) -> str:
+    paper = "" if spent.paper is None else f" ({spent.paper.value:,.0f})"
+    ours = f"{spent.seconds:,.0f}" if spent.seconds >= 10 else f"{spent.seconds:.2g}"
+    return ours + paper
+
+
+TIMES: list[Column[ResultRow]] = [
+    Column("seconds", "seconds", lambda row: row.spent, show=_seconds),
+    Column("over SGD", "over SGD", lambda row: row.spent and row.spent.relative, digits=2),
+]
+"""What an experiment may show beside accuracies, besides `reports.columns.COSTS`."""
+
+
+def _column(key: str) -> Column[ResultRow]:
+    for own in TIMES:
+        if own.key == key:
+            return own
+    cost = named(COSTS, key)
+
+    def value(row: ResultRow) -> Any:
+        return None if row.spent is None else cost.value(row.spent.step)
+
+    return Column(key, cost.heading, value, digits=cost.digits, scale=cost.scale, show=cost.show)
+
+
+def tables(results: Results) -> list[TextTable]:
     """The tables to be shown."""
     by_dataset: dict[str, list[Line]] = {}
     for line in lines(results):
         by_dataset.setdefault(line.dataset, []).append(line)
-    spent = costs(results) if results.order.recipe.timed else {}
+    spent = costs(results)
     ordered = sorted(by_dataset, key=lambda name: name != ALL)
-    found = [_grid(results, name, by_dataset[name], spent) for name in ordered]
+    found = [_table(results, by_dataset[name], spent) for name in ordered]
     if found and (compared := comparisons(results)):
-        found.append(paired_grid(compared, "train-val"))
+        found.append(paired_text(compared, "train-val"))
     if results.curvature is not None:
-        found.append(curvature_grid(results.curvature))
+        found.append(comparison_text(results.curvature))
     if results.order.tunes and results.rates:
-        found.append(rates_grid(results))
+        found.append(rates_table(results))
     return found
 
 
-def curvature_grid(compared: Comparison) -> Grid:
-    """The largest eigenvalues and traces of the methods' Hessians."""
-    table = comparison_table(compared)
-    cells = zip(*(column.cells for column in table.columns), strict=True)
-    return Grid(
-        f"Hessian of the {compared.about}",
-        tuple(str(column.header) for column in table.columns),
-        tuple(tuple(Text(str(cell)) for cell in line) for line in cells),
-        1,
-        compared.legend,
-    )
-
-
-def _grid(
+def _table(
     results: Results,
-    dataset: str,
     given: Sequence[Line],
-    spent: Mapping[tuple[str, Part, Row], Cost],
-) -> Grid:
-    columns = list(dict.fromkeys(line.column for line in given))
-    columns.sort(key=lambda column: column == AVERAGE)
-    rows: dict[tuple[Row, Part], dict[str, Line]] = {}
+    spent: Mapping[tuple[str, Arm, Row], TrainingCost],
+) -> TextTable:
+    order, dataset = results.order, given[0].dataset
+    own: dict[tuple[Row, Arm], dict[str, Line]] = {}
     for line in given:
-        rows.setdefault((line.method, line.part), {})[line.column] = line
-    labelled = any(results.order.setting(part) for _, part in rows)
-    best = {
-        column: max((text for own in rows.values() if (text := _shown(own, column))), key=float)
-        for column in columns
-        if any(_shown(own, column) for own in rows.values())
-    }
-    shown = []
-    for (method, part), own in rows.items():
-        texts = [Text(method.name), *([Text(results.order.setting(part))] if labelled else [])]
-        for column in columns:
-            top = bool(text := _shown(own, column)) and text == best[column]
-            texts.append(Text(_beside(own.get(column)), top))
-        if spent:
-            texts += _cost_texts(spent.get((dataset, part, method)))
-        shown.append(tuple(texts))
-    names = ("method", *(["setting"] if labelled else []))
-    after = ("seconds", "over SGD") if spent else ()
+        own.setdefault((line.method, line.arm), {})[line.column] = line
+    rows = [
+        ResultRow(method, arm, found, spent.get((dataset, arm, method)))
+        for (method, arm), found in own.items()
+    ]
+    names = sorted(dict.fromkeys(line.column for line in given), key=lambda name: name == AVERAGE)
+    columns: list[Column[ResultRow]] = [
+        Column("method", "method", lambda row: row.method.name, word=True)
+    ]
+    if any(order.setting(row.arm) for row in rows):
+        columns.append(Column("setting", "setting", lambda r: order.setting(r.arm), word=True))
+    columns += [BesideColumn(name, _short(name), _cell(name), better="high") for name in names]
+    columns += [_column(key) for key in order.experiment.columns]
     title = "All datasets" if dataset == ALL else _short(dataset)
-    return Grid(
-        f"{title}: {results.order.recipe.about}",
-        (*names, *map(_short, columns), *after),
-        tuple(shown),
-        len(names),
-        _note(results, given),
+    return text_table(
+        f"{title}: {order.experiment.about}", columns, rows, note=_note(results, given)
     )
 
 
-def _shown(own: Mapping[str, Line], column: str) -> str:
-    """The mean as it is shown; empty where it is missing, or of a part of the targets."""
-    cell = own[column].cell if column in own else None
-    return "" if cell is None or cell.partial else f"{cell.mean:.1f}"
-
-
-def _beside(line: Line | None) -> str:
-    if line is None:
-        return MISSING
-    ours = cell_text(line.cell)
-    return ours if line.paper is None else f"{ours} ({line.paper.value:.1f})"
-
-
-def _cost_texts(cost: Cost | None) -> list[Text]:
-    if cost is None:
-        return [Text(MISSING)] * 2
-    paper = "" if cost.paper is None else f" ({cost.paper.value:,.0f})"
-    relative = MISSING if cost.relative is None else f"{cost.relative:.2f}"
-    ours = f"{cost.seconds:,.0f}" if cost.seconds >= 10 else f"{cost.seconds:.2g}"
-    return [Text(ours + paper), Text(relative)]
+def _cell(name: str) -> Callable[[ResultRow], Cell | None]:
+    return lambda row: row.lines[name].cell if name in row.lines else None
 
 
 def _note(results: Results, given: Sequence[Line]) -> str:
@@ -381,25 +367,33 @@ def _note(results: Results, given: Sequence[Line]) -> str:
         said.append("in brackets the paper's (ResNet-50, its own updates and search)")
     if any(line.method.averaging == "sma" and line.paper for line in given):
         said.append("EoA also ensembles the averages ('steppe sweep ensemble'): not done here")
+    if results.order.experiment.note:
+        said.append(results.order.experiment.note)
     return "; ".join(said)
 
 
-def rates_grid(results: Results) -> Grid:
+def rates_table(results: Results) -> TextTable:
     """The learning rates that were tried, and which was chosen."""
-    shown = []
-    for place, rate in results.rates.items():
-        tried = ", ".join(
+
+    def tried(found: tuple[Case, Rate]) -> str:
+        return ", ".join(
             f"{lr:g}: {'diverged' if value is None else f'{value:.1f}'}"
-            for lr, value in rate.validation.items()
+            for lr, value in found[1].validation.items()
         )
-        cells = (_short(place.dataset), place.targets, place.method.name, f"{rate.lr:g}", tried)
-        shown.append(tuple(map(Text, cells)))
-    headings = ("dataset", "held out", "method", "learning rate", "tried: validation accuracy")
+
+    columns: list[Column[tuple[Case, Rate]]] = [
+        Column("", "dataset", lambda found: _short(found[0].dataset), word=True),
+        Column("", "held out", lambda found: found[0].targets, word=True),
+        Column("", "method", lambda found: found[0].method.name, word=True),
+        Column("", "learning rate", lambda found: f"{found[1].lr:g}"),
+        Column("", "tried: validation accuracy", tried),
+    ]
     note = "chosen by validation images of the training domains, in short runs of the first trial"
-    return Grid("Learning rates", headings, tuple(shown), 3, note + _at_the_edge(results.rates))
+    rows = list(results.rates.items())
+    return text_table("Learning rates", columns, rows, note=note + _at_the_edge(results.rates))
 
 
-def _at_the_edge(rates: Mapping[Place, Rate]) -> str:
+def _at_the_edge(rates: Mapping[Case, Rate]) -> str:
     """How many rates are the last that was tried, so that one beyond may be better."""
     tried = [rate for rate in rates.values() if len(rate.validation) > 1]
     edges = {
@@ -426,24 +420,13 @@ def made(results: Results) -> dict[str, Any]:
     }
 
 
-def paired_json(compared: Paired) -> dict[str, Any]:
-    """A difference as plain values."""
-    return {
-        "a": compared.a,
-        "b": compared.b,
-        "points": compared.difference,
-        "interval": [compared.low, compared.high],
-        "over": compared.what,
-    }
-
-
 def to_json(results: Results) -> dict[str, Any]:
     """Everything as plain values."""
     order = results.order
     return {
-        "recipe": order.recipe.name,
-        "about": order.recipe.about,
-        "in the paper": order.recipe.label or None,
+        "experiment": order.experiment.name,
+        "about": order.experiment.about,
+        "in the paper": order.experiment.label or None,
         "scale": order.scale.name,
         **made(results),
         "problems": list(results.problems),
@@ -452,7 +435,7 @@ def to_json(results: Results) -> dict[str, Any]:
                 "dataset": _short(line.dataset),
                 "column": _short(line.column),
                 **line.method._asdict(),
-                "setting": order.setting(line.part) or None,
+                "setting": order.setting(line.arm) or None,
                 "mean": None if line.cell is None else line.cell.mean,
                 "err": None if line.cell is None or line.cell.n < 2 else line.cell.err,
                 "trials": None if line.cell is None else line.cell.n,
@@ -465,23 +448,23 @@ def to_json(results: Results) -> dict[str, Any]:
             {
                 "dataset": _short(dataset),
                 **row._asdict(),
-                "setting": order.setting(part) or None,
+                "setting": order.setting(arm) or None,
                 "seconds": cost.seconds,
                 "over SGD": cost.relative,
                 "paper": None if cost.paper is None else cost.paper.value,
             }
-            for (dataset, part, row), cost in costs(results).items()
+            for (dataset, arm, row), cost in costs(results).items()
         ],
-        "paired": [paired_json(compared) for compared in comparisons(results)],
+        "paired": [values(PAIRED, compared) for compared in comparisons(results)],
         "learning rates": [
             {
-                "dataset": _short(place.dataset),
-                "targets": place.targets,
-                **place.method._asdict(),
+                "dataset": _short(case.dataset),
+                "targets": case.targets,
+                **case.method._asdict(),
                 "lr": rate.lr,
                 "validation": {f"{lr:g}": value for lr, value in rate.validation.items()},
             }
-            for place, rate in results.rates.items()
+            for case, rate in results.rates.items()
         ],
         "curvature": None if results.curvature is None else results.curvature.to_json(),
     }
