@@ -32,7 +32,8 @@ from steppe.optim import optimizer_spec
 from steppe.paper import Order, make_order, plan
 from steppe.paper.figures import ablation as ablation_figure
 from steppe.paper.figures import methods as methods_figure
-from steppe.paper.results import Results, gather, tables, to_json
+from steppe.paper.results import Results, gather, to_json
+from steppe.paper.tables import tables
 from steppe.reports import (
     Row,
     Run,

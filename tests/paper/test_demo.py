@@ -11,7 +11,7 @@ from steppe.errors import UserError
 from steppe.optim import optimizer_spec
 from steppe.paper import EXPERIMENTS, make_order, register_experiment, reproduce, write_results
 from steppe.paper.catalog import DEMO
-from steppe.paper.results import tables
+from steppe.paper.tables import tables
 from steppe.sweeps import Job, read_plan
 from steppe.training import RunDirectory, select
 from tests.paper.test_reproduce import carry_out

@@ -18,7 +18,8 @@ from steppe import paper
 from steppe.cli import app
 from steppe.errors import Diverged, UserError
 from steppe.paper import EXPERIMENTS, Order, make_order, plan, reproduce, run, write_results
-from steppe.paper.results import rates_table, to_json
+from steppe.paper.results import to_json
+from steppe.paper.tables import rates_table
 from steppe.reports import Row
 from steppe.reports.render import to_markdown
 from steppe.sweeps import Job, Sweep, look, read_plan, work

@@ -18,10 +18,9 @@ from steppe.paper.results import (
     costs,
     gather,
     lines,
-    rates_table,
-    tables,
     to_json,
 )
+from steppe.paper.tables import rates_table, tables
 from steppe.reports import Row, select_runs
 from steppe.sweeps import read_plan, write_plan
 from tests.reports.trees import DOMAINS, config, record, write_run

@@ -43,7 +43,7 @@ def row(name, first, second):
 
 
 TABLE = table(
-    row(ADAM, Cell(80.04, 1.23456789, 3), Cell(90.0, 0.0, 1)),
+    row(ADAM, Cell(80.03125, 1.23456789, 3), Cell(90.0, 0.0, 1)),
     row(FAD, Cell(79.96, 0.5, 3), None),
 )
 
@@ -69,10 +69,10 @@ def test_json_is_the_schema():
                     "optimizer": "adam",
                     "averaging": "none",
                     "cells": {
-                        "art_painting": {"mean": 80.04, "err": 1.23456789, "n": 3},
+                        "art_painting": {"mean": 80.03125, "err": 1.23456789, "n": 3},
                         "photo": {"mean": 90.0, "err": 0.0, "n": 1},
                     },
-                    "avg": 85.02,
+                    "avg": 85.015625,
                     "steps": [5001],
                     "runs": 12,
                     "space": "fad",
@@ -144,11 +144,11 @@ def test_csv_has_a_line_per_cell():
     assert len(lines) == 6
     assert (lines[0]["target"], lines[0]["mean"], lines[0]["err"]) == (
         "art_painting",
-        "80.04",
+        "80.03125",
         "1.23456789",
     )
     assert (lines[4]["optimizer"], lines[4]["target"], lines[4]["mean"]) == ("fad", "photo", "")
-    assert (lines[2]["target"], lines[2]["mean"], lines[2]["runs"]) == ("Avg.", "85.02", "12")
+    assert (lines[2]["target"], lines[2]["mean"], lines[2]["runs"]) == ("Avg.", "85.015625", "12")
 
 
 def test_a_partial_cell_is_marked_and_explained():

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 def demo(
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Keep the runs here; a temporary folder else."),
+        typer.Option(
+            "--out", metavar="DIR", help="Output folder (default: a temporary directory)."
+        ),
     ] = None,
 ) -> None:
     """Compare the optimizers on built-in data, each domain held out in turn: minutes on a CPU."""
@@ -36,17 +38,17 @@ def reproduce(
         Literal["full", "small", "smoke"], typer.Option(help="How much of it is run.")
     ] = "small",
     datasets: Annotated[
-        str, typer.Option(help="Names or folders, with commas; the scale's unless given.")
+        str, typer.Option(help="Names or folders, with commas (default: the scale's).")
     ] = "",
     optimizers: Annotated[
         str,
-        typer.Option(help="Of the experiment's, with commas, or all; the scale's unless given."),
+        typer.Option(help="Of the experiment's, with commas, or all (default: the scale's)."),
     ] = "",
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="The sweep's folder: reproduce/NAME-SCALE."),
     ] = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="Seeds; the scale's unless given.")] = (
+    trials: Annotated[int | None, typer.Option(min=1, help="Seeds (default: the scale's).")] = (
         None
     ),
     draws: Annotated[
@@ -71,7 +73,7 @@ def reproduce(
         Literal["local", "ray"], typer.Option(help="What starts the workers.")
     ] = "local",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="How many; all GPUs or cores else.")
+        int | None, typer.Option(min=1, help="How many (default: all GPUs or cores).")
     ] = None,
     per_gpu: Annotated[int, typer.Option(min=1, help="Workers that share a GPU.")] = 1,
     only_plan: Annotated[
@@ -193,7 +195,8 @@ def _plan(order: "Order", folder: Path, typed: str) -> None:
 
 def _show(found: Any, as_json: bool) -> None:
     from steppe.console import printed
-    from steppe.paper.results import tables, to_json
+    from steppe.paper.results import to_json
+    from steppe.paper.tables import tables
     from steppe.reports.render import to_terminal
 
     if as_json:

@@ -133,7 +133,7 @@ class Experiment:
         label: of the table or figure in the paper's source; empty where the paper has none.
         tables: of the paper's numbers, to be shown beside ours; the first first.
         figure: draws it from its results; None: tables only.
-        columns: what tables show beside accuracies, by the keys in `results.TIMES` and
+        columns: what tables show beside accuracies, by the keys in `tables.TIMES` and
             `steppe.reports.columns.COSTS`.
         note: below its tables, besides what stands below all.
         targets: what is held out: `single`, or names.

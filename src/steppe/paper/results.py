@@ -1,16 +1,15 @@
-"""What the runs of an experiment gave, in tables with the paper's numbers beside ours."""
+"""What the runs of an experiment gave: its numbers, with the paper's beside them."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from steppe.reports import (
-    Column,
     Row,
     across_datasets,
     cost_table,
@@ -21,10 +20,9 @@ from steppe.reports import (
     select_runs,
 )
 from steppe.reports.cells import Cell
-from steppe.reports.columns import COSTS, PAIRED, named, values
-from steppe.reports.curvature import Comparison, comparison_text
+from steppe.reports.columns import PAIRED, values
+from steppe.reports.curvature import Comparison
 from steppe.reports.differences import Paired, Unit
-from steppe.reports.render import TextTable, paired_text, text_table
 from steppe.reports.tables import ALL, Selected, StepCost, Table, TableRow
 from steppe.strangers import command
 from steppe.sweeps import Grid, Job, Sweep, jobs, look
@@ -98,7 +96,6 @@ class Finished(NamedTuple):
 
     @property
     def paths(self) -> list[Path]:
-        """The runs of all tags."""
         return [path for paths in self.by_tag.values() for path in paths]
 
 
@@ -114,13 +111,7 @@ def finished(sweep: Sweep, grids: Iterable[Grid]) -> Finished:
 
 
 def gather(order: Order, sweep: Sweep, rates: Mapping[Case, Rate]) -> Results:
-    """Reads what the runs of an experiment gave.
-
-    Args:
-        order: what was run.
-        sweep: where; it may have other runs too.
-        rates: the learning rates that were tuned.
-    """
+    """Reads what the runs of an experiment gave."""
     found: list[Variant] = []
     problems: list[str] = []
     columns = {name: tuple(order.held_out(name)) for name in order.datasets}
@@ -159,18 +150,18 @@ def _paper(results: Results, arm: Arm, dataset: str, column: str, method: Row) -
     tables, steps = results.order.experiment.tables, arm.steps
     if dataset != ALL:
         target = "" if column == AVERAGE else column
-        return lookup(tables, method, _short(dataset), target, steps)
+        return lookup(tables, method, short(dataset), target, steps)
     if column != AVERAGE:
-        return lookup(tables, method, _short(column), "", steps)
+        return lookup(tables, method, short(column), "", steps)
     return lookup(tables, method, "", "", steps) if _has_all(results.order) else None
 
 
 def _has_all(order: Order) -> bool:
     """Whether it has the paper's datasets: its means are over those, and mislead beside others."""
-    return {_short(name) for name in order.datasets} == set(order.experiment.datasets)
+    return {short(name) for name in order.datasets} == set(order.experiment.datasets)
 
 
-def _short(dataset: str) -> str:
+def short(dataset: str) -> str:
     """The name of a dataset; of a folder, without where it lies."""
     return Path(dataset).name
 
@@ -269,148 +260,13 @@ def _units(selected: Selected, a: Row, b: Row) -> Iterator[Unit]:
         yield "trials"
 
 
-class ResultRow(NamedTuple):
-    """A method under an arm, on one dataset or all."""
-
-    method: Row
-    arm: Arm
-    lines: Mapping[str, Line]
-    """By column."""
-    spent: TrainingCost | None
-
-
-class BesideColumn(Column[ResultRow]):
-    """Our accuracy, with the paper's in brackets; the key is that of the line."""
-
-    def text(self, row: ResultRow) -> str:
-        line = row.lines.get(self.key)
-        paper = "" if line is None or line.paper is None else f" ({line.paper.value:.1f})"
-        return super().text(row) + paper
-
-
-def _seconds(spent: TrainingCost) -> str:
-    paper = "" if spent.paper is None else f" ({spent.paper.value:,.0f})"
-    ours = f"{spent.seconds:,.0f}" if spent.seconds >= 10 else f"{spent.seconds:.2g}"
-    return ours + paper
-
-
-TIMES: list[Column[ResultRow]] = [
-    Column("seconds", "seconds", lambda row: row.spent, show=_seconds),
-    Column("over SGD", "over SGD", lambda row: row.spent and row.spent.relative, digits=2),
-]
-"""What an experiment may show beside accuracies, besides `reports.columns.COSTS`."""
-
-
-def _column(key: str) -> Column[ResultRow]:
-    for own in TIMES:
-        if own.key == key:
-            return own
-    cost = named(COSTS, key)
-
-    def value(row: ResultRow) -> Any:
-        return None if row.spent is None else cost.value(row.spent.step)
-
-    return Column(key, cost.heading, value, digits=cost.digits, scale=cost.scale, show=cost.show)
-
-
-def tables(results: Results) -> list[TextTable]:
-    """The tables to be shown."""
-    by_dataset: dict[str, list[Line]] = {}
-    for line in lines(results):
-        by_dataset.setdefault(line.dataset, []).append(line)
-    spent = costs(results)
-    ordered = sorted(by_dataset, key=lambda name: name != ALL)
-    found = [_table(results, by_dataset[name], spent) for name in ordered]
-    if found and (compared := comparisons(results)):
-        found.append(paired_text(compared, "train-val"))
-    if results.curvature is not None:
-        found.append(comparison_text(results.curvature))
-    if results.order.tunes and results.rates:
-        found.append(rates_table(results))
-    return found
-
-
-def _table(
-    results: Results,
-    given: Sequence[Line],
-    spent: Mapping[tuple[str, Arm, Row], TrainingCost],
-) -> TextTable:
-    order, dataset = results.order, given[0].dataset
-    own: dict[tuple[Row, Arm], dict[str, Line]] = {}
-    for line in given:
-        own.setdefault((line.method, line.arm), {})[line.column] = line
-    rows = [
-        ResultRow(method, arm, found, spent.get((dataset, arm, method)))
-        for (method, arm), found in own.items()
-    ]
-    names = sorted(dict.fromkeys(line.column for line in given), key=lambda name: name == AVERAGE)
-    columns: list[Column[ResultRow]] = [
-        Column("method", "method", lambda row: row.method.name, word=True)
-    ]
-    if any(order.setting(row.arm) for row in rows):
-        columns.append(Column("setting", "setting", lambda r: order.setting(r.arm), word=True))
-    columns += [BesideColumn(name, _short(name), _cell(name), better="high") for name in names]
-    columns += [_column(key) for key in order.experiment.columns]
-    title = "All datasets" if dataset == ALL else _short(dataset)
-    return text_table(
-        f"{title}: {order.experiment.about}", columns, rows, note=_note(results, given)
-    )
-
-
-def _cell(name: str) -> Callable[[ResultRow], Cell | None]:
-    return lambda row: row.lines[name].cell if name in row.lines else None
-
-
-def _note(results: Results, given: Sequence[Line]) -> str:
-    said = ["accuracy on the held-out domain in per cent, selected by training-domain validation"]
-    if any(line.paper for line in given):
-        said.append("in brackets the paper's (ResNet-50, its own updates and search)")
-    if any(line.method.averaging == "sma" and line.paper for line in given):
-        said.append("EoA also ensembles the averages ('steppe sweep ensemble'): not done here")
-    if results.order.experiment.note:
-        said.append(results.order.experiment.note)
-    return "; ".join(said)
-
-
-def rates_table(results: Results) -> TextTable:
-    """The learning rates that were tried, and which was chosen."""
-
-    def tried(found: tuple[Case, Rate]) -> str:
-        return ", ".join(
-            f"{lr:g}: {'diverged' if value is None else f'{value:.1f}'}"
-            for lr, value in found[1].validation.items()
-        )
-
-    columns: list[Column[tuple[Case, Rate]]] = [
-        Column("", "dataset", lambda found: _short(found[0].dataset), word=True),
-        Column("", "held out", lambda found: found[0].targets, word=True),
-        Column("", "method", lambda found: found[0].method.name, word=True),
-        Column("", "learning rate", lambda found: f"{found[1].lr:g}"),
-        Column("", "tried: validation accuracy", tried),
-    ]
-    note = "chosen by validation images of the training domains, in short runs of the first trial"
-    rows = list(results.rates.items())
-    return text_table("Learning rates", columns, rows, note=note + _at_the_edge(results.rates))
-
-
-def _at_the_edge(rates: Mapping[Case, Rate]) -> str:
-    """How many rates are the last that was tried, so that one beyond may be better."""
-    tried = [rate for rate in rates.values() if len(rate.validation) > 1]
-    edges = {
-        "lowest": sum(rate.lr == min(rate.validation) for rate in tried),
-        "highest": sum(rate.lr == max(rate.validation) for rate in tried),
-    }
-    said = [f"{n} of {len(tried)} are the {edge} tried" for edge, n in edges.items() if n]
-    return "".join(f"; {text}" for text in said) + (" (--factors tries others)" if said else "")
-
-
 def made(results: Results) -> dict[str, Any]:
     """What the runs had in common: what a reader needs to know beside the numbers."""
     configs = [run.config for variant in results.variants for run in variant.selected.runs]
 
     def all_of(key: str) -> list[Any]:
         found = {str(c[key]) if key == "weights" else c[key] for c in configs if key in c}
-        return sorted(map(_short, found) if key == "weights" else found)
+        return sorted(map(short, found) if key == "weights" else found)
 
     return {
         "trials": results.order.scale.trials,
@@ -421,7 +277,6 @@ def made(results: Results) -> dict[str, Any]:
 
 
 def to_json(results: Results) -> dict[str, Any]:
-    """Everything as plain values."""
     order = results.order
     return {
         "experiment": order.experiment.name,
@@ -432,8 +287,8 @@ def to_json(results: Results) -> dict[str, Any]:
         "problems": list(results.problems),
         "results": [
             {
-                "dataset": _short(line.dataset),
-                "column": _short(line.column),
+                "dataset": short(line.dataset),
+                "column": short(line.column),
                 **line.method._asdict(),
                 "setting": order.setting(line.arm) or None,
                 "mean": None if line.cell is None else line.cell.mean,
@@ -446,7 +301,7 @@ def to_json(results: Results) -> dict[str, Any]:
         ],
         "costs": [
             {
-                "dataset": _short(dataset),
+                "dataset": short(dataset),
                 **row._asdict(),
                 "setting": order.setting(arm) or None,
                 "seconds": cost.seconds,
@@ -458,7 +313,7 @@ def to_json(results: Results) -> dict[str, Any]:
         "paired": [values(PAIRED, compared) for compared in comparisons(results)],
         "learning rates": [
             {
-                "dataset": _short(case.dataset),
+                "dataset": short(case.dataset),
                 "targets": case.targets,
                 **case.method._asdict(),
                 "lr": rate.lr,

@@ -20,7 +20,8 @@ from steppe.training import load_measurements, measure_run
 from steppe.training.curvature import RHO
 
 from .order import Case, Order, Rate, cases, choose_rates, default_rates, grids, tuning_grids
-from .results import Results, finished, gather, look_at, made, tables, to_json
+from .results import Results, finished, gather, look_at, made, to_json
+from .tables import tables
 
 LOOK_SECONDS = 2.0
 """Between two looks, while learning rates are being tuned, whether one is known."""
@@ -30,11 +31,6 @@ CarryOut = Callable[[Sweep], object]
 
 def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Case, Rate] | None]:
     """Plan as much of an experiment as can be known: what tunes learning rates, and what has them.
-
-    Args:
-        order: what to run.
-        out: the sweep's folder; what it has already stays.
-        command: what was typed, for the record.
 
     Returns:
         The sweep; and the learning rates, or None while some are still to be tuned. Where all
@@ -154,9 +150,6 @@ def write_results(
         out: the folder.
         facts: about the machine and versions, for the JSON.
         command: what was typed.
-
-    Returns:
-        The files.
     """
     if not found.variants:  # nothing to write, and perhaps something of before to keep
         return []
