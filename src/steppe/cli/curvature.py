@@ -142,8 +142,8 @@ def curvature_compare(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Draw the spectra of measured runs by method, their largest eigenvalues and traces."""
+    from steppe.console import printed
     from steppe.reports import curvature, load_runs, spectra
-    from steppe.reports.write import printed
 
     spectra.check_format(out)
     loaded = load_runs(paths)

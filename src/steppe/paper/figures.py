@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from steppe.reports import Row, Run
 from steppe.reports.selection import best_step
 from steppe.reports.spectra import COLOURS, DASHES, MARKERS, line_style
+from steppe.reports.tables import ALL
 
-from .results import ALL, AVERAGE, Line, Results, costs, lines
+from .results import AVERAGE, Line, Results, costs, lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -218,10 +219,11 @@ def demo(results: Results) -> Figure:
     (dataset,) = results.order.datasets
     domains = load(dataset).domains
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    left, right = figure.subfigures(1, 2)
+    left, right = (figure.add_subfigure(place) for place in figure.add_gridspec(1, 2))
     left.suptitle("the domains", fontsize=9)
     for row, domain in zip(left.subplots(len(domains), 8), domains, strict=True):
-        for axes, pixels in zip(row, domain.images, strict=False):
+        for number, axes in enumerate(row):
+            pixels = domain.images[number]
             axes.imshow(pixels.squeeze(), cmap="gray" if pixels.shape[2] == 1 else None)
             axes.set_xticks([])
             axes.set_yticks([])

@@ -219,8 +219,10 @@ def grids(order: Order, rates: Mapping[Case, Rate]) -> list[Grid]:
             case = Case(dataset, targets, method)
             if case in rates or arm.has_rate:
                 lr = None if order.scale.draws or arm.has_rate else rates[case].lr
-                given = {"trials": order.scale.trials, "tag": arm.tag, "overrides": arm.overrides}
-                found.append(_grid(order, case, steps, lr, **given))
+                trials, given = order.scale.trials, arm.overrides
+                found.append(
+                    _grid(order, case, steps, lr, trials=trials, tag=arm.tag, overrides=given)
+                )
     return found
 
 

@@ -10,10 +10,11 @@ from steppe.reports.cells import Cell
 from steppe.reports.columns import COSTS, named
 from steppe.reports.curvature import comparison_text
 from steppe.reports.render import TextTable, paired_text, text_table
+from steppe.reports.tables import ALL
 
 from .experiment import Arm
 from .order import Case, Rate
-from .results import ALL, AVERAGE, Line, Results, TrainingCost, comparisons, costs, lines, short
+from .results import AVERAGE, Line, Results, TrainingCost, comparisons, costs, lines, short
 
 
 class ResultRow(NamedTuple):
