@@ -219,7 +219,8 @@ def demo(results: Results) -> Figure:
     (dataset,) = results.order.datasets
     domains = load(dataset).domains
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    left, right = (figure.add_subfigure(place) for place in figure.add_gridspec(1, 2))
+    halves = figure.add_gridspec(1, 2)
+    left, right = figure.add_subfigure(halves[0]), figure.add_subfigure(halves[1])
     left.suptitle("the domains", fontsize=9)
     for row, domain in zip(left.subplots(len(domains), 8), domains, strict=True):
         for number, axes in enumerate(row):
