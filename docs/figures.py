@@ -39,11 +39,11 @@ from steppe.curvature import (
     top_eigenvalues,
     trace,
 )
-from steppe.demo import OPTIMIZERS
 from steppe.domains import load, split_dataset
 from steppe.domains.pool import cores, start_worker
 from steppe.environment import environment
 from steppe.optim import FAD, GAM, SAM, optimizer_spec
+from steppe.paper.catalog import DEMO as OPTIMIZERS
 from steppe.training import load_model, make_config, train
 
 FOLDER = Path(__file__).parent / "figures"

@@ -14,7 +14,7 @@ import pytest
 import scipy.stats
 import torch
 
-from tests.recipes.test_orders import PASSES, PRODUCTS
+from tests.paper.test_order import PASSES, PRODUCTS
 from tests.scripts import load_script
 
 ROOT = Path(__file__).parent.parent
@@ -110,10 +110,9 @@ def _difference(
     (pair,) = [
         p
         for p in stored[seeds]
-        if (p["a"], p["b"]) == (a, b) and ("trials" in p["over"]) == (over == "trials")
+        if (p["a"], p["b"]) == (a, b) and ("trials" in p["what"]) == (over == "trials")
     ]
-    low, high = pair["interval"]
-    return f"{pair['points']:+.1f}", f"{low:+.1f} to {high:+.1f}"
+    return f"{pair['difference']:+.1f}", f"{pair['low']:+.1f} to {pair['high']:+.1f}"
 
 
 def test_averages_that_the_evidence_quotes(means: dict[tuple[str, str], float]) -> None:
@@ -196,9 +195,9 @@ def test_which_differences_exclude_zero(stored: dict[str, Any]) -> None:
 
     def clear(seeds: str) -> set[tuple[str, str, str]]:
         return {
-            (p["a"], p["b"], "trials" if "trials" in p["over"] else "targets")
+            (p["a"], p["b"], "trials" if "trials" in p["what"] else "targets")
             for p in stored[seeds]
-            if p["interval"][0] > 0 or p["interval"][1] < 0
+            if p["low"] > 0 or p["high"] < 0
         }
 
     assert clear("all pairs") == {
@@ -463,7 +462,7 @@ def test_counts_that_the_page_has(records: Path) -> None:
     assert "All of them converged" in page
     lost = measured["PACS-sketch-ERM-adam-none-trial0"]["flatness"]["first"]
     assert f"had an $R^1$ of {lost:.2f}" in page
-    # What `small` is reckoned with, in tests/recipes/test_orders.py.
+    # What `small` is reckoned with, in tests/paper/test_order.py.
     assert max(one["products"] for one in measured.values()) == PRODUCTS
     assert max(one["flatness"]["passes"] for one in measured.values()) == PASSES
 
@@ -474,7 +473,7 @@ def _said(page: str, sentence: str) -> bool:
 
 def _paper() -> dict[str, float]:
     """The averages on PACS of the paper's Table 1."""
-    rows = (ROOT / "src/steppe/recipes/paper.csv").read_text().splitlines()
+    rows = (ROOT / "src/steppe/paper/paper.csv").read_text().splitlines()
     cells = [r.split(",") for r in rows if r.startswith("table1,") and ",PACS,,ERM,none," in r]
     return {row[6]: float(row[9]) for row in cells}
 
@@ -677,10 +676,10 @@ def test_what_is_said_of_other_optimizers_and_of_a_part_of_the_updates(
         low < 0 < high
         for pair in more["pairs"]
         if pair["a"] in ("fad 5 %", "fad 10 %") and pair["b"] in ("sgd", "fad")
-        for low, high in [pair["interval"]]
+        for low, high in [(pair["low"], pair["high"])]
     )
     others = [
-        pair["interval"]
+        (pair["low"], pair["high"])
         for pair in more["pairs"]
         if pair["a"] in ("yogi", "adabelief") and pair["b"] in ("fad", "adam")
     ]

@@ -30,20 +30,13 @@ from scipy.special import stdtr
 from steppe.environment import environment
 from steppe.measure import load_measurements
 from steppe.optim import optimizer_spec
-from steppe.recipes import Order, make_order, plan
-from steppe.recipes.figures import FIGURES
-from steppe.recipes.results import Results, gather, grids, paired_json, to_json
+from steppe.paper import Order, make_order, plan
+from steppe.paper.figures import ablation as ablation_figure, methods as methods_figure
+from steppe.paper.results import Results, gather, to_json
+from steppe.paper.tables import tables
 from steppe.reports import (
-    Cell,
-    Comparison,
-    Grid,
-    MethodCurvature,
-    Paired,
     Row,
     Run,
-    Selected,
-    Table,
-    TableRow,
     across_datasets,
     compare,
     dataset_tables,
@@ -51,10 +44,14 @@ from steppe.reports import (
     load_runs,
     paired,
     select_runs,
-    to_markdown,
 )
-from steppe.reports.render import Text, cell_text
+from steppe.reports.cells import Cell, cell_text
+from steppe.reports.columns import PAIRED, values as plain_values
+from steppe.reports.curvature import Comparison, MethodCurvature
+from steppe.reports.differences import Paired
+from steppe.reports.render import TextCell, TextTable, to_markdown
 from steppe.reports.spectra import COLOURS, save_figure
+from steppe.reports.tables import Selected, Table, TableRow
 from steppe.sweeps import read_plan
 
 FOLDER = Path(__file__).parent / "pacs"
@@ -119,7 +116,7 @@ def _of_adamw(runs: Iterable[Run]) -> Comparison:
     return compare([run for run in held_out if load_measurements(run.path)])
 
 
-def _order(recipe: str, optimizers: Sequence[str], changes: Mapping[str, Any]) -> Order:
+def _order(experiment: str, optimizers: Sequence[str], changes: Mapping[str, Any]) -> Order:
     options = {
         "backbone": "tf_efficientnet_lite0",
         "weights": "/weights/tf_efficientnet_lite0.safetensors",
@@ -127,7 +124,7 @@ def _order(recipe: str, optimizers: Sequence[str], changes: Mapping[str, Any]) -
     }
     overrides = ("batch_size=8", "checkpoint_every=500")
     return make_order(
-        recipe,
+        experiment,
         "small",
         optimizers=optimizers,
         changes=changes,
@@ -222,9 +219,9 @@ def with_both(selected: Selected, pairs: Iterable[Mapping[str, Any]]) -> dict[st
     ):
         units = (tables[a] - tables[b]).mean(axis)
         test = scipy.stats.ttest_1samp(units, 0)
-        interval = [float(end) for end in test.confidence_interval(0.95)]
-        pair = {"a": a, "b": b, "over": over, "points": float(units.mean())}
-        differences.append({**pair, "interval": interval})
+        low, high = (float(end) for end in test.confidence_interval(0.95))
+        pair = {"a": a, "b": b, "difference": float(units.mean()), "low": low, "high": high}
+        differences.append({**pair, "what": over})
         raw.setdefault(f"over {over}", {})[f"{a} - {b}"] = float(test.pvalue)
     p = {over: holm(values) for over, values in raw.items()}
     return {"mean": float(tables["adamw"].mean()), "pairs": differences, "p after Holm": p}
@@ -236,7 +233,7 @@ def passes(name: str) -> float:
     return 1 + SHARES.get(name, 1.0) * (optimizer_spec(optimizer).passes - 1)
 
 
-def more_grid(table: Table, averages: Mapping[Row, Cell | None]) -> Grid:
+def more_grid(table: Table, averages: Mapping[Row, Cell | None]) -> TextTable:
     """The first trials of everything, by what an update costs; the best are marked."""
     cells = {row.row: {**row.cells, "Avg.": averages[row.row]} for row in table.rows}
     columns = list(next(iter(cells.values())))
@@ -244,13 +241,13 @@ def more_grid(table: Table, averages: Mapping[Row, Cell | None]) -> Grid:
     lines = []
     for row in sorted(cells, key=lambda row: (passes(row.optimizer), row.optimizer)):
         marked = [
-            Text(cell_text(cell), cell is not None and cell.mean == best[column])
+            TextCell(cell_text(cell), cell is not None and cell.mean == best[column])
             for column, cell in cells[row].items()
         ]
-        lines.append((Text(row.optimizer), Text(f"{passes(row.optimizer):.3g}"), *marked))
+        lines.append((TextCell(row.optimizer), TextCell(f"{passes(row.optimizer):.3g}"), *marked))
     headings = ("method", "gradients in an update", *columns)
     note = "three seeds, the same for all; fad 5 %: FAD in 5 % of the updates, SGD in the others"
-    return Grid("PACS, the first three seeds", headings, tuple(lines), 1, note)
+    return TextTable("PACS, the first three seeds", headings, tuple(lines), 1, note)
 
 
 def single(folder: Path) -> dict[str, dict[str, Any]]:
@@ -274,20 +271,20 @@ def _last(runs: Iterable[Run]) -> float:
     return fmean(100 * run.records[-1].accuracy[run.targets[0], "test"] for run in runs)
 
 
-def single_grid(values: Mapping[str, Mapping[str, Any]]) -> Grid:
+def single_grid(values: Mapping[str, Mapping[str, Any]]) -> TextTable:
     """The first trial of some, with what their updates cost."""
     lines = []
     for name, own in values.items():
         optimizer, updates = name.partition(",")[0], own["updates"]
         costs = (f"{updates:,}", f"{updates * passes(optimizer):,.0f}")
         numbers = [f"{value:.1f}" for value in own["accuracy"].values()]
-        lines.append((Text(optimizer), *map(Text, (*costs, *numbers))))
+        lines.append((TextCell(optimizer), *map(TextCell, (*costs, *numbers))))
     headings = ("method", "updates", "gradients", *values["fad"]["accuracy"])
     note = (
         "one seed; last weights: the average without selecting a step; AdaHessian differentiates "
         "the gradient once more in every update"
     )
-    return Grid("PACS, the first seed", headings, tuple(lines), 1, note)
+    return TextTable("PACS, the first seed", headings, tuple(lines), 1, note)
 
 
 def effort_figure(rows: Iterable[TableRow]) -> Figure:
@@ -332,7 +329,7 @@ def all_pairs(
     return [Pair(paired(selected, a, b), paired(selected, a, b, over="trials")) for a, b in names]
 
 
-def pairs_grid(note: str, *columns: Sequence[Pair]) -> Grid:
+def pairs_grid(note: str, *columns: Sequence[Pair]) -> TextTable:
     """A line for each pair, with its intervals; one that excludes zero is marked.
 
     Args:
@@ -341,13 +338,13 @@ def pairs_grid(note: str, *columns: Sequence[Pair]) -> Grid:
     """
     lines = [
         (
-            Text(f"{pairs[0].targets.a} - {pairs[0].targets.b}"),
+            TextCell(f"{pairs[0].targets.a} - {pairs[0].targets.b}"),
             *chain.from_iterable(map(_cells, pairs)),
         )
         for pairs in zip(*columns, strict=True)
     ]
     headings = ("points", "over targets", "over seeds") * len(columns)
-    return Grid(
+    return TextTable(
         "Paired differences", ("methods", *headings), tuple(lines), 1, f"95 % intervals{note}"
     )
 
@@ -360,9 +357,9 @@ def _both_ways(pairs: Sequence[Pair]) -> dict[str, dict[str, float]]:
     }
 
 
-def _cells(pair: Pair) -> list[Text]:
-    intervals = [Text(f"{one.low:+.1f} to {one.high:+.1f}", one.clear) for one in pair]
-    return [Text(f"{pair.targets.difference:+.1f}"), *intervals]
+def _cells(pair: Pair) -> list[TextCell]:
+    intervals = [TextCell(f"{one.low:+.1f} to {one.high:+.1f}", one.clear) for one in pair]
+    return [TextCell(f"{pair.targets.difference:+.1f}"), *intervals]
 
 
 def corrected(differences: Iterable[Paired]) -> dict[str, float]:
@@ -425,16 +422,16 @@ def _with_values(compared: Comparison) -> list[tuple[MethodCurvature, list[dict[
     return list(zip(compared.methods, values, strict=True))
 
 
-def ratios_grid(ratios: Iterable[Ratio]) -> Grid:
+def ratios_grid(ratios: Iterable[Ratio]) -> TextTable:
     """A line for each pair of optimizers; a factor whose interval excludes one is marked."""
-    by_pair: dict[str, list[Text]] = {}
+    by_pair: dict[str, list[TextCell]] = {}
     for one in ratios:
         text = f"{one.factor:.2f} ({one.low:.2f} to {one.high:.2f})"
         clear = one.high < 1 or one.low > 1
-        by_pair.setdefault(f"{one.a} / {one.b}", []).append(Text(text, clear))
-    lines = [(Text(names), *cells) for names, cells in by_pair.items()]
+        by_pair.setdefault(f"{one.a} / {one.b}", []).append(TextCell(text, clear))
+    lines = [(TextCell(names), *cells) for names, cells in by_pair.items()]
     note = "geometric means over three seeds, with 95 % intervals"
-    return Grid("FAD's and SAM's models", ("methods", *QUANTITIES), tuple(lines), 1, note)
+    return TextTable("FAD's and SAM's models", ("methods", *QUANTITIES), tuple(lines), 1, note)
 
 
 def with_accuracy(compared: Comparison) -> dict[str, Any]:
@@ -505,18 +502,18 @@ def publish(out: Path, facts: object) -> None:
         ratios = all_ratios(compared)
         first_trial, pairs_of_one = single(sweep / "runs"), twice(sweep / "runs")
         ablation = ablated(Path(scratch) / "ablation")
-        accuracy, _, curvature, rates = grids(found)
-        save_figure(FIGURES["methods"](found), out / "figure.svg")
+        accuracy, _, curvature, rates = tables(found)
+        save_figure(methods_figure(found), out / "figure.svg")
         draw(compared, out / "spectra.svg")
         save_figure(effort_figure(averages), out / "effort.svg")
-        save_figure(FIGURES["ablation"](ablation), out / "ablation.svg")
+        save_figure(ablation_figure(ablation), out / "ablation.svg")
         values = {
             "environment": facts,
             "command now": COMMAND,
             **to_json(found),
-            "all pairs": [paired_json(one) for pair in pairs for one in pair],
-            "later seeds alone": [paired_json(one) for pair in later for one in pair],
-            "first seeds alone": [paired_json(one) for pair in first for one in pair],
+            "all pairs": [plain_values(PAIRED, one) for pair in pairs for one in pair],
+            "later seeds alone": [plain_values(PAIRED, one) for pair in later for one in pair],
+            "first seeds alone": [plain_values(PAIRED, one) for pair in first for one in pair],
             "p after Holm": _both_ways(pairs),
             "more": {
                 "means": {
@@ -526,7 +523,7 @@ def publish(out: Path, facts: object) -> None:
                     }
                     for row in by_target.rows
                 },
-                "pairs": [paired_json(one) for pair in rivals for one in pair],
+                "pairs": [plain_values(PAIRED, one) for pair in rivals for one in pair],
                 "p after Holm": _both_ways(rivals),
                 "learning rates": tuned(sweep),
             },
@@ -545,7 +542,7 @@ def publish(out: Path, facts: object) -> None:
         "more": more_grid(by_target, averages_of),
         "more-pairs": pairs_grid("", rivals),
         "single": single_grid(first_trial),
-        "ablation": grids(ablation)[0],
+        "ablation": tables(ablation)[0],
         "curvature": curvature,
         "ratios": ratios_grid(ratios),
         "rates": rates,

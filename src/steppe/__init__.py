@@ -17,7 +17,7 @@ _SUBPACKAGES = (
     "integrations",
     "measure",
     "optim",
-    "recipes",
+    "paper",
     "reports",
     "sweeps",
     "training",

@@ -6,16 +6,18 @@ Text goes through `printable`, and is never markup: names of files and domains c
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal, Self
 
-from rich.box import SIMPLE_HEAD
+from rich.box import SIMPLE_HEAD, SIMPLE_HEAVY
 from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 from rich.live import Live
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +25,7 @@ from rich.text import Text
 from steppe.strangers import printable
 
 __all__ = [
+    "SIMPLE_HEAVY",
     "Console",
     "Group",
     "Live",
@@ -31,6 +34,7 @@ __all__ = [
     "Table",
     "Text",
     "decimal",
+    "printed",
     "say",
     "stderr",
     "stdout",
@@ -97,6 +101,18 @@ def table(
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else text(cell) for cell in row))
     return made
+
+
+def printed(tables: Sequence[Table]) -> str:
+    """Tables as they look on a terminal that is wide enough for them."""
+    # A line that a narrow terminal folds can be read; a number that was cut off cannot.
+    roomy = Console(width=100_000)
+    natural = [Measurement.get(roomy, roomy.options, table).maximum for table in tables]
+    console = Console(width=max(80, shutil.get_terminal_size((120, 40)).columns, *natural))
+    with console.capture() as capture:
+        for table in tables:
+            console.print(table)
+    return capture.get()
 
 
 class Meter:

@@ -4,6 +4,8 @@ import math
 import random
 from typing import Any
 
+from steppe.reports.columns import page_columns
+
 HOSTILE = (
     "</script><script>window.pwned=1</script>",
     '"><img src=x onerror="window.pwned=2">',
@@ -98,6 +100,7 @@ def sample(
         "made": "2026-11-15T12:00:00Z",
         "versions": {"steppe": "0.1.0", "torch": "2.15.0", "python": "3.13.1"},
         "selection": "train-val",
+        "columns": page_columns(),
         "problems": ["runs/a/records.jsonl line 7: not JSON", "runs/b: no config.json"],
         "tables": [table(dataset, PACS) for dataset in datasets],
         "across": table("all", list(datasets)),

@@ -13,14 +13,8 @@ from steppe.curvature.results import Flatness, Trace
 from steppe.errors import UserError
 from steppe.measure.stored import Measured, Sample, Spectrum, Weights, save_measurement
 from steppe.reports import build_report, compare, load_runs
-from steppe.reports.curvature import (
-    Spread,
-    _plus_minus,
-    comparison_table,
-    described,
-    measured_table,
-    remarks,
-)
+from steppe.reports.curvature import Spread, _plus_minus, comparison_table
+from steppe.reports.measured import described, measured_table, remarks
 from steppe.reports.spectra import COLOURS, check_format, draw, make_figure
 from tests.reports.trees import config, record, write_run
 
@@ -95,11 +89,17 @@ def test_means_and_errors_by_method(tree: Path) -> None:
     assert (fad.row.name, len(fad.runs), sgd.row.name, len(sgd.runs)) == ("fad", 2, "sgd", 1)
     assert fad.spectrum == [30.0, 12.0, 3.0]
     # As the tables of accuracies: the population's deviation over the root of n.
-    assert (fad.lambda_max.mean, fad.lambda_max.err) == (30.0, pytest.approx(10 / np.sqrt(2)))
-    assert (fad.trace.mean, fad.trace.err) == (115.0, pytest.approx(15 / np.sqrt(2)))
+    assert (fad.spread("lambda_max").mean, fad.spread("lambda_max").err) == (
+        30.0,
+        pytest.approx(10 / np.sqrt(2)),
+    )
+    assert (fad.spread("trace").mean, fad.spread("trace").err) == (
+        115.0,
+        pytest.approx(15 / np.sqrt(2)),
+    )
     # Of one run, only the trace is an estimate.
-    assert (sgd.lambda_max.mean, sgd.lambda_max.err) == (90.0, None)
-    assert (sgd.trace.mean, sgd.trace.err) == (300.0, 1.5)
+    assert sgd.spread("lambda_max") == Spread(90.0, None)
+    assert sgd.spread("trace") == Spread(300.0, 1.5)
     plain = json.loads(json.dumps(found.to_json()))
     assert [m["name"] for m in plain["methods"]] == ["fad", "sgd"]
     assert plain["methods"][0]["trace"]["mean"] == 115.0
@@ -122,14 +122,22 @@ def test_flatness_by_method(tmp_path: Path) -> None:
     found = compare(load_runs(tmp_path).runs)
     fad, sgd = found.methods
     assert (found.rho, found.notes) == (0.05, ())
-    assert (fad.zeroth.mean, fad.zeroth.err) == pytest.approx((0.2, 0.1 / np.sqrt(2)))
-    assert (fad.first.mean, fad.first.err) == pytest.approx((0.4, 0.1 / np.sqrt(2)))
-    assert (sgd.zeroth.mean, sgd.zeroth.err, sgd.loss.mean) == (0.5, None, 0.25)
+    assert (fad.spread("zeroth").mean, fad.spread("zeroth").err) == pytest.approx(
+        (0.2, 0.1 / np.sqrt(2))
+    )
+    assert (fad.spread("first").mean, fad.spread("first").err) == pytest.approx(
+        (0.4, 0.1 / np.sqrt(2))
+    )
+    assert (sgd.spread("zeroth").mean, sgd.spread("zeroth").err, sgd.spread("loss").mean) == (
+        0.5,
+        None,
+        0.25,
+    )
     table = comparison_table(found)
     headings = [str(column.header) for column in table.columns]
     assert headings[-3:] == ["R0", "R1", "loss"]
-    assert table.caption.endswith("; R0 and R1 within ρ = 0.05")
-    cells = [list(column.cells) for column in table.columns[-3:]]
+    assert str(table.caption).endswith("; R0 and R1 within ρ = 0.05")
+    cells = [[str(cell) for cell in column.cells] for column in table.columns[-3:]]
     assert cells == [["0.200 ± 0.071", "0.5"], ["0.400 ± 0.071", "0.9"], ["0.1 ± 0", "0.25"]]
     plain = json.loads(json.dumps(found.to_json()))
     assert plain["rho"] == 0.05
@@ -239,7 +247,7 @@ def test_runs_of_one_target_are_chosen_from_a_sweep(tmp_path: Path) -> None:
         compare(runs)
     for target, value in (("photo", 7.0), ("sketch", 5.0)):
         chosen = compare(runs, targets=[target])
-        assert [(m.row.name, m.lambda_max.mean) for m in chosen.methods] == [
+        assert [(m.row.name, m.spread("lambda_max").mean) for m in chosen.methods] == [
             ("fad", value),
             ("sgd", value),
         ]
@@ -292,7 +300,7 @@ OVER_RUNS = "over runs (standard error)"
 def test_table_and_figure_say_what_errors_are(tree: Path, chosen, errors) -> None:
     found = compare([run for run in load_runs(tree).runs if run.path.name in chosen])
     assert found.to_json()["errors"] == errors
-    assert comparison_table(found).caption == f"± {errors}; R0 and R1 within ρ = 0.1"
+    assert str(comparison_table(found).caption) == f"± {errors}; R0 and R1 within ρ = 0.1"
     assert f"\nerror bars: {errors}" in make_figure(found).get_suptitle()
 
 
@@ -346,9 +354,9 @@ def test_domains_and_weights_are_chosen(tmp_path: Path) -> None:
         write(tmp_path, name, name, made(), target, best)
     runs = load_runs(tmp_path).runs
     for domains in (["cartoon", "sketch"], ["sketch", "cartoon"]):
-        assert compare(runs, domains).methods[0].lambda_max.mean == 7.0
-    assert compare(runs, which="best").methods[0].lambda_max.mean == 5.0
-    assert compare(runs).methods[0].lambda_max.mean == 40.0
+        assert compare(runs, domains).methods[0].spread("lambda_max").mean == 7.0
+    assert compare(runs, which="best").methods[0].spread("lambda_max").mean == 5.0
+    assert compare(runs).methods[0].spread("lambda_max").mean == 40.0
     with pytest.raises(UserError, match="--domain sketch --which best"):
         compare(runs, ["sketch"], "best")
     assert described(target).startswith("cross-entropy on 20 images of cartoon, sketch")

@@ -7,39 +7,44 @@ import json
 import pytest
 from rich.console import Console
 
-from steppe.reports import (
-    Cell,
-    Cost,
-    Matrix,
-    Paired,
-    Row,
-    Table,
-    TableRow,
-    cost_grid,
-    matrix_grid,
-    paired_grid,
+from steppe.errors import UserError
+from steppe.reports import Column, Report, Row, build_report, load_runs, register_column, write
+from steppe.reports.cells import Cell
+from steppe.reports.columns import METHODS
+from steppe.reports.differences import Paired
+from steppe.reports.render import (
+    accuracy_text,
+    cost_text,
+    matrix_text,
+    paired_text,
     to_csv,
-    to_json,
     to_latex,
     to_markdown,
     to_terminal,
 )
+from steppe.reports.tables import Matrix, Selected, StepCost, Table, TableRow
+from tests.reports.trees import config, record, write_run
 
 ADAM, FAD = Row("ERM", "adam", "none"), Row("ERM", "fad", "none")
 HOSTILE = Row(r"A\input{x}%$&_#^~", "[bold]|*x*<b>", "swad\nnew")
+
+
+class FakeRun:
+    steps, space = 5001, "fad"
+    records = ()
 
 
 def table(*rows):
     return Table("PACS", "oracle", ("art_painting", "photo"), ("A", "P"), rows)
 
 
-def row(name, first, second, avg):
-    return TableRow(name, {"art_painting": first, "photo": second}, avg, (5001,), 12, "fad")
+def row(name, first, second):
+    return TableRow(name, {"art_painting": first, "photo": second}, (FakeRun(),) * 12)
 
 
 TABLE = table(
-    row(ADAM, Cell(80.04, 1.23456789, 3), Cell(90.0, 0.0, 1), 85.02),
-    row(FAD, Cell(79.96, 0.5, 3), None, None),
+    row(ADAM, Cell(80.03125, 1.23456789, 3), Cell(90.0, 0.0, 1)),
+    row(FAD, Cell(79.96, 0.5, 3), None),
 )
 
 
@@ -50,54 +55,55 @@ def printed(rich_table):
 
 
 def test_json_is_the_schema():
-    assert json.loads(to_json([TABLE])) == {
-        "tables": [
-            {
-                "dataset": "PACS",
-                "selection": "oracle",
-                "columns": ["art_painting", "photo"],
-                "rows": [
-                    {
-                        "algorithm": "ERM",
-                        "optimizer": "adam",
-                        "averaging": "none",
-                        "cells": {
-                            "art_painting": {"mean": 80.04, "err": 1.23456789, "n": 3},
-                            "photo": {"mean": 90.0, "err": 0.0, "n": 1},
-                        },
-                        "avg": 85.02,
-                        "steps": [5001],
-                        "runs": 12,
-                        "space": "fad",
+    report = Report("", "", Selected((), "oracle", (), {}, {}), ())
+    report.__dict__["tables"] = [TABLE]  # as if they had been made
+    found = json.loads(json.dumps(report.to_json()["tables"]))
+    assert found == [
+        {
+            "dataset": "PACS",
+            "selection": "oracle",
+            "columns": ["art_painting", "photo"],
+            "rows": [
+                {
+                    "algorithm": "ERM",
+                    "optimizer": "adam",
+                    "averaging": "none",
+                    "cells": {
+                        "art_painting": {"mean": 80.03125, "err": 1.23456789, "n": 3},
+                        "photo": {"mean": 90.0, "err": 0.0, "n": 1},
                     },
-                    {
-                        "algorithm": "ERM",
-                        "optimizer": "fad",
-                        "averaging": "none",
-                        "cells": {
-                            "art_painting": {"mean": 79.96, "err": 0.5, "n": 3},
-                            "photo": None,
-                        },
-                        "avg": None,
-                        "steps": [5001],
-                        "runs": 12,
-                        "space": "fad",
+                    "avg": 85.015625,
+                    "steps": [5001],
+                    "runs": 12,
+                    "space": "fad",
+                },
+                {
+                    "algorithm": "ERM",
+                    "optimizer": "fad",
+                    "averaging": "none",
+                    "cells": {
+                        "art_painting": {"mean": 79.96, "err": 0.5, "n": 3},
+                        "photo": None,
                     },
-                ],
-            }
-        ]
-    }
+                    "avg": None,
+                    "steps": [5001],
+                    "runs": 12,
+                    "space": "fad",
+                },
+            ],
+        }
+    ]
 
 
 def test_markdown_marks_all_that_look_best():
-    lines = to_markdown(TABLE).splitlines()
+    lines = to_markdown(accuracy_text(TABLE)).splitlines()
     assert lines[2] == "| optimizer | A | P | Avg. | steps | space | runs |"
     assert lines[4] == "| adam | **80.0 ± 1.2** | **90.0** | **85.0** | 5001 | fad | 12 |"
     assert lines[5] == "| fad | **80.0 ± 0.5** | – | – | 5001 | fad | 12 |"
 
 
 def test_latex_is_booktabs():
-    text = to_latex(TABLE)
+    text = to_latex(accuracy_text(TABLE))
     assert text.splitlines()[1:] == [
         r"\begin{tabular}{lrrrrrr}",
         r"\toprule",
@@ -111,20 +117,20 @@ def test_latex_is_booktabs():
 
 
 def test_names_cannot_break_out():
-    odd = table(row(HOSTILE, Cell(1.0, 0.0, 1), Cell(1.0, 0.0, 1), 1.0))
-    latex = to_latex(odd).splitlines()[5]
+    odd = table(row(HOSTILE, Cell(1.0, 0.0, 1), Cell(1.0, 0.0, 1)))
+    latex = to_latex(accuracy_text(odd)).splitlines()[5]
     assert latex.startswith(
         r"A\textbackslash{}input\{x\}\%\$\&\_\#\textasciicircum{}\textasciitilde{} & "
         r"[bold]\textbar{}*x*\textless{}b\textgreater{} & swad new & "
     )
-    markdown = to_markdown(odd).splitlines()
+    markdown = to_markdown(accuracy_text(odd)).splitlines()
     assert len(markdown) == 5
     assert r"| \[bold\]\|\*x\*\<b\> | swad new |" in markdown[4]
-    assert "[bold]|*x*<b>" in printed(to_terminal(odd))
+    assert "[bold]|*x*<b>" in printed(to_terminal(accuracy_text(odd)))
 
 
 def test_the_terminal_shows_what_is_missing():
-    text = printed(to_terminal(TABLE))
+    text = printed(to_terminal(accuracy_text(TABLE)))
     assert "PACS, selected by validation on the test domain (oracle)" in text
     adam, fad = (
         next(n for n in text.splitlines() if n.split()[:1] == [o]) for o in ("adam", "fad")
@@ -138,43 +144,76 @@ def test_csv_has_a_line_per_cell():
     assert len(lines) == 6
     assert (lines[0]["target"], lines[0]["mean"], lines[0]["err"]) == (
         "art_painting",
-        "80.04",
+        "80.03125",
         "1.23456789",
     )
     assert (lines[4]["optimizer"], lines[4]["target"], lines[4]["mean"]) == ("fad", "photo", "")
-    assert (lines[2]["target"], lines[2]["mean"], lines[2]["runs"]) == ("Avg.", "85.02", "12")
+    assert (lines[2]["target"], lines[2]["mean"], lines[2]["runs"]) == ("Avg.", "85.015625", "12")
 
 
 def test_a_partial_cell_is_marked_and_explained():
     partial, full = Cell(80.0, 1.0, 3, True), Cell(70.0, 1.0, 3)
-    text = to_markdown(table(row(ADAM, partial, full, 75.0), row(FAD, full, full, 70.0)))
+    text = to_markdown(accuracy_text(table(row(ADAM, partial, full), row(FAD, full, full))))
     assert r"| adam | 80.0 ± 1.0\* | **70.0 ± 1.0** | 75.0\* |" in text
     assert "| fad | **70.0 ± 1.0** | **70.0 ± 1.0** | **70.0** |" in text
     cells = {ADAM: partial, FAD: full}
-    matrix = matrix_grid(Matrix("PACS", "oracle", (("ERM", "none"),), ("adam", "fad"), cells))
+    matrix = matrix_text(Matrix("PACS", "oracle", (("ERM", "none"),), ("adam", "fad"), cells))
     assert r"| 80.0 ± 1.0\* | **70.0 ± 1.0** |" in to_markdown(matrix)
-    cost = cost_grid([Cost("PACS", ADAM, 0.1, 1.0, 1, 1.0, cells[ADAM])])
+    cost = cost_text([StepCost("PACS", ADAM, (), 0.1, 1.0, cells[ADAM])])
     for shown in (text, to_markdown(matrix), to_markdown(cost)):
         assert shown.rstrip().endswith(r"\* some targets are missing")
 
 
-def test_other_tables_have_grids():
+def test_other_tables():
     cells = {ADAM: Cell(80.0, 1.0, 3), FAD: Cell(81.0, 1.0, 3)}
     matrix = Matrix(
         "all", "train-val", (("ERM", "none"), ("CORAL", "swad")), ("adam", "fad"), cells
     )
-    lines = to_markdown(matrix_grid(matrix)).splitlines()
+    lines = to_markdown(matrix_text(matrix)).splitlines()
     assert lines[4:] == ["| ERM | 80.0 ± 1.0 | **81.0 ± 1.0** |", "| CORAL + swad | – | – |"]
-    cost = Cost("PACS", FAD, 0.0526, 4.125, 4, None, cells[FAD])
-    assert to_markdown(cost_grid([cost])).splitlines()[4] == (
+    cost = StepCost("PACS", FAD, (), 0.0526, 4.125, cells[FAD])
+    assert to_markdown(cost_text([cost])).splitlines()[4] == (
         "| PACS | fad | 52.6 | 4.12 | 4 | – | 81.0 ± 1.0 |"
     )
     compared = Paired("fad", "adam", 1.5, 0.5, 0.25, 2.75, 0.95, 12, 4, "targets", 4)
-    line = to_markdown(paired_grid([compared])).splitlines()[4]
+    line = to_markdown(paired_text([compared])).splitlines()[4]
     assert line == "| fad - adam | **+1.5** | +0.2 to +2.8 | 12 pairs; interval over 4 targets |"
-    assert "fad - adam" in printed(to_terminal(paired_grid([compared])))
+    assert "fad - adam" in printed(to_terminal(paired_text([compared])))
 
 
 @pytest.mark.parametrize("show", [to_markdown, to_latex, to_terminal])
 def test_empty_tables_are_shown(show):
-    assert show(table())
+    assert show(accuracy_text(table()))
+
+
+def test_a_column_is_declared_once_and_shown_everywhere(tmp_path):
+    """From outside the package: one entry, and every format and the page has it."""
+    before = len(METHODS)
+    try:
+        register_column(
+            "methods",
+            Column(
+                "last_loss",
+                "last loss",
+                lambda row: row.runs[0].records[-1].loss["total"],
+                digits=2,
+                better="low",
+            ),
+        )
+        for optimizer, loss in (("adam", 0.75), ("fad", 0.5)):
+            records = [record(0, ("photo",), lambda d, p: 0.5, loss={"total": loss})]
+            write_run(tmp_path / optimizer, config(("photo",), optimizer=optimizer), records)
+        report = build_report(load_runs(tmp_path))
+        assert "| last loss |" in write(report, "markdown")
+        assert "| **0.50** |" in write(report, "markdown")
+        assert r"& \textbf{0.50} \\" in write(report, "latex")
+        assert "last loss" in write(report, "terminal")
+        (_, second, *_) = csv.DictReader(io.StringIO(write(report, "csv")))
+        assert second["last_loss"] == "0.75"
+        data = json.loads(write(report, "json"))
+        assert [row["last_loss"] for row in data["tables"][0]["rows"]] == [0.75, 0.5]
+        assert report.page_data()["columns"]["methods"][-1]["title"] == "last loss"
+        with pytest.raises(UserError, match="cannot take a column with the key 'last_loss'"):
+            register_column("methods", METHODS[-1])
+    finally:
+        del METHODS[before:]

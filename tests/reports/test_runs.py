@@ -12,15 +12,9 @@ from hypothesis import given, settings, strategies as st
 from pydantic import Field
 
 from steppe.errors import UserError
-from steppe.reports import (
-    SELECTIONS,
-    build_report,
-    dataset_tables,
-    leave_one_out,
-    load_runs,
-    tables_json,
-)
+from steppe.reports import SELECTIONS, build_report, load_runs
 from steppe.reports.best import rerunnable
+from steppe.reports.selection import leave_one_out
 from steppe.training import RunConfig, export_run, make_config, train
 from steppe.training.config import MACHINE
 from tests.reports.trees import DOMAINS, config, lines_of, record, some_sweep, write_run
@@ -123,7 +117,7 @@ def test_runs_are_found_wherever_finished_ones_lie(tmp_path):
     loaded = load_runs(tmp_path)
     names = [str(run.path.relative_to(tmp_path)) for run in loaded.runs]
     assert names == ["deep/er/est", "runs/NAME/result", "x"]
-    assert (loaded.problems, loaded.without_records) == ((), 0)
+    assert (loaded.problems, loaded.pending) == ((), ())
     files = [tmp_path / "x" / "records.jsonl", str(tmp_path / "deep"), tmp_path / "x"]
     assert [run.path.name for run in load_runs(files).runs] == ["est", "x"]
 
@@ -262,7 +256,7 @@ def tables_of(runs):
         for name, (one, data) in runs.items():
             write_run(Path(folder) / name, one, data, state="running")
         loaded = load_runs(folder)
-        found = [tables_json(dataset_tables(loaded.runs, s)) for s in SELECTIONS]
+        found = [build_report(loaded, s).to_json()["tables"] for s in SELECTIONS]
         return found, loaded
 
 
@@ -315,7 +309,7 @@ def test_missing_runs_touch_only_their_own_cells(seed, share):
     full, _ = tables_of({str(i): own for i, own in enumerate(sweep)})
     found, _ = tables_of(left)
     for before, after in zip(full, found, strict=True):
-        rows = [{r["optimizer"]: r for r in t["tables"][0]["rows"]} for t in (before, after)]
+        rows = [{r["optimizer"]: r for r in t[0]["rows"]} for t in (before, after)]
         assert rows[0]["fad"] == rows[1]["fad"]
         if "adam" in rows[1]:
             for column, cell in rows[1]["adam"]["cells"].items():

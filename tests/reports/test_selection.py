@@ -7,7 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from steppe.reports import SELECTIONS, Record, Run, leave_one_out, oracle, train_validation
+from steppe.reports import SELECTIONS, Run
+from steppe.reports.runs import Record
+from steppe.reports.selection import leave_one_out, oracle, train_validation
 from tests.reports.trees import DOMAINS
 
 

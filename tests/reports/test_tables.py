@@ -14,6 +14,7 @@ from steppe.reports import (
     across_datasets,
     best_configs,
     build_report,
+    columns,
     cost_table,
     dataset_tables,
     load_runs,
@@ -80,8 +81,14 @@ def test_cells_are_over_trials_and_the_average_over_cells(tmp_path):
         assert cell.mean == pytest.approx(statistics.mean(values), rel=1e-12)
         assert cell.err == pytest.approx(statistics.pstdev(values) / 3**0.5, rel=1e-12)
         assert cell.n == 3
-    assert row.avg == pytest.approx(statistics.mean(c.mean for c in row.cells.values()), rel=1e-12)
-    assert (row.steps, row.runs, row.space) == ((5, 6, 7), 12, "fad, fair")
+    assert row.average.mean == pytest.approx(
+        statistics.mean(c.mean for c in row.cells.values()), rel=1e-12
+    )
+    assert columns.values(columns.METHODS, row) == {
+        "steps": [5, 6, 7],
+        "space": "fad, fair",
+        "runs": 12,
+    }
 
 
 def test_a_target_that_was_not_run_is_missing(tmp_path):
@@ -92,7 +99,7 @@ def test_a_target_that_was_not_run_is_missing(tmp_path):
     assert table.columns == DOMAINS
     assert row_of(table).cells["sketch"] is None
     assert row_of(table).cells["photo"].n == 1
-    assert row_of(table).avg is None
+    assert row_of(table).average is None
     assert [row_of(table, optimizer="fad").cells[d] is None for d in DOMAINS] == [True] * 3 + [
         False
     ]
@@ -168,7 +175,7 @@ def test_across_datasets_the_targets_of_a_trial_come_first(tmp_path):
     assert cell.partial
     coral = row_of(table, algorithm="CORAL", averaging="swad")
     assert coral.cells["VLCS"] is None
-    assert coral.avg is None
+    assert coral.average is None
     assert [row.row.name for row in table.rows] == ["adam", "fad", "CORAL adam swad"]
 
 

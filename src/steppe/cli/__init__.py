@@ -7,10 +7,8 @@ user's mistake; 130 interrupted by Ctrl-C, 143 by SIGTERM.
 import io
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 from steppe import __version__
@@ -53,19 +51,7 @@ def _options(
     pass
 
 
-@app.command()
-def demo(
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Keep the runs here; a temporary folder else."),
-    ] = None,
-) -> None:
-    """Compare the optimizers on built-in data, each domain held out in turn: minutes on a CPU."""
-    from steppe.demo import run
-
-    run(out or Path(tempfile.mkdtemp(prefix="steppe-demo-")))
-
-
+app.command()(reproduce.demo)
 app.command()(runs.train)
 app.command()(runs.evaluate)
 app.command()(runs.export)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 JSON = typer.Option("--json", help="Print the result as JSON, for programs.")
 ROOT = typer.Option("--root", metavar="DIR", help="The data folder: $STEPPE_DATA or ./data.")
 PLUGINS = typer.Option(
-    "--plugin", help="A module that registers datasets or algorithms of your own."
+    "--plugin", help="A module that registers something of your own, such as a dataset."
 )
 BACKBONE = typer.Option(help="resnet18, resnet50, resnet50-v1, or any name in timm.")
 WEIGHTS = typer.Option(help="imagenet, none, or a safetensors or checkpoint file.")

@@ -83,7 +83,7 @@ def curvature_measure(
     from steppe.measure import measure_run
     from steppe.measure.measuring import run_folder
     from steppe.measure.stored import measurement_file
-    from steppe.reports import curvature
+    from steppe.reports.measured import measured_table, remarks
 
     settings = Settings(
         domains=domain,
@@ -108,8 +108,8 @@ def curvature_measure(
         if as_json:
             print(json.dumps(measured.to_json()))
             continue
-        stdout().print(curvature.measured_table(measured))
-        for remark in curvature.remarks(measured):
+        stdout().print(measured_table(measured))
+        for remark in remarks(measured):
             print(printable(f"note: {remark}"))
         where = measurement_file(run_folder(run), measured.name)
         print(printable(f"{where}: written after {measured.seconds:.0f} s"))
@@ -139,8 +139,8 @@ def curvature_compare(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Draw the spectra of measured runs by method, their largest eigenvalues and traces."""
+    from steppe.console import printed
     from steppe.reports import curvature, load_runs, spectra
-    from steppe.reports.write import printed
 
     spectra.check_format(out)
     loaded = load_runs(paths)

@@ -9,7 +9,7 @@ import typer
 from steppe.durable import replace
 from steppe.strangers import command, printable
 
-from .common import writable
+from .common import PLUGINS, writable
 
 import_app = typer.Typer(help="Results of other programs.")
 
@@ -38,10 +38,14 @@ def report(
             "--best", metavar="FILE", callback=writable, help="Write the chosen configs as JSON."
         ),
     ] = None,
+    plugin: Annotated[list[str] | None, PLUGINS] = None,
 ) -> None:
     """Make tables of many runs: the mean over trials of what the selection chooses."""
     from steppe import reports
+    from steppe.domains import import_plugins
+    from steppe.reports.best import best_json
 
+    import_plugins(plugin or ())
     title = printable(", ".join(str(path) for path in paths))
     asked = command("steppe", *sys.argv[1:])
     made = reports.build_report(reports.load_runs(paths), selection, asked, title)
@@ -53,7 +57,7 @@ def report(
         shown = printable(text) if form == "csv" else text  # the others escape names themselves
         print(shown, end="" if text.endswith("\n") else "\n")
     if best is not None:
-        replace(best, reports.best_json(made.best).encode())
+        replace(best, best_json(made.best).encode())
     for problem in made.problems:
         print(printable(f"steppe: {problem}"), file=sys.stderr)
 

@@ -1,8 +1,9 @@
-"""`steppe reproduce`: the paper's tables and figures."""
+"""`steppe reproduce` and `steppe demo`: experiments, from their plan to their tables."""
 
 import json
 import math
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,31 +11,44 @@ import typer
 
 from steppe.strangers import command, printable
 
-from .common import BACKBONE, JSON, OVERRIDES, ROOT, WEIGHTS, names, talk
+from .common import BACKBONE, JSON, OVERRIDES, PLUGINS, ROOT, WEIGHTS, names, talk
 
 if TYPE_CHECKING:
-    from steppe.recipes import Order
+    from steppe.paper import Order
     from steppe.sweeps import Sweep
+
+
+def demo(
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="Output folder (default: a temporary directory)."
+        ),
+    ] = None,
+) -> None:
+    """Compare the optimizers on built-in data, each domain held out in turn: minutes on a CPU."""
+    reproduce("demo", out=out or Path(tempfile.mkdtemp(prefix="steppe-demo-")))
 
 
 def reproduce(
     name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="A recipe; without one, they are listed.")
+        str, typer.Argument(metavar="[NAME]", help="An experiment; without one, they are listed.")
     ] = "",
     scale: Annotated[
         Literal["full", "small", "smoke"], typer.Option(help="How much of it is run.")
     ] = "small",
     datasets: Annotated[
-        str, typer.Option(help="Names or folders, with commas; the scale's unless given.")
+        str, typer.Option(help="Names or folders, with commas (default: the scale's).")
     ] = "",
     optimizers: Annotated[
-        str, typer.Option(help="Of the recipe's, with commas, or all; the scale's unless given.")
+        str,
+        typer.Option(help="Of the experiment's, with commas, or all (default: the scale's)."),
     ] = "",
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="The sweep's folder: reproduce/NAME-SCALE."),
     ] = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="Seeds; the scale's unless given.")] = (
+    trials: Annotated[int | None, typer.Option(min=1, help="Seeds (default: the scale's).")] = (
         None
     ),
     draws: Annotated[
@@ -59,7 +73,7 @@ def reproduce(
         Literal["local", "ray"], typer.Option(help="What starts the workers.")
     ] = "local",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="How many; all GPUs or cores else.")
+        int | None, typer.Option(min=1, help="How many (default: all GPUs or cores).")
     ] = None,
     per_gpu: Annotated[int, typer.Option(min=1, help="Workers that share a GPU.")] = 1,
     only_plan: Annotated[
@@ -68,22 +82,23 @@ def reproduce(
             "--plan", help="Only plan the runs, to be carried out by 'steppe sweep run DIR'."
         ),
     ] = False,
+    plugin: Annotated[list[str] | None, PLUGINS] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Run a table or figure of the paper, and show the paper's numbers beside ours.
 
     It is a sweep: interrupted at any moment, the same command goes on with it.
     """
-    from rich.console import Console
+    from steppe import paper
+    from steppe.domains import import_plugins
 
-    from steppe import recipes
-
+    import_plugins(plugin or ())
     if not name:
         _list()
         return
     changes = {"trials": trials, "draws": draws, "share": share, "factors": _numbers(factors)}
     given = {"backbone": backbone, "weights": weights, "root": str(root) if root else None}
-    order = recipes.make_order(
+    order = paper.make_order(
         name,
         scale,
         datasets=names(datasets),
@@ -99,23 +114,20 @@ def reproduce(
     if only_plan:
         _plan(order, folder, typed)
         return
-    console = Console(stderr=True)
 
     def carry_out(sweep: "Sweep") -> None:
         from steppe.sweeps import Crew, launch
 
         launch.run(sweep.path, launcher, Crew(workers, per_gpu))
 
-    talk()
-    found = recipes.reproduce(
-        order,
-        folder,
-        carry_out,
-        command=typed,
-        say=lambda line: console.print(printable(line), highlight=False, markup=False),
+    from steppe.console import say
+
+    console = talk()
+    found = paper.reproduce(
+        order, folder, carry_out, command=typed, say=lambda line: say(console, line)
     )
     facts = _facts(order)
-    files = recipes.write_results(found, folder, facts, facts["command"])
+    files = paper.write_results(found, folder, facts, facts["command"])
     _show(found, as_json)
     if files:
         print(f"written: {', '.join(map(printable, files))}", file=sys.stderr)
@@ -127,7 +139,7 @@ def _look_for_images(order: "Order", warn: bool) -> None:
     """Finds out before anything is planned whether the images are there."""
     from steppe.domains import load
     from steppe.errors import UserError
-    from steppe.recipes.orders import first_configs
+    from steppe.paper.order import first_configs
 
     for config in first_configs(order):
         try:
@@ -158,13 +170,12 @@ def _facts(order: "Order") -> dict[str, Any]:
 
 
 def _plan(order: "Order", folder: Path, typed: str) -> None:
-    from rich.console import Console
-
-    from steppe import recipes
+    from steppe import paper
+    from steppe.console import stdout
     from steppe.sweeps import cost
 
-    sweep, rates = recipes.plan(order, folder, typed)
-    Console().print(cost.table(cost.estimate(sweep, measured=False)))
+    sweep, rates = paper.plan(order, folder, typed)
+    stdout().print(cost.table(cost.estimate(sweep, measured=False)))
     n = len(sweep.names)
     start = command("steppe", "sweep", "run", folder)
     print(f"{printable(folder)}: {n:,} runs planned; start them with: {start}")
@@ -173,27 +184,28 @@ def _plan(order: "Order", folder: Path, typed: str) -> None:
 
 
 def _show(found: Any, as_json: bool) -> None:
-    from steppe.recipes.results import grids, to_json
-    from steppe.reports import to_terminal
-    from steppe.reports.write import printed
+    from steppe.console import printed
+    from steppe.paper.results import to_json
+    from steppe.paper.tables import tables
+    from steppe.reports.render import to_terminal
 
     if as_json:
         print(json.dumps(to_json(found), indent=1))
         return
-    print(printed([to_terminal(grid) for grid in grids(found)]), end="")
+    print(printed([to_terminal(table) for table in tables(found)]), end="")
     for problem in found.problems:
         print(printable(f"steppe: {problem}"), file=sys.stderr)
 
 
 def _list() -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    from steppe.recipes import RECIPES, SCALES
+    from steppe.console import stdout
+    from steppe.paper import EXPERIMENTS, SCALES
 
-    shown = Table("recipe", "what it shows", "datasets of the paper", box=None)
-    for recipe in RECIPES.values():
-        shown.add_row(recipe.name, recipe.about, ", ".join(recipe.datasets))
-    Console().print(shown)
+    shown = Table("experiment", "what it shows", "datasets of the paper", box=None)
+    for experiment in EXPERIMENTS.values():
+        shown.add_row(experiment.name, experiment.about, ", ".join(experiment.datasets))
+    stdout().print(shown)
     for scale in SCALES.values():
         print(f"--scale {scale.name}: {scale.about}")

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-from steppe.durable import replace
-
-from .runs import Run, plain
+from .runs import Run
 from .tables import Runs, select_runs
+from .values import plain
 
 
 def best_configs(runs: Runs, selection: str = "train-val") -> list[dict[str, Any]]:
     """What was chosen for every dataset, method, target and trial.
 
-    Args:
-        runs: the runs, in any order.
-        selection: `train-val`, `leave-one-out` or `oracle`.
-
-    Returns:
-        Plain values; a number that is not finite is None. ``config`` is what
-        ``steppe train --config`` takes, in a file of its own.
+    Plain values; a number that is not finite is None. ``config`` is what ``steppe train --config``
+    takes, in a file of its own.
     """
     selected = select_runs(runs, selection)
     places = sorted(selected.chosen, key=lambda p: (p.dataset, p.row.order, p.column, p.trial))
@@ -52,11 +45,5 @@ def rerunnable(run: Run) -> dict[str, Any]:
     return {k: v for k, v in run.config.items() if k not in left_out and v is not None}
 
 
-def write_best(path: Path, runs: Runs, selection: str = "train-val") -> None:
-    """Writes `best_configs` as JSON."""
-    replace(path, best_json(best_configs(runs, selection)).encode())
-
-
 def best_json(best: list[dict[str, Any]]) -> str:
-    """The JSON text of `best_configs`."""
     return json.dumps(plain(best), indent=2, allow_nan=False, ensure_ascii=False) + "\n"

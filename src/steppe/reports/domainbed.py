@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steppe.algorithms import algorithm_names, algorithm_spec
 from steppe.domains import dataset_names, dataset_spec
 from steppe.durable import replace
 from steppe.errors import UserError, reason
 from steppe.strangers import read
 
-from .runs import finite, parse, plain, unreadable_lines
+from .runs import unreadable_lines
+from .values import finite_or_none, parse, plain
 
 _STEPS = 5001
 """Of every dataset in DomainBed, unless a run says otherwise."""
@@ -185,30 +185,25 @@ def _record(data: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
             smaller: {"accuracy": _accuracy(data[f"env{i}_out_acc"])},
         }
     losses = {
-        key: _finite(value)
+        key: finite_or_none(value)
         for key, value in data.items()
         if key not in _NOT_LOSSES and not _OF_A_DOMAIN.match(key)
     }
     return {
         "step": data["step"],
-        "epoch": _finite(data.get("epoch")),
+        "epoch": finite_or_none(data.get("epoch")),
         "loss": losses,
         "domains": domains,
         "averaged": False,
-        "seconds_per_step": _finite(data.get("step_time")),
-        "memory_gb": _finite(data.get("mem_gb")),
+        "seconds_per_step": finite_or_none(data.get("step_time")),
+        "memory_gb": finite_or_none(data.get("mem_gb")),
     }
 
 
 def _accuracy(value: Any) -> float:
-    if (number := _finite(value)) is None or not 0 <= number <= 1:
+    if (number := finite_or_none(value)) is None or not 0 <= number <= 1:
         raise ValueError("an accuracy is no number from 0 to 1")
     return number
-
-
-def _finite(value: Any) -> float | None:
-    """A number that JSON can hold: a loss that diverged becomes null."""
-    return value if finite(value) else None
 
 
 def _config(first: Mapping[str, Any], names: tuple[str, ...], steps: int) -> dict[str, Any]:
@@ -250,6 +245,8 @@ def _config(first: Mapping[str, Any], names: tuple[str, ...], steps: int) -> dic
 
 def _options(algorithm: str, hparams: Mapping[str, Any]) -> dict[str, Any]:
     """The algorithm's options under steppe's names, where steppe has the algorithm."""
+    from steppe.algorithms import algorithm_names, algorithm_spec  # needs torch
+
     if algorithm not in algorithm_names():
         return {}
     found = {}

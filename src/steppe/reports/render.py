@@ -1,25 +1,24 @@
-"""Tables as text: for the terminal, Markdown, LaTeX, CSV and JSON."""
+"""Tables as text: for the terminal, Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
-import rich.text
-from rich import box
-from rich.table import Table as RichTable
-
+from steppe import console
 from steppe.strangers import printable
 
+from .cells import Cell
+from .columns import COSTS, PAIRED, Column, in_files, table_columns
+from .differences import Paired
 from .runs import Row
-from .tables import ALL, Cell, Cost, Matrix, Paired, Table
+from .tables import ALL, Matrix, StepCost, Table
 
-MISSING = "–"
+T = TypeVar("T")
 _SELECTED_BY = {
     "train-val": "validation on the training domains",
     "leave-one-out": "leave-one-domain-out validation",
@@ -38,114 +37,76 @@ _LATEX = {
 }
 
 
-def tables_json(tables: Sequence[Table]) -> dict[str, Any]:
-    """Plain values: percent, unrounded, a missing cell is null."""
-    return {"tables": [table_json(table) for table in tables]}
-
-
-def table_json(table: Table) -> dict[str, Any]:
-    """One table as plain values."""
-    return {
-        "dataset": table.dataset,
-        "selection": table.selection,
-        "columns": list(table.columns),
-        "rows": [
-            {
-                **row.row._asdict(),
-                "cells": {column: _cell_json(row.cells[column]) for column in table.columns},
-                "avg": row.avg,
-                "steps": list(row.steps),
-                "runs": row.runs,
-                "space": row.space,
-            }
-            for row in table.rows
-        ],
-    }
-
-
-def _cell_json(cell: Cell | None) -> dict[str, Any] | None:
-    if cell is None:
-        return None
-    partial = {"partial": True} if cell.partial else {}
-    return {"mean": cell.mean, "err": cell.err, "n": cell.n, **partial}
-
-
-def matrix_json(matrix: Matrix) -> dict[str, Any]:
-    """Optimizers by algorithms as plain values."""
-    return {
-        "dataset": matrix.dataset,
-        "selection": matrix.selection,
-        "methods": [{"algorithm": a, "averaging": averaging} for a, averaging in matrix.methods],
-        "optimizers": list(matrix.optimizers),
-        "cells": [
-            [_cell_json(matrix.cells.get(Row(a, o, averaging))) for o in matrix.optimizers]
-            for a, averaging in matrix.methods
-        ],
-    }
-
-
-def to_json(tables: Sequence[Table]) -> str:
-    """The JSON text of `tables_json`."""
-    return json.dumps(tables_json(tables), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def to_csv(tables: Sequence[Table]) -> str:
-    """One line per cell, for other programs: percent, unrounded."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    provenance = ("steps", "runs", "space")
-    writer.writerow(
-        ("dataset", "selection", *Row._fields, "target", "mean", "err", "n", *provenance)
-    )
-    for table in tables:
-        for row in table.rows:
-            steps = " ".join(map(str, row.steps))
-            after = [steps, row.runs, row.space]
-            before = [table.dataset, table.selection, *row.row]
-            for column in table.columns:
-                cell = row.cells[column]
-                values = [None] * 3 if cell is None else [cell.mean, cell.err, cell.n]
-                writer.writerow([*before, column, *values, *after])
-            writer.writerow([*before, "Avg.", row.avg, None, None, *after])
-    return out.getvalue()
-
-
-class Text(NamedTuple):
-    """A cell's text, and whether it is the best of its column."""
-
+class TextCell(NamedTuple):
     text: str
     best: bool = False
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Any table as texts: what the renderers below take."""
+class TextTable:
+    """Any table as texts: what the formats below take."""
 
     title: str
     headings: tuple[str, ...]
-    lines: tuple[tuple[Text, ...], ...]
+    lines: tuple[tuple[TextCell, ...], ...]
     names: int
-    """Columns at the left that hold names; the others hold numbers."""
+    """Columns at the left that name the row; the others hold numbers."""
     note: str = ""
 
 
-def table_grid(table: Table) -> Grid:
-    """A table of accuracies, with what every row comes from."""
-    axes = [axis for axis in Row._fields if _varies(table, axis)] or ["optimizer"]
-    best = {column: table.best(column) for column in (*table.columns, None)}
-    lines = []
-    for row in table.rows:
-        cells = [Text(cell_text(row.cells[c]), row.row in best[c]) for c in table.columns]
-        average = MISSING if row.avg is None else f"{row.avg:.1f}" + "*" * row.partial
-        avg = Text(average, row.row in best[None])
-        own = [Text(getattr(row.row, axis)) for axis in axes]
-        steps = ", ".join(map(str, row.steps))
-        after = [Text(steps), Text(row.space or MISSING), Text(str(row.runs))]
-        lines.append((*own, *cells, avg, *after))
-    headings = (*axes, *table.labels, "Avg.", "steps", "space", "runs")
-    return Grid(
-        _title(table.dataset, table.selection), headings, tuple(lines), len(axes), _note(table)
+def text_table(
+    title: str,
+    columns: Sequence[Column[T]],
+    rows: Sequence[T],
+    *,
+    note: str | None = None,
+    contest: Literal["column", "line", "none"] = "column",
+) -> TextTable:
+    """Columns of some rows as texts.
+
+    Args:
+        title: above it.
+        columns: those that have a heading are shown.
+        rows: one line for each.
+        note: below it; None: what a star means, where there is one.
+        contest: what the best is marked of.
+    """
+    shown = [column for column in columns if column.heading]
+    ranks = [[column.rank(row) for column in shown] for row in rows]
+    if contest == "line":
+        tops = [[_top(line)] * len(shown) for line in ranks]
+    else:
+        tops = [[_top(column) for column in zip(*ranks, strict=True)]] * len(ranks)
+    lines = tuple(
+        tuple(
+            TextCell(
+                column.text(row),
+                column.marked(row)
+                if column.marked is not None
+                else contest != "none" and rank is not None and rank == top,
+            )
+            for column, rank, top in zip(shown, of_line, of_tops, strict=True)
+        )
+        for row, of_line, of_tops in zip(rows, ranks, tops, strict=True)
     )
+    names = next((n for n, column in enumerate(shown) if not column.word), len(shown))
+    note = _stars(shown, rows) if note is None else note
+    return TextTable(title, tuple(column.heading for column in shown), lines, names, note)
+
+
+def _top(ranks: Sequence[float | None]) -> float | None:
+    return max((rank for rank in ranks if rank is not None), default=None)
+
+
+def _stars(columns: Sequence[Column[T]], rows: Sequence[T]) -> str:
+    values = (column.value(row) for column in columns for row in rows)
+    partial = any(isinstance(value, Cell) and value.partial for value in values)
+    return "* some targets are missing" if partial else ""
+
+
+def accuracy_text(table: Table) -> TextTable:
+    """A table of accuracies, with what every row comes from."""
+    return text_table(_title(table.dataset, table.selection), table_columns(table), table.rows)
 
 
 def _title(dataset: str, selection: str) -> str:
@@ -153,130 +114,87 @@ def _title(dataset: str, selection: str) -> str:
     return f"{name}, selected by {_SELECTED_BY[selection]}"
 
 
-def _varies(table: Table, axis: str) -> bool:
-    usual = {"algorithm": "ERM", "averaging": "none"}
-    return any(getattr(row.row, axis) != usual.get(axis) for row in table.rows)
-
-
-def _note(table: Table) -> str:
-    return _partial_note(cell for row in table.rows for cell in row.cells.values())
-
-
-def _partial_note(cells: Iterable[Cell | None]) -> str:
-    return "* some targets are missing" if any(c is not None and c.partial for c in cells) else ""
-
-
-def cell_text(cell: Cell | None) -> str:
-    """Mean and error with one decimal, as DomainBed prints them.
-
-    Examples:
-        >>> cell_text(Cell(83.25, 0.5, 3)), cell_text(Cell(83.25, 0.0, 1)), cell_text(None)
-        ('83.2 ± 0.5', '83.2', '–')
-    """
-    if cell is None:
-        return MISSING
-    text = f"{cell.mean:.1f}" if cell.n == 1 else f"{cell.mean:.1f} ± {cell.err:.1f}"
-    return text + "*" * cell.partial
-
-
-def matrix_grid(matrix: Matrix) -> Grid:
+def matrix_text(matrix: Matrix) -> TextTable:
     """Algorithms by optimizers; the best of each line is marked."""
-    lines = []
-    for algorithm, averaging in matrix.methods:
-        cells = [matrix.cells.get(Row(algorithm, o, averaging)) for o in matrix.optimizers]
-        shown = [None if c is None or c.partial else f"{c.mean:.1f}" for c in cells]
-        top = max((text for text in shown if text), key=float, default="")
-        texts = [Text(cell_text(c), s == top) for c, s in zip(cells, shown, strict=True)]
-        name = algorithm if averaging == "none" else f"{algorithm} + {averaging}"
-        lines.append((Text(name), *texts))
+
+    def cells(optimizer: str) -> Column[tuple[str, str]]:
+        def value(method: tuple[str, str]) -> Cell | None:
+            return matrix.cells.get(Row(method[0], optimizer, method[1]))
+
+        return Column("", optimizer, value, better="high")
+
+    columns = [
+        Column("", "algorithm", lambda m: m[0] if m[1] == "none" else " + ".join(m), word=True),
+        *map(cells, matrix.optimizers),
+    ]
     title = f"Optimizers by algorithm: {_title(matrix.dataset, matrix.selection)}"
-    note = _partial_note(matrix.cells.values())
-    return Grid(title, ("algorithm", *matrix.optimizers), tuple(lines), 1, note)
+    return text_table(title, columns, matrix.methods, contest="line")
 
 
-def cost_grid(costs: Sequence[Cost], selection: str | None = None) -> Grid:
+def cost_text(costs: Sequence[StepCost], selection: str | None = None) -> TextTable:
     """Time and memory against accuracy; the title says how that was selected, if given."""
-    lines = []
-    for cost in costs:
-        memory = MISSING if cost.memory_gb is None else f"{cost.memory_gb:.2f}"
-        texts = [
-            cost.dataset,
-            cost.row.name,
-            f"{1e3 * cost.seconds_per_step:.1f}",
-            f"{cost.relative:.2f}",
-            MISSING if cost.passes is None else str(cost.passes),
-            memory,
-            cell_text(cost.accuracy),
-        ]
-        lines.append(tuple(map(Text, texts)))
-    headings = ("dataset", "method", "ms/step", "relative", "passes", "GiB", "accuracy")
-    note = _partial_note(cost.accuracy for cost in costs)
-    return Grid(f"Cost of a step{_chosen_by(selection)}", headings, tuple(lines), 2, note)
+    return text_table(f"Cost of a step{_chosen_by(selection)}", COSTS, costs, contest="none")
+
+
+def paired_text(comparisons: Sequence[Paired], selection: str | None = None) -> TextTable:
+    """Differences in points, with their intervals; one that excludes zero is marked."""
+    level = f"{100 * comparisons[0].level:.0f} %" if comparisons else "95 %"
+    columns = [
+        replace(column, heading=f"{level} interval") if column.heading == "interval" else column
+        for column in PAIRED
+    ]
+    return text_table(f"Paired differences{_chosen_by(selection)}", columns, comparisons)
 
 
 def _chosen_by(selection: str | None) -> str:
     return "" if selection is None else f", selected by {_SELECTED_BY[selection]}"
 
 
-def paired_grid(comparisons: Sequence[Paired], selection: str | None = None) -> Grid:
-    """Differences in points, with their intervals; one that excludes zero is marked."""
-    lines = []
-    for c in comparisons:
-        interval = f"{c.low:+.1f} to {c.high:+.1f}"
-        difference = Text(f"{c.difference:+.1f}", c.clear)
-        lines.append((Text(f"{c.a} - {c.b}"), difference, Text(interval), Text(c.what)))
-    level = f"{100 * comparisons[0].level:.0f} %" if comparisons else "95 %"
-    headings = ("methods", "points", f"{level} interval", "over")
-    return Grid(f"Paired differences{_chosen_by(selection)}", headings, tuple(lines), 1)
-
-
-def to_terminal(given: Table | Grid) -> RichTable:
-    """For a console of rich."""
-    grid = _grid(given)
-    shown = RichTable(title=_text(grid.title), box=box.SIMPLE_HEAVY, title_justify="left")
-    if grid.note:
-        shown.caption = _text(grid.note)
-    for number, heading in enumerate(grid.headings):
-        justify: Literal["left", "right"] = "left" if number < grid.names else "right"
-        shown.add_column(_text(heading), justify=justify, no_wrap=True)
-    for line in grid.lines:
-        shown.add_row(*(_text(text, style="bold" * best) for text, best in line))
+def to_terminal(table: TextTable) -> console.Table:
+    """For a terminal, with what is best in bold."""
+    shown = console.Table(
+        title=console.text(table.title), box=console.SIMPLE_HEAVY, title_justify="left"
+    )
+    if table.note:
+        shown.caption = console.text(table.note)
+    for number, heading in enumerate(table.headings):
+        justify: Literal["left", "right"] = "left" if number < table.names else "right"
+        shown.add_column(console.text(heading), justify=justify, no_wrap=True)
+    for line in table.lines:
+        shown.add_row(*(console.text(text, style="bold" * best) for text, best in line))
     return shown
 
 
-def _text(text: str, style: str = "") -> rich.text.Text:
-    # Not as str: names may hold what rich would take for markup, or a terminal for orders.
-    return rich.text.Text(printable(text), style=style)
-
-
-def to_markdown(given: Table | Grid) -> str:
-    """A Markdown table, with the best of each column in bold."""
-    grid = _grid(given)
-    rules = ["---"] * grid.names + ["--:"] * (len(grid.headings) - grid.names)
-    texts = [[f"**{_markdown(t)}**" if best else _markdown(t) for t, best in n] for n in grid.lines]
-    body = [f"| {' | '.join(line)} |" for line in ([*map(_markdown, grid.headings)], rules, *texts)]
-    note = ["", _markdown(grid.note)] if grid.note else []
-    return "\n".join([f"**{_markdown(grid.title)}**", "", *body, *note]) + "\n"
+def to_markdown(table: TextTable) -> str:
+    """A Markdown table, with what is best in bold."""
+    rules = ["---"] * table.names + ["--:"] * (len(table.headings) - table.names)
+    lines = [
+        [f"**{_markdown(text)}**" if best else _markdown(text) for text, best in line]
+        for line in table.lines
+    ]
+    head = [*map(_markdown, table.headings)]
+    body = [f"| {' | '.join(line)} |" for line in (head, rules, *lines)]
+    note = ["", _markdown(table.note)] if table.note else []
+    return "\n".join([f"**{_markdown(table.title)}**", "", *body, *note]) + "\n"
 
 
 def _markdown(text: str) -> str:
     return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", _one_line(text))
 
 
-def to_latex(given: Table | Grid) -> str:
-    """A table for the package booktabs, with the best of each column in bold."""
-    grid = _grid(given)
+def to_latex(table: TextTable) -> str:
+    """A table for the package booktabs, with what is best in bold."""
     lines = [
         [rf"\textbf{{{_latex(text)}}}" if best else _latex(text) for text, best in line]
-        for line in grid.lines
+        for line in table.lines
     ]
-    body = [" & ".join(line) + r" \\" for line in ([*map(_latex, grid.headings)], *lines)]
-    numbers = len(grid.headings) - grid.names
+    body = [" & ".join(line) + r" \\" for line in ([*map(_latex, table.headings)], *lines)]
+    numbers = len(table.headings) - table.names
     return "\n".join(
         [
-            f"% {_one_line(grid.title)}",
-            *([f"% {grid.note}"] if grid.note else []),
-            rf"\begin{{tabular}}{{{'l' * grid.names}{'r' * numbers}}}",
+            f"% {_one_line(table.title)}",
+            *([f"% {table.note}"] if table.note else []),
+            rf"\begin{{tabular}}{{{'l' * table.names}{'r' * numbers}}}",
             r"\toprule",
             body[0],
             r"\midrule",
@@ -288,13 +206,33 @@ def to_latex(given: Table | Grid) -> str:
     )
 
 
-def _grid(given: Table | Grid) -> Grid:
-    return table_grid(given) if isinstance(given, Table) else given
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in _one_line(text))
 
 
 def _one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-def _latex(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in _one_line(text))
+def to_csv(tables: Sequence[Table]) -> str:
+    """One line per cell, for other programs: percent, unrounded."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    about = in_files()
+    keys = [column.key for column in about]
+    writer.writerow(("dataset", "selection", *Row._fields, "target", "mean", "err", "n", *keys))
+    for table in tables:
+        for row in table.rows:
+            after = [_field(column.value(row)) for column in about]
+            before = [table.dataset, table.selection, *row.row]
+            for name in table.columns:
+                cell = row.cells[name]
+                numbers = [None] * 3 if cell is None else [cell.mean, cell.err, cell.n]
+                writer.writerow([*before, name, *numbers, *after])
+            average = row.average and row.average.mean
+            writer.writerow([*before, "Avg.", average, None, None, *after])
+    return out.getvalue()
+
+
+def _field(value: Any) -> Any:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else value

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import platform
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from typing import Any
@@ -14,26 +15,27 @@ from typing import Any
 from steppe import __version__
 from steppe.errors import UserError
 
-from . import render
 from .best import best_configs
-from .curvature import MeasuredRun, find_measured, page_rows
-from .runs import Loaded, Row, Run, domain_pool, finite
-from .selection import Chosen, best_step, candidates, last_step, mean_of, validation_keys
+from .cells import Cell
+from .columns import COSTS, PAIRED, in_files, page_columns, values
+from .differences import Paired, paired
+from .measured import MeasuredRun, find_measured, page_rows
+from .remarks import not_left_out, pending, remarks
+from .runs import Loaded, Row, Run
+from .selection import Chosen, best_step, last_step, mean_of, validation_keys
 from .tables import (
-    Cost,
     Matrix,
-    Paired,
-    Place,
     Selected,
+    StepCost,
     Table,
     across_datasets,
     cost_table,
     dataset_tables,
     optimizer_by_algorithm,
-    paired,
     select_runs,
     target_sets,
 )
+from .values import finite
 
 POINTS = 2000
 """Runs of one method that the page shows in a figure; of more, every second, third, ..."""
@@ -49,15 +51,15 @@ class Report:
     problems: tuple[str, ...]
     measured: tuple[MeasuredRun, ...] = ()
     """Of the runs' curvature, where it was measured."""
+    figures: Mapping[str, str] = field(default_factory=dict)
+    """More figures for the page: SVG, by what they show."""
 
     @cached_property
     def tables(self) -> list[Table]:
-        """A table per dataset."""
         return dataset_tables(self.selected)
 
     @cached_property
     def across(self) -> Table | None:
-        """All datasets, where there are several."""
         return across_datasets(self.selected) if len(self.selected.datasets) > 1 else None
 
     @cached_property
@@ -70,8 +72,7 @@ class Report:
         return [matrix for matrix in found if len(matrix.methods) > 1 < len(matrix.optimizers)]
 
     @cached_property
-    def cost(self) -> list[Cost]:
-        """Time and memory of every method."""
+    def cost(self) -> list[StepCost]:
         return cost_table(self.selected)
 
     @cached_property
@@ -96,37 +97,81 @@ class Report:
 
     @cached_property
     def best(self) -> list[dict[str, Any]]:
-        """The chosen hyper-parameters."""
         return best_configs(self.selected)
 
     def to_json(self) -> dict[str, Any]:
-        """The tables as plain values."""
-        return render.tables_json(self.tables)
-
-    def page_data(self) -> dict[str, Any]:
-        """What the page draws, as plain values."""
+        """The tables as plain values, and what they were made with."""
         now = datetime.datetime.now(datetime.UTC)
         return {
-            "title": self.title,
+            "tables": [_table_json(table) for table in self.tables],
+            "selection": self.selected.selection,
+            "across": _table_json(self.across) if self.across else None,
+            "matrices": [_matrix_json(matrix) for matrix in self.matrices],
+            "comparisons": [values(PAIRED, pair) for pair in self.comparisons],
+            "cost": [values(COSTS, cost) for cost in self.cost],
             "command": self.command,
-            "made": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
             "versions": {
                 "steppe": __version__,
                 "torch": metadata.version("torch"),
                 "python": platform.python_version(),
             },
-            "selection": self.selected.selection,
+            "made": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
             "problems": list(self.problems),
-            "tables": [render.table_json(table) for table in self.tables],
-            "across": render.table_json(self.across) if self.across else None,
-            "matrices": [render.matrix_json(matrix) for matrix in self.matrices],
-            "comparisons": [_comparison(c) for c in self.comparisons],
-            "cost": [_cost(cost) for cost in self.cost],
+        }
+
+    def page_data(self) -> dict[str, Any]:
+        """What the page draws, as plain values."""
+        return {
+            "title": self.title,
+            **self.to_json(),
+            "columns": page_columns(),
             "curves": _curves(self.selected),
             "bars": [_bars(table) for table in self.tables],
             "sensitivity": _sensitivity(self.selected),
             "flatness": page_rows(self.measured),
+            "figures": {
+                title: base64.b64encode(drawn.encode()).decode()
+                for title, drawn in self.figures.items()
+            },
         }
+
+
+def _table_json(table: Table) -> dict[str, Any]:
+    """Percent, unrounded; a missing cell is null."""
+    return {
+        "dataset": table.dataset,
+        "selection": table.selection,
+        "columns": list(table.columns),
+        "rows": [
+            {
+                **row.row._asdict(),
+                "cells": {name: _cell_json(row.cells[name]) for name in table.columns},
+                "avg": row.average and row.average.mean,
+                **values(in_files(), row),
+            }
+            for row in table.rows
+        ],
+    }
+
+
+def _matrix_json(matrix: Matrix) -> dict[str, Any]:
+    return {
+        "dataset": matrix.dataset,
+        "selection": matrix.selection,
+        "methods": [{"algorithm": a, "averaging": averaging} for a, averaging in matrix.methods],
+        "optimizers": list(matrix.optimizers),
+        "cells": [
+            [_cell_json(matrix.cells.get(Row(a, o, averaging))) for o in matrix.optimizers]
+            for a, averaging in matrix.methods
+        ],
+    }
+
+
+def _cell_json(cell: Cell | None) -> dict[str, Any] | None:
+    if cell is None:
+        return None
+    partial = {"partial": True} if cell.partial else {}
+    return {"mean": cell.mean, "err": cell.err, "n": cell.n, **partial}
 
 
 def build_report(
@@ -136,146 +181,16 @@ def build_report(
 
     Args:
         loaded: from `load_runs`.
-        selection: `train-val`, `leave-one-out` or `oracle`.
+        selection: one of `SELECTIONS`.
         command: what made the report, to be shown.
         title: its heading.
     """
     selected = select_runs(loaded.runs, selection)
-    found = [*loaded.problems]
-    if loaded.pending:
-        n, total = loaded.without_records, loaded.without_records + len(loaded.runs)
-        found.append(
-            f"{n:,} of {total:,} runs {'has' if n == 1 else 'have'} no result yet "
-            f"({_first([path.name for path in loaded.pending])}): the tables are of the others"
-        )
-    found += remarks(loaded.runs, selection)
+    found = [*loaded.problems, *pending(loaded), *remarks(loaded.runs, selection)]
     if selection == "leave-one-out":
-        found += _not_left_out(selected)
+        found += not_left_out(selected)
     measured, unreadable = find_measured(loaded.runs)
     return Report(title, command, selected, tuple(found + unreadable), tuple(measured))
-
-
-def _not_left_out(selected: Selected) -> list[str]:
-    """Datasets whose runs are there, without those that leave-one-out validation needs."""
-    found = []
-    for dataset in selected.datasets:
-        own = [run for run in selected.runs if run.dataset == dataset]
-        columns = {targets: column for column, targets in target_sets(own).items()}
-        places = {
-            Place(dataset, run.row, columns[run.target_set], run.trial)
-            for run in own
-            if run.target_set in columns
-        }
-        missing = len(places.difference(selected.chosen))
-        if missing:
-            found.append(
-                f"{dataset}: {missing:,} of {len(places):,} numbers are missing, because "
-                "leave-one-out validation needs every run with one more domain held out: plan them "
-                "with 'steppe sweep plan ... --targets pairs'"
-            )
-    return found
-
-
-def remarks(runs: Sequence[Run], selection: str = "train-val") -> list[str]:
-    """What the tables do not show by themselves: unfinished, repeated and auxiliary runs."""
-    found = []
-    unfinished = [run for run in runs if run.state != "done"]
-    if unfinished:
-        found.append(
-            f"{_runs(len(unfinished))} not finished ({_first([r.path for r in unfinished])}): "
-            "records so far count, as in DomainBed"
-        )
-    without = [run for run in runs if run.averaging != "none" and not candidates(run)]
-    if without:
-        n = len(without)
-        found.append(
-            f"{n:,} run{'s have' if n > 1 else ' has'} no averaged record yet and "
-            f"{'are' if n > 1 else 'is'} left out ({_first([r.path for r in without])})"
-        )
-    alike = Counter((r.dataset, r.row, r.trial, r.target_set, r.space, r.choice) for r in runs)
-    repeated = sum(n - 1 for n in alike.values())
-    if repeated:
-        found.append(
-            f"{_runs(repeated)} a repetition: same method, targets, trial and hyper-parameters as "
-            "another one"
-        )
-    sizes: dict[str, Counter[int]] = defaultdict(Counter)
-    for run in runs:
-        sizes[run.dataset][len(run.target_set)] += 1
-    for dataset, counts in sizes.items():
-        smallest = min(counts)
-        more = sum(n for size, n in counts.items() if size > smallest)
-        if more and selection != "leave-one-out":
-            found.append(
-                f"{dataset}: {_runs(more)} for leave-one-out validation only, because others hold "
-                f"out fewer domains ({smallest})"
-            )
-        found += _mixed(dataset, [run for run in runs if run.dataset == dataset])
-    return found
-
-
-def _mixed(dataset: str, runs: Sequence[Run]) -> list[str]:
-    """What differs between runs of a dataset, and may not be meant to."""
-    found = []
-    pools = {domain_pool(run.config, run.targets) for run in runs}
-    if len(pools) > 1:
-        named = sorted("all" if pool is None else "+".join(pool) for pool in pools)
-        found.append(f"runs with different sources (of the domains {'; '.join(named)})")
-    splits = {run.split for run in runs}
-    if len(splits) > 1:
-        found.append(f"runs with different splits ({', '.join(sorted(splits))})")
-    steps = {run.steps for run in runs}
-    if len(steps) > 1:
-        lengths = ", ".join(f"{n:,}" for n in sorted(steps))
-        found.append(f"runs of different lengths compete ({lengths} updates)")
-    places: dict[str, set[object]] = defaultdict(set)
-    for run in runs:
-        places[run.row.name].add((run.target_set, run.trial))
-    by_number: dict[int, list[str]] = defaultdict(list)
-    for name, own in sorted(places.items()):
-        by_number[len(own)].append(name)
-    if len(by_number) > 1:
-        listed = "; ".join(f"{n}: {', '.join(names)}" for n, names in sorted(by_number.items()))
-        found.append(f"methods have different numbers of targets times trials ({listed})")
-    backbones = {str(run.config.get("backbone")) for run in runs}
-    if len(backbones) > 1:
-        found.append(f"runs with different backbones ({', '.join(sorted(backbones))})")
-    return [f"{dataset}: {text}" for text in found]
-
-
-def _first(names: Sequence[object]) -> str:
-    return f"{names[0]}, ..." if len(names) > 1 else str(names[0])
-
-
-def _runs(n: int) -> str:
-    return f"{n} run is" if n == 1 else f"{n} runs are"
-
-
-def _comparison(c: Paired) -> dict[str, Any]:
-    return {
-        "a": c.a,
-        "b": c.b,
-        "difference": c.difference,
-        "low": c.low,
-        "high": c.high,
-        "level": c.level,
-        "n": c.pairs,
-        "what": c.what,
-    }
-
-
-def _cost(cost: Cost) -> dict[str, Any]:
-    return {
-        "dataset": cost.dataset,
-        "name": cost.row.name,
-        "seconds_per_step": cost.seconds_per_step,
-        "relative": cost.relative,
-        "passes": cost.passes,
-        "memory_gb": cost.memory_gb,
-        "accuracy": None if cost.accuracy is None else cost.accuracy.mean,
-        "err": None if cost.accuracy is None else cost.accuracy.err,
-        "partial": cost.accuracy is not None and cost.accuracy.partial,
-    }
 
 
 def _bars(table: Table) -> dict[str, Any]:

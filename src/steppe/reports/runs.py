@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,11 +18,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import orjson
-
 from steppe.errors import UserError, reason
 from steppe.sealed import broken
 from steppe.strangers import read
+
+from .values import finite, finite_or_none, parse
 
 Key = tuple[str, str]
 """A domain and a part of it: ``("sketch", "test")``."""
@@ -103,12 +102,10 @@ class Run:
 
     @property
     def row(self) -> Row:
-        """The method."""
         return Row(self.algorithm, self.optimizer, self.averaging)
 
     @property
     def target_set(self) -> frozenset[str]:
-        """The targets, in no order."""
         return frozenset(self.targets)
 
     @cached_property
@@ -133,11 +130,6 @@ class Loaded:
     unreadable_lines: int = 0
     pending: tuple[Path, ...] = ()
     """Folders of runs that are planned, or began and have not been evaluated yet."""
-
-    @property
-    def without_records(self) -> int:
-        """How many runs have nothing to report yet."""
-        return len(self.pending)
 
 
 def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
@@ -232,45 +224,6 @@ def _read_run(folder: Path) -> _Found:
     return _Found(run, problems, len(wrong))
 
 
-def parse(text: bytes) -> Any:
-    r"""Read JSON; NaN and Infinity are let through, as Python's own writer has them.
-
-    Half a character (a lone surrogate), which stands for a byte of a name that is not UTF-8, is
-    spelled out as ``\udcff``: no file could be written with it.
-    """
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        try:
-            return _spelled_out(json.loads(text))
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-
-
-def _spelled_out(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode(errors="backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_spelled_out(key): _spelled_out(item) for key, item in value.items()}
-    return [_spelled_out(item) for item in value] if isinstance(value, list) else value
-
-
-def plain(value: Any) -> Any:
-    """What JSON can hold: a number that is not finite becomes null.
-
-    Examples:
-        >>> plain({"lr": float("nan"), "betas": (0.9, float("inf"))})
-        {'lr': None, 'betas': [0.9, None]}
-    """
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
 def unreadable_lines(numbers: list[int]) -> str:
     """Name lines that could not be read.
 
@@ -334,8 +287,8 @@ def _record(data: Any) -> Record:
         accuracy,
         loss,
         data.get("averaged") is True,
-        _finite_or_none(data.get("seconds_per_step")),
-        _finite_or_none(data.get("memory_gb")),
+        finite_or_none(data.get("seconds_per_step")),
+        finite_or_none(data.get("memory_gb")),
     )
 
 
@@ -343,15 +296,6 @@ def _number(value: Any) -> float:
     if not finite(value):
         raise TypeError("expected a number")
     return float(value)
-
-
-def finite(value: Any) -> bool:
-    """Whether a value from JSON is a number, and neither NaN nor too large to compute with."""
-    return type(value) in (float, int) and abs(value) < 1e300
-
-
-def _finite_or_none(value: Any) -> float | None:
-    return value if finite(value) else None
 
 
 def _facts(config: Mapping[str, Any]) -> dict[str, Any]:

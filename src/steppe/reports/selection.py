@@ -2,7 +2,8 @@
 
 All report the mean over a run's targets of their ``test`` accuracy (DomainBed's ``in``); they
 differ in what they look at to choose. Every rule takes the runs of one group (a dataset, a method,
-a trial) and the domains that are held out in the end. Sums are taken in DomainBed's order, so that
+a trial) and the domains that are held out in the end, and gives what it chose, or None where no run
+has what it needs. Sums are taken in DomainBed's order, so that
 its ties are ties here too; of runs that are level the one with the highest draw wins, as there.
 
 Where weights are averaged, only records of the average are candidates: it is what the run is for.
@@ -34,12 +35,10 @@ class Chosen:
 
     @property
     def choice(self) -> str:
-        """The hyper-parameters' name."""
         return self.run.choice
 
     @property
     def hparams(self) -> Mapping[str, Any]:
-        """The hyper-parameters."""
         return self.run.hparams
 
 
@@ -51,13 +50,6 @@ def train_validation(runs: Iterable[Run], targets: frozenset[str]) -> Chosen | N
 
     Per run the first step with the highest mean ``val`` accuracy over its source domains; then the
     best run.
-
-    Args:
-        runs: of one group; those with other targets are not looked at.
-        targets: the domains held out.
-
-    Returns:
-        What was chosen, or None where no run has such a record.
     """
     found = [best for run in _ordered(runs, targets) if (best := best_step(run)) is not None]
     validated = [chosen for chosen in found if chosen.validation is not None]
@@ -101,13 +93,6 @@ def leave_one_out(runs: Iterable[Run], targets: frozenset[str]) -> Chosen | None
     of ``test`` accuracy on \( v \) in the run that holds out \( T \cup \{v\} \); all of these runs
     are required. The best step of the best hyper-parameters counts, and the number comes from the
     run that holds out \( T \) alone.
-
-    Args:
-        runs: of one group, those that hold out one domain more among them.
-        targets: the domains held out in the end.
-
-    Returns:
-        What was chosen, or None where no hyper-parameters have all the runs.
     """
     runs = list(runs)
     sets: dict[tuple[str | None, str, frozenset[str]], Run] = {}
@@ -149,13 +134,6 @@ def oracle(runs: Iterable[Run], targets: frozenset[str]) -> Chosen | None:
     """Choose by images of the targets themselves, at the last step only.
 
     An upper bound, not a method: it looks at the ``oracle`` images of the targets.
-
-    Args:
-        runs: of one group; those with other targets are not looked at.
-        targets: the domains held out.
-
-    Returns:
-        What was chosen, or None where no run has such a record.
     """
     found = [last for run in _ordered(runs, targets) if (last := last_step(run)) is not None]
     return _best(found)

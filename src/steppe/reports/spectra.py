@@ -38,12 +38,7 @@ def check_format(path: Path) -> str:
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Draw a comparison into a file.
-
-    Args:
-        comparison: from `compare`.
-        path: ends in .svg, .png or .pdf.
-    """
+    """Draw a comparison into a file, .svg, .png or .pdf."""
     save_figure(make_figure(comparison), path)
 
 
@@ -62,7 +57,6 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def make_figure(comparison: Comparison) -> Figure:
-    """The figure of a comparison."""
     from matplotlib.figure import Figure
 
     methods = comparison.methods
@@ -72,8 +66,8 @@ def make_figure(comparison: Comparison) -> Figure:
     figure = Figure(figsize=(10, height), layout="constrained")
     spectra, largest, traces = figure.subplots(1, 3, width_ratios=(2.1, 1, 1))
     _draw_spectra(spectra, methods)
-    _draw_bars(largest, methods, [m.lambda_max for m in methods], "largest eigenvalue")
-    _draw_bars(traces, methods, [m.trace for m in methods], "trace")
+    _draw_bars(largest, methods, [m.spread("lambda_max") for m in methods], "largest eigenvalue")
+    _draw_bars(traces, methods, [m.spread("trace") for m in methods], "trace")
     traces.set_yticklabels([])
     # Outside, where it cannot hide a line.
     figure.legend(

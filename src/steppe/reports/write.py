@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table as RichTable
-
+from steppe.console import printed
 from steppe.errors import UserError
 
 from .page import render_page
 from .render import (
-    Grid,
-    cost_grid,
-    matrix_grid,
-    paired_grid,
+    TextTable,
+    accuracy_text,
+    cost_text,
+    matrix_text,
+    paired_text,
     to_csv,
     to_latex,
     to_markdown,
     to_terminal,
 )
 from .report import Report
-from .runs import plain
-from .tables import Table
+from .values import plain
 
 
 def write(report: Report, form: str) -> str:
@@ -41,48 +37,27 @@ def write(report: Report, form: str) -> str:
     return FORMATS[form](report)
 
 
-def _sections(report: Report) -> list[Table | Grid]:
+def _sections(report: Report) -> list[TextTable]:
     """Everything that is a table, in the order in which it is read."""
-    found: list[Table | Grid] = [*report.tables]
-    if report.across:
-        found.append(report.across)
-    found += [matrix_grid(matrix) for matrix in report.matrices]
+    found = [accuracy_text(table) for table in (*report.tables, report.across) if table]
+    found += [matrix_text(matrix) for matrix in report.matrices]
     if report.cost:
-        found.append(cost_grid(report.cost, report.selected.selection))
+        found.append(cost_text(report.cost, report.selected.selection))
     if report.comparisons:
-        found.append(paired_grid(report.comparisons, report.selected.selection))
+        found.append(paired_text(report.comparisons, report.selected.selection))
     return found
 
 
-def _terminal(report: Report) -> str:
-    return printed([to_terminal(section) for section in _sections(report)])
-
-
-def printed(tables: Sequence[RichTable]) -> str:
-    """Tables as they look on a terminal that is wide enough for them."""
-    # A line that a narrow terminal folds can be read; a number that was cut off cannot.
-    roomy = Console(width=100_000)
-    natural = [Measurement.get(roomy, roomy.options, table).maximum for table in tables]
-    console = Console(width=max(80, shutil.get_terminal_size((120, 40)).columns, *natural))
-    with console.capture() as capture:
-        for table in tables:
-            console.print(table)
-    return capture.get()
-
-
 def _json(report: Report) -> str:
-    data = report.page_data()
-    kept = ("selection", "across", "matrices", "comparisons", "cost")
-    about = ("command", "versions", "made", "problems")
-    values = {**report.to_json(), **{key: data[key] for key in (*kept, *about)}}
-    return json.dumps(plain({**values, "best": report.best}), indent=2, allow_nan=False) + "\n"
+    values = {**report.to_json(), "best": report.best}
+    return json.dumps(plain(values), indent=2, allow_nan=False) + "\n"
 
 
 FORMATS: dict[str, Callable[[Report], str]] = {
-    "terminal": _terminal,
-    "markdown": lambda report: "\n".join(to_markdown(section) for section in _sections(report)),
-    "latex": lambda report: "\n".join(to_latex(section) for section in _sections(report)),
-    "csv": lambda report: to_csv([*report.tables, *([report.across] if report.across else [])]),
+    "terminal": lambda report: printed([to_terminal(table) for table in _sections(report)]),
+    "markdown": lambda report: "\n".join(map(to_markdown, _sections(report))),
+    "latex": lambda report: "\n".join(map(to_latex, _sections(report))),
+    "csv": lambda report: to_csv([table for table in (*report.tables, report.across) if table]),
     "json": _json,
     "html": lambda report: render_page(report.page_data()),
 }

@@ -11,7 +11,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from steppe.reports.runs import plain
+from steppe.reports.values import plain
 
 __all__ = ["render_page"]
 

@@ -9,13 +9,7 @@ const grouped = (items, key) => distinct(items.map((item) => text(item[key]))).m
 
 function cost() {
   const all = list(data.cost);
-  const milliseconds = (row) => (finite(row.seconds_per_step) ? 1e3 * row.seconds_per_step : null);
-  const measures = [
-    { label: "milliseconds per step", brief: "ms/step", of: milliseconds, digits: 1 },
-    { label: "relative time of a step", brief: "relative", of: (row) => row.relative, digits: 2 },
-    { label: "passes per step", brief: "passes", of: (row) => row.passes, digits: 0 },
-    { label: "memory, GB", brief: "memory, GB", of: (row) => row.memory_gb, digits: 2 },
-  ].filter(({ of }) => all.some((row) => finite(of(row))));
+  const measures = declared("costs", all).filter(({ digits }) => finite(digits));
   if (!measures.length) return [nothing("No timed runs yet.")];
 
   const drawn = chart((width) => {
@@ -57,8 +51,7 @@ function cost() {
       title: "accuracy", get: (row) => row.accuracy, print: fixed, best: "high",
       show: (row) => measured(row.accuracy, row.err), partial: (row) => row.partial === true,
     },
-    ...measures.map(({ brief, of, digits }) =>
-      ({ title: brief, get: of, print: (value) => fixed(value, digits), best: digits && "low" })),
+    ...measures,
   ];
   const refresh = () => {
     host.replaceChildren(table({ label: "cost", columns, rows: dataset.value.items }));
@@ -70,6 +63,14 @@ function cost() {
   const caption = "Up and to the left is better. The line joins the methods that no cheaper one " +
     "reaches.";
   return [figure(caption, [dataset, measure], null, drawn), host];
+}
+
+function drawings() {
+  const all = Object.entries(data.figures ?? {});
+  if (!all.length) return null;
+  return all.map(([title, svg]) => h("figure", {},
+    h("img", { alt: title, src: `data:image/svg+xml;base64,${svg}` }),
+    h("figcaption", {}, title)));
 }
 
 function curves() {

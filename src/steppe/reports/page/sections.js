@@ -100,6 +100,7 @@ function provenance() {
 
 const SECTIONS = [ // of the page, heading, of the data
   ["results", "Results", results, null],
+  ["figures", "Figures", drawings, null],
   ["comparisons", "Comparisons", comparisons, data.comparisons],
   ["cost", "Accuracy against cost", cost, data.cost],
   ["curves", "Learning curves", curves, data.curves],

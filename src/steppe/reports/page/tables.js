@@ -77,11 +77,28 @@ function measured(mean, err, n) {
   return [fixed(mean), h("span", { class: "err" }, ` ${PLUS_MINUS} ${fixed(err)}`)];
 }
 
+// The columns that Python declares for a table, those that some row has a value for. A list is
+// sorted by its largest number.
+function declared(name, rows) {
+  const written = (value) => (Array.isArray(value)
+    ? distinct(value).map((one) => (finite(one) ? one.toLocaleString("en") : text(one))).join(", ")
+    : text(value));
+  const known = (value) => (Array.isArray(value) ? value.length : (value ?? null) !== null);
+  return list((data.columns ?? {})[name]).map(({ key, title, label, digits, scale, better, word }) => {
+    const of = (row) => (finite(row[key]) ? scale * row[key] : row[key]);
+    const print = finite(digits) ? (value) => fixed(value, digits) : written;
+    return {
+      key, title, label, digits, of, print, best: better || null, kind: word ? "text" : null,
+      get: (row) => (Array.isArray(row[key]) ? extent(row[key].filter(finite))[1] : of(row)),
+      show: (row) => [known(row[key]) ? print(of(row)) : DASH],
+    };
+  }).filter(({ key }) => rows.some((row) => known(row[key])));
+}
+
 function resultTable(result, label) {
   const rows = list(result.rows);
   if (!rows.length) return nothing("No finished runs yet.");
   const cell = (row, column) => (row.cells ?? {})[column] ?? {};
-  const steps = (row) => list(row.steps).filter(finite);
   const columns = [
     { title: "method", get: rowName, show: (row) => nameCell(rowName(row)) },
     ...list(result.columns).map((column) => ({
@@ -97,17 +114,8 @@ function resultTable(result, label) {
       title: "Avg.", get: (row) => row.avg, print: fixed, best: "high",
       partial: (row) => list(result.columns).some((column) => cell(row, column).partial === true),
     },
-    { title: "runs", get: (row) => row.runs },
-    {
-      title: "steps",
-      get: (row) => steps(row).reduce((a, b) => Math.max(a, b), -1),
-      show: (row) => [distinct(steps(row)).map((n) => n.toLocaleString("en")).join(", ") || DASH],
-      kind: "text",
-    },
+    ...declared("methods", rows),
   ];
-  if (rows.some((row) => row.space)) {
-    columns.push({ title: "search space", get: (row) => row.space, kind: "text" });
-  }
   return table({ label, columns, rows });
 }
 

@@ -1,4 +1,4 @@
-"""What all tests of recipes have in common."""
+"""What all tests of experiments have in common."""
 
 import pytest
 import torch

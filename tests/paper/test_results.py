@@ -1,4 +1,4 @@
-"""What a recipe gave, with the paper's numbers beside ours."""
+"""What an experiment gave, with the paper's numbers beside ours."""
 
 import itertools
 import json
@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from steppe.recipes import lookup, make_order, printed, write_results
-from steppe.recipes.orders import Order, Place, Rate, default_rates
-from steppe.recipes.results import (
+from steppe.paper import lookup, make_order, printed, write_results
+from steppe.paper.order import Case, Order, Rate, default_rates, grids as planned
+from steppe.paper.results import (
     Results,
     Variant,
     comparisons,
     costs,
     gather,
-    grids,
     lines,
-    rates_grid,
     to_json,
 )
+from steppe.paper.tables import rates_table, tables
 from steppe.reports import Row, select_runs
 from steppe.sweeps import read_plan, write_plan
 from tests.reports.trees import DOMAINS, config, record, write_run
@@ -30,8 +29,6 @@ OURS = {"adam": 0.80, "fad": 0.82, "sgd": 0.70}
 
 def carried_out(tmp_path: Path, order: Order) -> Results:
     """As if all runs had been made: accuracies are known, sketch of trial 1 is 2 points up."""
-    from steppe.recipes.orders import grids as planned
-
     sweep = write_plan(planned(order, default_rates(order)), tmp_path / "sweep")
     for name, axes in sweep.axes.items():
         target, trial, optimizer = axes["targets"], axes["trial"], axes["optimizer"]
@@ -82,7 +79,7 @@ def test_every_cell_has_the_papers_number_beside_it(table1: Results) -> None:
 
 
 def test_the_tables_say_so(table1: Results, tmp_path: Path) -> None:
-    table, paired = grids(table1)
+    table, paired = tables(table1)
     assert table.headings == ("method", *DOMAINS, "Avg.")
     assert [line[0].text for line in table.lines] == ["adam", "sgd", "fad"]  # the paper's order
     assert table.lines[2][-1] == ("82.2 ± 0.2 (88.2)", True)
@@ -105,14 +102,14 @@ def test_the_tables_say_so(table1: Results, tmp_path: Path) -> None:
 
 
 def test_over_trials_only_where_all_are_there(table1: Results) -> None:
-    ((part, selected),) = table1.variants
+    ((arm, selected),) = table1.variants
     rest = [
         run
         for run in selected.runs
         if (run.optimizer, run.trial, run.targets) != ("adam", 1, ("photo",))
     ]
     assert len(rest) == len(selected.runs) - 1
-    short = replace(table1, variants=(Variant(part, select_runs(rest, "train-val")),))
+    short = replace(table1, variants=(Variant(arm, select_runs(rest, "train-val")),))
     named = [(c.b, c.unit) for c in comparisons(short)]
     assert named == [("adam", "targets"), ("sgd", "targets"), ("sgd", "trials")]
 
@@ -122,14 +119,14 @@ def test_times(tmp_path: Path) -> None:
     order = make_order("table3", "small", optimizers=["sgd", "fad"], changes=changes)
     found = carried_out(tmp_path, order)
     spent = {
-        part.steps: cost
-        for (dataset, part, row), cost in costs(found).items()
+        arm.steps: cost
+        for (dataset, arm, row), cost in costs(found).items()
         if (dataset, row.optimizer) == ("PACS", "fad")
     }
     assert spent[10_000].seconds == pytest.approx(0.04 * 500)
     assert spent[10_000].relative == pytest.approx(4)
     assert spent[10_000].paper is None, "the paper's is of more updates, and a mean over datasets"
-    table, compared = grids(found)
+    table, compared = tables(found)
     assert table.headings[:2] == ("method", "setting")
     assert [line[1].text for line in table.lines[::2]] == [
         "250 steps, for 5,000",
@@ -179,25 +176,23 @@ def test_other_runs_in_the_folder_take_no_part(tmp_path: Path) -> None:
 def test_the_papers_mean_is_only_beside_the_same_datasets(tmp_path: Path) -> None:
     order = make_order("table1", "smoke")
     found = Results(order, {}, ())
-    from steppe.recipes.results import ALL, _paper
+    from steppe.paper.results import ALL, _paper
 
     fad = Row("ERM", "fad", "none")
-    assert _paper(found, order.parts[0], ALL, "Avg.", fad) is None
+    assert _paper(found, order.arms[0], ALL, "Avg.", fad) is None
     full = Results(make_order("table1", "full"), {}, ())
-    beside = _paper(full, order.parts[0], ALL, "Avg.", fad)
+    beside = _paper(full, order.arms[0], ALL, "Avg.", fad)
     assert beside is not None
     assert beside.value == 67.6
 
 
 def test_runs_without_a_result_are_counted(tmp_path: Path) -> None:
-    from steppe.recipes.orders import grids as planned
-
     order = make_order("convergence", "small", changes={"factors": ()})
     sweep = write_plan(planned(order, default_rates(order)), tmp_path / "sweep")
     found = gather(order, sweep, default_rates(order))
     (problem,) = found.problems
     assert problem.startswith("20 of 20 runs have no result: see: steppe sweep status")
-    assert not grids(found)
+    assert not tables(found)
 
 
 def test_rates_at_the_edge_of_what_was_tried_are_counted() -> None:
@@ -206,10 +201,10 @@ def test_rates_at_the_edge_of_what_was_tried_are_counted() -> None:
 
     def note(*chosen: float) -> str:
         rates = {
-            Place("PACS", str(i), Row("ERM", "sgd", "none")): Rate(lr, tried)
+            Case("PACS", str(i), Row("ERM", "sgd", "none")): Rate(lr, tried)
             for i, lr in enumerate(chosen)
         }
-        return rates_grid(Results(order, rates, ())).note
+        return rates_table(Results(order, rates, ())).note
 
     assert note(0.3, 0.3).endswith("of the first trial")
     assert note(0.1, 0.3, 0.1).endswith("; 2 of 3 are the lowest tried (--factors tries others)")

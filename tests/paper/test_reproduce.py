@@ -1,4 +1,4 @@
-"""Recipes run from beginning to end, on built-in data."""
+"""Experiments run from beginning to end, on built-in data."""
 
 import json
 import os
@@ -14,12 +14,14 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from steppe import recipes
+from steppe import paper
 from steppe.cli import app
 from steppe.errors import Diverged, UserError
-from steppe.recipes import RECIPES, Order, make_order, plan, reproduce, write_results
-from steppe.recipes.results import rates_grid, to_json
-from steppe.reports import Row, to_markdown
+from steppe.paper import EXPERIMENTS, Order, make_order, plan, reproduce, run, write_results
+from steppe.paper.results import to_json
+from steppe.paper.tables import rates_table
+from steppe.reports import Row
+from steppe.reports.render import to_markdown
 from steppe.sweeps import Job, Sweep, look, read_plan, work
 from steppe.training.trainer import Trainer
 from tests.limits import seconds
@@ -30,10 +32,10 @@ def carry_out(sweep: Sweep) -> bool:
     return True
 
 
-def on_digits(*optimizers: str, recipe: str = "table1", overrides=(), **changes) -> Order:
-    """A recipe on built-in digits, small, that tunes with runs as long as its own."""
+def on_digits(*optimizers: str, experiment: str = "table1", overrides=(), **changes) -> Order:
+    """An experiment on built-in digits, small, that tunes with runs as long as its own."""
     return make_order(
-        recipe,
+        experiment,
         "small",
         datasets=["RotatedDigits"],
         optimizers=optimizers,
@@ -52,8 +54,8 @@ def test_rates_are_tuned_first(tmp_path: Path) -> None:
     assert len(sweep.names) == 2 * 2
     assert all(axes["tag"].startswith("tune") for axes in sweep.axes.values())
     found = reproduce(order, tmp_path, carry_out)
-    for place, rate in found.rates.items():
-        assert rate.lr == {"sgd": 0.001, "adam": 5e-5}[place.method.optimizer]
+    for case, rate in found.rates.items():
+        assert rate.lr == {"sgd": 0.001, "adam": 5e-5}[case.method.optimizer]
         assert len(rate.validation) == 2
     main = [n for n, axes in read_plan(tmp_path).axes.items() if not axes["tag"]]
     assert len(main) == 2 * 2
@@ -65,7 +67,7 @@ def test_rates_are_tuned_first(tmp_path: Path) -> None:
 def test_workers_go_on_when_a_rate_is_known(tmp_path: Path, monkeypatch) -> None:
     """What has its learning rate is run beside what still tunes, by workers that are there."""
     order = on_digits("sgd", factors=(0.5, 1.0), share=0.02, only=3)
-    monkeypatch.setattr(sys.modules["steppe.recipes.reproduce"], "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(run, "LOOK_SECONDS", 0.05)
     done = []
 
     def in_two_goes(sweep: Sweep) -> None:
@@ -92,7 +94,7 @@ def test_a_rate_that_diverges_is_not_chosen(tmp_path: Path) -> None:
     ((_, rate),) = found.rates.items()
     assert rate.lr == 0.001
     assert rate.validation[1e9] is None
-    assert "1e+09: diverged" in to_markdown(rates_grid(found))
+    assert "1e+09: diverged" in to_markdown(rates_table(found))
     assert to_json(found)["learning rates"][0]["validation"]["1e+09"] is None
     assert len(found.variants) == 1
 
@@ -121,10 +123,9 @@ def test_a_method_that_only_diverges_keeps_no_other_from_results(tmp_path, monke
 
 
 def test_a_single_model_is_not_compared(tmp_path: Path, monkeypatch) -> None:
-    order = on_digits("sgd", recipe="figure-hessian", factors=(1.0, 3.0), share=0.01, only=1)
+    order = on_digits("sgd", experiment="figure-hessian", factors=(1.0, 3.0), share=0.01, only=1)
     measured = []
-    module = sys.modules["steppe.recipes.reproduce"]
-    monkeypatch.setattr(module, "measure_run", lambda path, *given, **more: measured.append(path))
+    monkeypatch.setattr(run, "measure_run", lambda path, *given, **more: measured.append(path))
     found = reproduce(order, tmp_path, carry_out)
     assert len(measured) == 1
     assert found.curvature is None
@@ -185,7 +186,7 @@ def typed(*arguments: str) -> Result:
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert all(name in typed("reproduce").stdout for name in RECIPES)
+    assert all(name in typed("reproduce").stdout for name in EXPERIMENTS)
     planned = typed("reproduce", "table1", "--plan", "--datasets", "RotatedDigits")
     assert "reproduce/table1-small: 120 runs planned" in planned.stdout
     with pytest.raises(UserError, match="did you mean 'table"):
@@ -215,7 +216,7 @@ def test_images_are_looked_for_before_anything_is_planned(
     def reached(*_: object, **__: object) -> None:
         raise RuntimeError("run")
 
-    monkeypatch.setattr(recipes, "reproduce", reached)
+    monkeypatch.setattr(paper, "reproduce", reached)
     with pytest.raises(RuntimeError, match="run"):  # Ray's nodes may have them
         typed(*missing, "--launcher", "ray")
     planned = typed(*missing, "--plan")  # for machines that have them

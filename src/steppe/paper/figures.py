@@ -1,19 +1,19 @@
-"""The figures of the recipes, each from its results."""
+"""The figures of the experiments, each from its results."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steppe.reports import Row, Run
 from steppe.reports.selection import best_step
 from steppe.reports.spectra import COLOURS, DASHES, MARKERS, line_style
+from steppe.reports.tables import ALL
 
-from .catalog import ABLATION
-from .results import ALL, AVERAGE, Line, Results, costs, lines
+from .results import AVERAGE, Line, Results, costs, lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,8 +44,8 @@ def _legend(figure: Figure, axes: Axes) -> None:
 
 
 def _style(results: Results, optimizer: str) -> dict[str, Any]:
-    """The colour and dashes of an optimizer, the same in all figures of a recipe."""
-    return line_style(results.order.recipe.optimizers.index(optimizer))
+    """The colour and dashes of an optimizer, the same in all figures of an experiment."""
+    return line_style(results.order.experiment.optimizers.index(optimizer))
 
 
 def _colour(results: Results, optimizer: str) -> str:
@@ -97,8 +97,8 @@ def ratio(results: Results) -> Figure:
     for axes, (dataset, own) in zip(panels, by_dataset.items(), strict=True):
         joined: list[tuple[float, float]] = []
         for line in own:
-            x, y = spent[line.dataset, line.part, line.method].seconds, _value(line)
-            name = line.method.name if line.part.value is None else f"{line.part.value:.0%}"
+            x, y = spent[line.dataset, line.arm, line.method].seconds, _value(line)
+            name = line.method.name if line.arm.value is None else f"{line.arm.value:.0%}"
             axes.errorbar(
                 x,
                 y,
@@ -109,7 +109,7 @@ def ratio(results: Results) -> Figure:
             # The first ratios lie close together: every other one has its name below.
             place = (4, -11 if len(joined) % 2 else 4)
             axes.annotate(name, (x, y), xytext=place, textcoords="offset points", fontsize=8)
-            if line.part.value is not None:
+            if line.arm.value is not None:
                 joined.append((x, y))
         if joined:
             axes.plot(*zip(*joined, strict=True), color=_colour(results, "fad"), label="FAD")
@@ -128,11 +128,11 @@ def iterations(results: Results) -> Figure:
             by_method[line.method].append(line)
         for number, (method, some) in enumerate(by_method.items()):
             colour = _colour(results, method.optimizer)
-            x = [results.order.steps(line.part, dataset) - 1 for line in some]
+            x = [results.order.steps(line.arm, dataset) - 1 for line in some]
             y = [_value(line) for line in some]
             marker = MARKERS[number % len(MARKERS)]
             axes.plot(x, y, color=colour, marker=marker, label=method.name)
-            known = [(line.part.steps, line.paper.value) for line in some if line.paper]
+            known = [(line.arm.steps, line.paper.value) for line in some if line.paper]
             if known and results.order.scale.share == 1:
                 axes.plot(*zip(*known, strict=True), color=colour, linestyle=":", linewidth=1)
         _bare(axes, Path(dataset).name, "updates", "accuracy, per cent")
@@ -176,15 +176,16 @@ def _curve(runs: Sequence[Run]) -> tuple[list[float], list[float], list[float]]:
 
 def ablation(results: Results) -> Figure:
     """A panel for each of FAD's hyper-parameters, with SGD and Adam as lines."""
-    figure, panels = _figure(len(ABLATION))
     own = [line for some in _averages(results).values() for line in some]
-    for axes, name in zip(panels, ABLATION, strict=True):
-        some = [line for line in own if line.part.label.startswith(f"{name} ")]
+    names = dict.fromkeys(arm.label.split()[0] for arm in results.order.arms if arm.label)
+    figure, panels = _figure(len(names))
+    for axes, name in zip(panels, names, strict=True):
+        some = [line for line in own if line.arm.label.startswith(f"{name} ")]
         x = list(range(len(some)))
         y, errors = [_value(line) for line in some], [_error(line) for line in some]
         axes.errorbar(x, y, yerr=errors, marker="o", color=COLOURS[0], label="fad", capsize=2)
-        axes.set_xticks(x, [f"{line.part.value:g}" for line in some], fontsize=8)
-        for number, line in enumerate(line for line in own if not line.part.label):
+        axes.set_xticks(x, [f"{line.arm.value:g}" for line in some], fontsize=8)
+        for number, line in enumerate(line for line in own if not line.arm.label):
             style: dict[str, Any] = {"color": COLOURS[number + 1], "linestyle": DASHES[number + 1]}
             axes.axhline(_value(line), label=line.method.name, **style)
         _bare(axes, "", name, "accuracy, per cent")
@@ -209,12 +210,31 @@ def sensitivity(results: Results) -> Figure:
     return figure
 
 
-FIGURES: dict[str, Callable[[Results], Figure]] = {
-    "methods": methods,
-    "ratio": ratio,
-    "iterations": iterations,
-    "convergence": convergence,
-    "ablation": ablation,
-    "sensitivity": sensitivity,
-}
-"""By the name that recipes use."""
+def demo(results: Results) -> Figure:
+    """Images of every domain, and accuracy against the time of a step."""
+    from matplotlib.figure import Figure
+
+    from steppe.domains import load
+
+    (dataset,) = results.order.datasets
+    domains = load(dataset).domains
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    halves = figure.add_gridspec(1, 2)
+    left, right = figure.add_subfigure(halves[0]), figure.add_subfigure(halves[1])
+    left.suptitle("the domains", fontsize=9)
+    for row, domain in zip(left.subplots(len(domains), 8), domains, strict=True):
+        for number, axes in enumerate(row):
+            pixels = domain.images[number]
+            axes.imshow(pixels.squeeze(), cmap="gray" if pixels.shape[2] == 1 else None)
+            axes.set_xticks([])
+            axes.set_yticks([])
+        row[0].set_ylabel(domain.name, fontsize=7, rotation=0, ha="right", va="center")
+    axes, spent = right.subplots(), costs(results)
+    for line in _averages(results)[dataset]:
+        x = 1e3 * spent[dataset, line.arm, line.method].step.seconds_per_step
+        y, name = _value(line), line.method.name
+        axes.errorbar(x, y, yerr=_error(line), marker="o", color=_colour(results, name), capsize=3)
+        axes.annotate(name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
+    axes.margins(0.15)
+    _bare(axes, "accuracy against cost", "milliseconds per step", "accuracy, percent")
+    return figure

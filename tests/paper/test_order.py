@@ -1,4 +1,4 @@
-"""From a recipe to the runs of a sweep."""
+"""From an experiment to the runs of a sweep."""
 
 import json
 from collections import Counter
@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
+from steppe.domains import dataset_spec
 from steppe.errors import UserError
 from steppe.optim import optimizer_spec
-from steppe.recipes import RECIPES, SCALES, make_order
-from steppe.recipes.orders import (
+from steppe.paper import EXPERIMENTS, SCALES, make_order
+from steppe.paper.order import (
+    Case,
     Order,
-    Place,
+    cases,
     choose_rates,
     default_rates,
     grids,
-    places,
     tuning_grids,
 )
 from steppe.reports import Row, load_runs
@@ -24,6 +25,7 @@ from steppe.sweeps import Grid, jobs
 from tests.reports.trees import config, record, write_run
 
 TARGETS = 4
+DOODLES = len(dataset_spec("Doodles").domains)
 PACS = "PACS"
 
 
@@ -48,13 +50,14 @@ FULL = {
     "convergence": 5 * 4 * 3 * 20,
     "ablation": (2 + 7 + 11 + 7) * 4 * 3,
     "sensitivity": 9 * 4 * 3 * 20,
+    "demo": 5 * DOODLES * 3,
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_full_grid(name: str) -> None:
     order = make_order(name, "full")
-    assert order.datasets == RECIPES[name].datasets
+    assert order.datasets == EXPERIMENTS[name].datasets
     assert not tuning_grids(order)
     assert count(planned(order)) == FULL[name]
 
@@ -89,7 +92,7 @@ def test_ratios_and_ablation_set_what_they_are_about() -> None:
             assert f"optimizer.{name}={value:g}" in found
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_run_has_a_valid_config_and_a_name_of_its_own(name: str, scale: str) -> None:
     order = make_order(name, scale, changes={"trials": 1})
@@ -110,7 +113,7 @@ def test_small_takes_at_most_an_hour_of_a_gpu() -> None:
     plain = step["runs"]["fad, plain"]["ms per forward and backward"]["median"] / 1e3
     solver = json.loads(Path("benchmarks/curvature-h200.json").read_text())["solvers"][0]
     product = solver["seconds"]["median"] / solver["products"] / 64
-    for name in RECIPES:
+    for name in EXPERIMENTS:
         order = make_order(name, "small")
         some = [*tuning_grids(order), *planned(order)]
         seconds = sum(
@@ -119,7 +122,7 @@ def test_small_takes_at_most_an_hour_of_a_gpu() -> None:
             * (6 + grid.options["steps"] * one_pass * _passes(grid))
             for grid in some
         )
-        if RECIPES[name].curvature:
+        if EXPERIMENTS[name].curvature:
             images = order.scale.curvature["images"]
             models = sum(grid.trials for grid in planned(order))
             seconds += models * (
@@ -192,23 +195,23 @@ def test_a_rate_is_chosen_by_its_own_training_domains(tmp_path: Path) -> None:
     found = choose_rates(order, load_runs(tuned(tmp_path, validation)).runs)
     fad = Row("ERM", "fad", "none")
     best = {"art_painting": 0.01, "cartoon": 0.001, "photo": 0.003, "sketch": 0.003}
-    assert {place: rate.lr for place, rate in found.items()} == {
-        Place(PACS, target, fad): lr for target, lr in best.items()
+    assert {case: rate.lr for case, rate in found.items()} == {
+        Case(PACS, target, fad): lr for target, lr in best.items()
     }
-    tried = found[Place(PACS, "cartoon", fad)].validation
+    tried = found[Case(PACS, "cartoon", fad)].validation
     assert tried == pytest.approx({0.0003: 20.0, 0.001: 90.0, 0.003: 80.0, 0.01: 10.0})
     by_target = {grid.targets: grid.overrides for grid in grids(order, found)}
     assert by_target == {target: (f"optimizer.lr={lr:g}",) for target, lr in best.items()}
 
 
-def test_a_place_waits_for_all_its_tries(tmp_path: Path) -> None:
+def test_a_case_waits_for_all_its_tries(tmp_path: Path) -> None:
     order = make_order("table1", "small", optimizers=["fad"])
     validation = {
         "sketch": {0.0003: 0.6, 0.001: 0.5, 0.003: 0.61, 0.01: 0.59},
         "photo": {0.0003: 0.5, 0.003: 0.5, 0.01: 0.6},
     }
     found = choose_rates(order, load_runs(tuned(tmp_path, validation)).runs)
-    assert [place.targets for place in found] == ["sketch"]
+    assert [case.targets for case in found] == ["sketch"]
     assert {grid.targets for grid in grids(order, found)} == {"sketch"}
 
 
@@ -229,7 +232,7 @@ def test_datasets_have_the_names_that_runs_have(tmp_path: Path) -> None:
 def test_tries_are_short_and_of_the_first_trial() -> None:
     order = make_order("table1", "small")
     some = tuning_grids(order)
-    assert len(some) == len(places(order)) * 4 == 5 * TARGETS * 4
+    assert len(some) == len(cases(order)) * 4 == 5 * TARGETS * 4
     assert {grid.trials for grid in some} == {1}
     assert {grid.options["steps"] for grid in some} == {301}
     assert {grid.tag for grid in some if grid.optimizers == ("adam",)} == {

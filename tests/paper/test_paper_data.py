@@ -35,7 +35,7 @@ PER_DOMAIN = {
 ABSENT = {"MASF", "DMC", "MetaReg", "ER", "pAdalN", "EISNet", "DSON"}
 """Methods that table 2 cites and steppe does not have."""
 
-with (resources.files("steppe") / "recipes" / "paper.csv").open(encoding="utf-8") as lines:
+with (resources.files("steppe") / "paper" / "paper.csv").open(encoding="utf-8") as lines:
     READER = csv.DictReader(lines)
     ROWS = list(READER)
 

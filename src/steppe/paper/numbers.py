@@ -13,31 +13,25 @@ from steppe.reports import Row
 
 
 class Printed(NamedTuple):
-    """One number of the paper.
-
-    Attributes:
-        table: where it stands, by our name.
-        line: in the source of the paper.
-        dataset: by steppe's name; empty for a mean over datasets.
-        target: the domain held out; empty for the mean over all.
-        method: algorithm, optimizer and averaging.
-        steps: updates, where they are the same for what it is the mean of.
-        quantity: `accuracy`, in per cent, or `seconds` of training.
-        value: the number.
-        stderr: printed beside it.
-        source: where the paper has it from, if it says so.
-    """
+    """One number of the paper."""
 
     table: str
+    """Where it stands, by our name."""
     line: int
+    """In the source of the paper."""
     dataset: str
+    """By steppe's name; empty for a mean over datasets."""
     target: str
+    """The domain held out; empty for the mean over all."""
     method: Row
     steps: int | None
+    """Updates, where they are the same for what it is the mean of."""
     quantity: str
+    """`accuracy`, in percent, or `seconds` of training."""
     value: float
     stderr: float | None
     source: str
+    """Where the paper has it from, if it says so."""
 
 
 @cache
@@ -48,7 +42,7 @@ def printed() -> tuple[Printed, ...]:
         >>> printed()[0].line, printed()[0].dataset, printed()[0].method.name, printed()[0].value
         (323, 'PACS', 'adam', 84.2)
     """
-    text = resources.files("steppe.recipes").joinpath("paper.csv").read_text(encoding="utf-8")
+    text = resources.files("steppe.paper").joinpath("paper.csv").read_text(encoding="utf-8")
     return tuple(_read(csv.DictReader(text.splitlines())))
 
 

@@ -1,16 +1,16 @@
-"""Every recipe, from beginning to end, at its smallest."""
+"""Every experiment, from beginning to end, at its smallest."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from steppe.recipes import RECIPES, make_order, reproduce, write_results
+from steppe.paper import EXPERIMENTS, make_order, reproduce, write_results
 from steppe.sweeps import Sweep, work
-from tests.recipes.test_reproduce import carry_out
+from tests.paper.test_reproduce import carry_out
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_smoke(tmp_path: Path, name: str) -> None:
     order = make_order(name, "smoke")
     found = reproduce(order, tmp_path, carry_out)
@@ -19,12 +19,12 @@ def test_smoke(tmp_path: Path, name: str) -> None:
     assert files >= {"results.json", "results.md", "report.html"}
     stored = json.loads((tmp_path / "results.json").read_text())
     cells = [cell for cell in stored["results"] if cell["column"] != "Avg."]
-    wanted = {o for part in order.parts for o in part.optimizers}
+    wanted = {o for arm in order.arms for o in arm.optimizers}
     assert {cell["optimizer"] for cell in cells} == wanted
     assert all(0 <= cell["mean"] <= 100 for cell in cells)
-    if RECIPES[name].figure:
+    if EXPERIMENTS[name].figure:
         assert "figure.svg" in files
-    if RECIPES[name].curvature:
+    if EXPERIMENTS[name].curvature:
         assert "spectra.svg" in files
         assert {m["optimizer"] for m in stored["curvature"]["methods"]} == wanted
 

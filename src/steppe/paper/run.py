@@ -1,4 +1,4 @@
-"""Runs a recipe: plans it as a sweep, has it carried out, and writes what it gave."""
+"""Runs an experiment: plans it as a sweep, has it carried out, and writes what it gave."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from typing import Any
 from steppe import durable
 from steppe.measure import Settings, load_measurements, measure_run
 from steppe.measure.measuring import RHO
-from steppe.reports import build_report, compare, draw, load_runs, to_markdown, write
+from steppe.reports import build_report, compare, draw, load_runs, write
+from steppe.reports.render import to_markdown
 from steppe.reports.spectra import save_figure
 from steppe.sweeps import Grid, Job, Sweep, jobs, look, write_plan
 
-from . import figures
-from .orders import Order, Place, Rate, choose_rates, default_rates, grids, places, tuning_grids
-from .results import Results, finished, gather, grids as result_grids, look_at, made, to_json
+from .order import Case, Order, Rate, cases, choose_rates, default_rates, grids, tuning_grids
+from .results import Results, finished, gather, look_at, made, to_json
+from .tables import tables
 
 LOOK_SECONDS = 2.0
 """Between two looks, while learning rates are being tuned, whether one is known."""
@@ -28,13 +29,8 @@ CarryOut = Callable[[Sweep], object]
 """Runs what a sweep has left."""
 
 
-def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Place, Rate] | None]:
-    """Plan as much of a recipe as can be known: what tunes learning rates, and what has them.
-
-    Args:
-        order: what to run.
-        out: the sweep's folder; what it has already stays.
-        command: what was typed, for the record.
+def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Case, Rate] | None]:
+    """Plan as much of an experiment as can be known: what tunes learning rates, and what has them.
 
     Returns:
         The sweep; and the learning rates, or None while some are still to be tuned. Where all
@@ -72,7 +68,7 @@ def reproduce(
     command: str = "",
     say: Callable[[str], None] = lambda line: None,
 ) -> Results:
-    """Run a recipe to its end; what is done already is not done again.
+    """Run an experiment to its end; what is done already is not done again.
 
     Args:
         order: what to run.
@@ -92,17 +88,17 @@ def reproduce(
         problem = f"not all runs that tune learning rates have a result: {look_at(sweep)}"
         return Results(order, {}, (), (problem,))
     if not look(sweep).over:
-        say(f"{order.recipe.name}: {len(sweep.names):,} runs in {out}")
+        say(f"{order.experiment.name}: {len(sweep.names):,} runs in {out}")
         carry_out(sweep)
     found = gather(order, sweep, rates)
-    lost = [place for place in places(order) if place not in rates]
+    lost = [case for case in cases(order) if case not in rates]
     found = replace(found, problems=(*found.problems, *map(_lost, lost)))
-    return _measured(found, say) if order.recipe.curvature and found.variants else found
+    return _measured(found, say) if order.experiment.curvature and found.variants else found
 
 
-def _lost(place: Place) -> str:
-    """What is said of a place that has no learning rate."""
-    where = f"{place.method.name} on {Path(place.dataset).name}, {place.targets} held out"
+def _lost(case: Case) -> str:
+    """What is said of a case that has no learning rate."""
+    where = f"{case.method.name} on {Path(case.dataset).name}, {case.targets} held out"
     return f"{where}: diverged with every learning rate that was tried; --factors tries others"
 
 
@@ -147,51 +143,48 @@ def _measured(found: Results, say: Callable[[str], None]) -> Results:
 def write_results(
     found: Results, out: Path, facts: Mapping[str, Any], command: str = ""
 ) -> list[Path]:
-    """Write what a recipe gave: Markdown, JSON, a figure, and the page of its runs.
+    """Write what an experiment gave: Markdown, JSON, a figure, and the page of its runs.
 
     Args:
         found: from `reproduce`.
         out: the folder.
         facts: about the machine and versions, for the JSON.
         command: what was typed.
-
-    Returns:
-        The files.
     """
     if not found.variants:  # nothing to write, and perhaps something of before to keep
         return []
     values = out / "results.json"
     stored = {"environment": dict(facts), **to_json(found)}
     durable.replace(values, (json.dumps(stored, indent=1) + "\n").encode())
-    pictures = []
-    if found.order.recipe.figure:
-        pictures.append(out / "figure.svg")
-        save_figure(figures.FIGURES[found.order.recipe.figure](found), pictures[0])
+    experiment = found.order.experiment
+    pictures: dict[Path, str] = {}
+    if experiment.figure is not None:
+        pictures[out / "figure.svg"] = experiment.about
+        save_figure(experiment.figure(found), out / "figure.svg")
     if found.curvature is not None:
-        pictures.append(out / "spectra.svg")
-        draw(found.curvature, pictures[-1])
+        pictures[out / "spectra.svg"] = f"Hessian of the {found.curvature.about}"
+        draw(found.curvature, out / "spectra.svg")
     text = out / "results.md"
     durable.replace(text, markdown(found, [path.name for path in pictures], command).encode())
-    runs = tuple(run for variant in found.variants for run in variant.selected.runs)
-    loaded = load_runs([run.path for run in runs])
+    runs = [run.path for variant in found.variants for run in variant.selected.runs]
+    report = build_report(load_runs(runs), "train-val", command, out.name)
+    drawn = {title: path.read_text() for path, title in pictures.items()}
     page = out / "report.html"
-    durable.replace(
-        page, write(build_report(loaded, "train-val", command, out.name), "html").encode()
-    )
+    durable.replace(page, write(replace(report, figures=drawn), "html").encode())
     return [values, *pictures, text, page]
 
 
 def markdown(found: Results, pictures: list[str], command: str = "") -> str:
     """The results as a page of Markdown."""
     order = found.order
-    where = f" (`{order.recipe.label}` in the paper)" if order.recipe.label else ""
-    about = order.recipe.about[0].upper() + order.recipe.about[1:]
-    parts = [f"# {order.recipe.name}\n", f"{about}{where}.\n"]
+    where = f" (`{order.experiment.label}` in the paper)" if order.experiment.label else ""
+    about = order.experiment.about[0].upper() + order.experiment.about[1:]
+    parts = [f"# {order.experiment.name}\n", f"{about}{where}.\n"]
     parts.append(f"Scale `{order.scale.name}`: {_made(found)}.\n")
     if command:
         parts.append(f"```bash\n{command}\n```\n")
-    parts += [f"![{order.recipe.about}]({name})\n" for name in pictures]
-    parts += [to_markdown(grid) for grid in result_grids(found)]
+    parts += [f"![{order.experiment.about}]({name})\n" for name in pictures]
+    parts += [to_markdown(table) for table in tables(found)]
     parts += [f"- {problem}" for problem in found.problems]
     return "\n".join(parts) + "\n"
 

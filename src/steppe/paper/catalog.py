@@ -1,0 +1,210 @@
+"""The experiments: the tables and figures of the paper, and the demo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import figures
+from .experiment import Arm, Experiment, register_experiment
+
+OPTIMIZERS = ("adam", "adamw", "sgd", "yogi", "adabelief", "adahessian", "sam", "gam", "fad")
+"""Of Table 1, in its order."""
+DATASETS = ("PACS", "VLCS", "OfficeHome", "TerraIncognita", "DomainNet", "NICO++")
+DETAILS = ("table1-pacs", "table1-vlcs", "table1-officehome", "table1-terra", "table1-domainnet")
+"""Of the appendix: Table 1 by target."""
+ITERATIONS = tuple(
+    Arm(("adam", "adamw", "sgd", "yogi", "sam", "gam", "fad"), f"steps{steps}", steps=steps)
+    for steps in (5_000, 10_000, 15_000)
+)
+ITERATED = ("table3", "table1-pacs", "iterations-pacs", "iterations-nico", "table1-nico")
+"""The paper's numbers for these."""
+LONG: dict[str, dict[str, Any]] = {
+    "small": {"trials": 2, "share": 0.05},
+    "smoke": {"datasets": ("RotatedDigits",)},
+}
+RATIOS = (0.05, 0.1, 0.5, 1.0)
+ABLATION = {
+    "rho": (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
+    "alpha": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+    "beta": (0.0, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0),
+}
+"""FAD's search space, and 0."""
+DEMO = {
+    "adam": {"lr": 2e-3},
+    "sgd": {"lr": 0.05},
+    "sam": {"lr": 0.05, "rho": 0.1},
+    "gam": {"lr": 0.05, "rho": 0.1, "alpha": 0.5},
+    "fad": {"lr": 0.05, "rho": 0.1, "alpha": 0.5, "beta": 0.5},
+}
+"""For a small network that starts from nothing; chosen without looking at a held-out domain."""
+
+
+register_experiment(
+    Experiment(
+        "figure-1",
+        "accuracy of the optimizers on PACS and DomainNet",
+        ("PACS", "DomainNet"),
+        (Arm(OPTIMIZERS),),
+        label="fig:intro-pacs-domainnet",
+        tables=("table1", *DETAILS),
+        figure=figures.methods,
+    )
+)
+register_experiment(
+    Experiment(
+        "table1",
+        "accuracy of the optimizers on all datasets, and by target",
+        DATASETS,
+        (Arm(OPTIMIZERS),),
+        label="tab:dg-optimizer",
+        tables=("table1", *DETAILS, "table1-nico"),
+        figure=figures.methods,
+    )
+)
+register_experiment(
+    Experiment(
+        "table2",
+        "optimizers under CORAL, SWAD, Fishr, EoA and RSC",
+        DATASETS[:5],
+        (
+            Arm(("adam", "adamw", "sgd", "fad"), algorithms=("CORAL", "Fishr", "RSC")),
+            Arm(("adam", "adamw", "sgd", "fad"), averaging=("swad", "sma")),
+        ),
+        label="tab:dg-all",
+        tables=("table2",),
+        scaled=LONG,
+    )
+)
+register_experiment(
+    Experiment(
+        "table3",
+        "accuracy and training time after 5,000, 10,000 and 15,000 updates",
+        ("PACS", "VLCS", "OfficeHome", "NICO++"),
+        ITERATIONS,
+        label="tab:dg-cost",
+        tables=ITERATED,
+        columns=("seconds", "over SGD"),
+        scaled=LONG,
+    )
+)
+register_experiment(
+    Experiment(
+        "figure-ratio",
+        "FAD in 5, 10, 50 and 100 % of the updates: accuracy against time",
+        ("PACS", "NICO++"),
+        (
+            Arm(("sgd", "adam", "adamw", "sam", "gam"), overrides=("batch_size=32",)),
+            *(
+                Arm(
+                    ("fad",),
+                    f"ratio{ratio:g}",
+                    f"ratio {ratio:g}",
+                    ratio,
+                    overrides=(f"optimizer.ratio={ratio:g}", "batch_size=32"),
+                )
+                for ratio in RATIOS
+            ),
+        ),
+        label="fig:efficiency",
+        figure=figures.ratio,
+        columns=("seconds", "over SGD"),
+        scaled={"small": {"trials": 2}},
+    )
+)
+register_experiment(
+    Experiment(
+        "figure-hessian",
+        "the top 50 eigenvalues and the trace of the Hessian at the end, sketch held out",
+        ("PACS",),
+        (Arm(("sgd", "adam", "adamw", "gam", "sam", "fad")),),
+        label="fig:hessian",
+        targets="sketch",
+        curvature=True,
+    )
+)
+register_experiment(
+    Experiment(
+        "figure-iterations",
+        "accuracy after 5,000, 10,000 and 15,000 updates, by target",
+        ("PACS", "NICO++"),
+        ITERATIONS,
+        label="fig:iter_pacs",
+        tables=ITERATED,
+        figure=figures.iterations,
+        scaled=LONG,
+    )
+)
+register_experiment(
+    Experiment(
+        "convergence",
+        "training loss against updates and against time",
+        ("PACS",),
+        (Arm(("sgd", "adam", "sam", "gam", "fad")),),
+        figure=figures.convergence,
+        scaled={"small": {"trials": 1, "evaluations": 20}},
+    )
+)
+register_experiment(
+    Experiment(
+        "ablation",
+        "FAD's rho, alpha and beta, beside SGD and Adam",
+        ("PACS",),
+        (
+            Arm(("sgd", "adam")),
+            *(
+                Arm(
+                    ("fad",),
+                    f"{name}{value:g}",
+                    f"{name} {value:g}",
+                    value,
+                    overrides=(f"optimizer.{name}={value:g}",),
+                )
+                for name, values in ABLATION.items()
+                for value in values
+            ),
+        ),
+        label="fig:ablation",
+        figure=figures.ablation,
+        tuned=False,
+        scaled={"full": {"draws": 0}, "small": {"trials": 1, "share": 0.1}},
+    )
+)
+register_experiment(
+    Experiment(
+        "sensitivity",
+        "accuracy over the hyper-parameters of the search",
+        ("PACS",),
+        (Arm(OPTIMIZERS),),
+        figure=figures.sensitivity,
+        tuned=False,
+        scaled={"small": {"draws": 5, "trials": 1, "share": 0.1}, "smoke": {"draws": 2}},
+    )
+)
+register_experiment(
+    Experiment(
+        "demo",
+        "the optimizers on built-in drawings, each style held out in turn",
+        ("Doodles",),
+        tuple(
+            Arm((name,), overrides=tuple(f"optimizer.{k}={v:g}" for k, v in options.items()))
+            for name, options in DEMO.items()
+        ),
+        figure=figures.demo,
+        columns=("passes", "seconds_per_step"),
+        note="so few seeds that the error itself is rough; times are of one thread, with as many "
+        "runs side by side as there are cores. One small task decides nothing about the methods: "
+        "it shows that they run, what they cost, and what a table looks like",
+        tuned=False,
+        scaled={
+            "small": {
+                "datasets": ("Doodles",),
+                "share": 2 / 3,
+                "trials": 2,
+                "evaluations": 4,
+                "space": "fair",
+                "options": {"device": "cpu", "batch_size": 16},
+            },
+            "full": {"draws": 0, "space": "fair", "options": {"device": "cpu", "batch_size": 16}},
+        },
+    )
+)

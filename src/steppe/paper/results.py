@@ -1,0 +1,324 @@
+"""What the runs of an experiment gave: its numbers, with the paper's beside them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from steppe.reports import (
+    Row,
+    across_datasets,
+    cost_table,
+    dataset_tables,
+    load_runs,
+    optimizer_by_algorithm,
+    paired,
+    select_runs,
+)
+from steppe.reports.cells import Cell
+from steppe.reports.columns import PAIRED, values
+from steppe.reports.curvature import Comparison
+from steppe.reports.differences import Paired, Unit
+from steppe.reports.tables import ALL, Selected, StepCost, Table, TableRow
+from steppe.strangers import command
+from steppe.sweeps import Grid, Job, Sweep, jobs, look
+
+from .experiment import Arm
+from .numbers import Beside, lookup
+from .order import Case, Order, Rate, grids as planned_grids
+
+AVERAGE = "Avg."
+
+
+class Variant(NamedTuple):
+    """An arm of an experiment, and what was chosen among its runs."""
+
+    arm: Arm
+    selected: Selected
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that an experiment gave.
+
+    Attributes:
+        order: what was run.
+        rates: the learning rates; empty where hyperparameters were drawn.
+        variants: its arms, those that have results.
+        problems: what a reader should know.
+        curvature: of the final models, where it was measured.
+    """
+
+    order: Order
+    rates: Mapping[Case, Rate]
+    variants: tuple[Variant, ...]
+    problems: tuple[str, ...] = ()
+    curvature: Comparison | None = None
+
+
+class Line(NamedTuple):
+    """One number of an experiment."""
+
+    dataset: str
+    """Its name, or `all`."""
+    column: str
+    """The target, or a dataset's name where `dataset` is `all`; `Avg.` for the mean."""
+    method: Row
+    arm: Arm
+    cell: Cell | None
+    """Ours, in percent."""
+    paper: Beside | None
+
+
+class TrainingCost(NamedTuple):
+    """What a method's training took."""
+
+    seconds: float
+    """Of the updates of a run."""
+    relative: float | None
+    """To SGD's in the same arm, or else in the first arm that has it."""
+    paper: Beside | None
+    """The paper's seconds."""
+    step: StepCost
+    """Of one update; where there are several datasets, on the first of them."""
+
+
+class Finished(NamedTuple):
+    """The runs of some grids that have a result, by tag, and how many there are in all."""
+
+    by_tag: Mapping[str, Sequence[Path]]
+    total: int
+
+    @property
+    def paths(self) -> list[Path]:
+        return [path for paths in self.by_tag.values() for path in paths]
+
+
+def finished(sweep: Sweep, grids: Iterable[Grid]) -> Finished:
+    """Looks for the runs of some grids; others in the sweep are left out."""
+    found: dict[str, list[Path]] = {}
+    total = 0
+    for grid in grids:
+        results = [Job(sweep.folder(name)).result for name, _ in jobs(grid)]
+        total += len(results)
+        found.setdefault(grid.tag, []).extend(path for path in results if path.exists())
+    return Finished(found, total)
+
+
+def gather(order: Order, sweep: Sweep, rates: Mapping[Case, Rate]) -> Results:
+    """Reads what the runs of an experiment gave."""
+    found: list[Variant] = []
+    problems: list[str] = []
+    columns = {name: tuple(order.held_out(name)) for name in order.datasets}
+    done = finished(sweep, planned_grids(order, rates))
+    for tag, folders in done.by_tag.items():
+        if not folders:
+            continue
+        loaded = load_runs(folders)
+        problems += loaded.problems
+        for arm in order.arms:
+            own = [run for run in loaded.runs if arm.tag == tag and _of(arm, run.row)]
+            if own:
+                found.append(Variant(arm, replace(select_runs(own, "train-val"), columns=columns)))
+    if missing := done.total - len(done.paths):
+        problems.append(f"{missing:,} of {done.total:,} runs have no result: {look_at(sweep)}")
+    tuned = {} if order.scale.draws else dict(rates)
+    return Results(order, tuned, tuple(found), tuple(problems))
+
+
+def look_at(sweep: Sweep) -> str:
+    """How many runs failed, and where to read why."""
+    failed = look(sweep).counts["failed"]
+    said = f"{failed:,} failed, " if failed else ""
+    return f"{said}see: {command('steppe', 'sweep', 'status', sweep.path)}"
+
+
+def _of(arm: Arm, row: Row) -> bool:
+    return (
+        row.optimizer in arm.optimizers
+        and row.algorithm in arm.algorithms
+        and row.averaging in arm.averaging
+    )
+
+
+def _paper(results: Results, arm: Arm, dataset: str, column: str, method: Row) -> Beside | None:
+    tables, steps = results.order.experiment.tables, arm.steps
+    if dataset != ALL:
+        target = "" if column == AVERAGE else column
+        return lookup(tables, method, short(dataset), target, steps)
+    if column != AVERAGE:
+        return lookup(tables, method, short(column), "", steps)
+    return lookup(tables, method, "", "", steps) if _has_all(results.order) else None
+
+
+def _has_all(order: Order) -> bool:
+    """Whether it has the paper's datasets: its means are over those, and mislead beside others."""
+    return {short(name) for name in order.datasets} == set(order.experiment.datasets)
+
+
+def short(dataset: str) -> str:
+    """The name of a dataset; of a folder, without where it lies."""
+    return Path(dataset).name
+
+
+def lines(results: Results) -> Iterator[Line]:
+    """All numbers, table by table."""
+    for arm, selected in results.variants:
+        across = across_datasets(selected)
+        means = {row.row: row for row in across.rows}
+        whole = optimizer_by_algorithm(selected).cells
+        tables = [*([across] if len(selected.datasets) > 1 else []), *dataset_tables(selected)]
+        for table in tables:
+            for row in sorted(table.rows, key=lambda r: _place(arm, r.row)):
+                cells = {**row.cells, AVERAGE: _mean(table, row, means[row.row], whole[row.row])}
+                for column, cell in cells.items():
+                    beside = _paper(results, arm, table.dataset, column, row.row)
+                    yield Line(table.dataset, column, row.row, arm, cell, beside)
+
+
+def _place(arm: Arm, row: Row) -> tuple[int, ...]:
+    """Where the experiment, and so the paper, has a method."""
+    return (
+        arm.algorithms.index(row.algorithm),
+        arm.averaging.index(row.averaging),
+        arm.optimizers.index(row.optimizer),
+    )
+
+
+def _mean(table: Table, row: TableRow, across: TableRow, whole: Cell | None) -> Cell | None:
+    """The mean of a row, with its error over trials."""
+    if row.average is None:
+        return None
+    if table.dataset != ALL:
+        return across.cells[table.dataset]
+    return whole or row.average._replace(partial=True)
+
+
+def costs(results: Results) -> dict[tuple[str, Arm, Row], TrainingCost]:
+    """What training took, by dataset (or `all`, the mean), arm and method."""
+    seconds: dict[tuple[str, Arm, Row], list[float]] = {}
+    steps: dict[tuple[str, Arm, Row], StepCost] = {}
+    for arm, selected in results.variants:
+        for cost in cost_table(selected):
+            spent = cost.seconds_per_step * (max(run.steps for run in cost.runs) - 1)
+            for dataset in (cost.dataset, ALL):
+                seconds.setdefault((dataset, arm, cost.row), []).append(spent)
+                steps.setdefault((dataset, arm, cost.row), cost)
+    means = {key: statistics.fmean(found) for key, found in seconds.items()}
+    sgd = Row("ERM", "sgd", "none")
+    order = results.order
+    same = _has_all(order) and order.scale.share == 1
+    found = {}
+    for (dataset, arm, row), value in means.items():
+        bases = [means.get((dataset, some, sgd)) for some in (arm, *order.arms)]
+        base = next((b for b in bases if b), None)
+        paper = lookup(order.experiment.tables, row, steps=arm.steps, quantity="seconds")
+        beside = paper if same and dataset == ALL else None
+        relative = value / base if base else None
+        found[dataset, arm, row] = TrainingCost(value, relative, beside, steps[dataset, arm, row])
+    return found
+
+
+def comparisons(results: Results) -> list[Paired]:
+    """FAD against every other optimizer, on the same targets and trials.
+
+    The interval is over the targets, and once more over the trials of all targets if they are done.
+    Where a arm has FAD alone, it is compared with the optimizers of the arm without a tag.
+    """
+    found = []
+    for arm, selected in results.variants:
+        alone = {row.optimizer for row in selected.rows()} == {"fad"}
+        others = [v.selected.runs for v in results.variants if not v.arm.tag and v.arm != arm]
+        runs = [*selected.runs, *(run for some in others for run in some if alone)]
+        joint = select_runs(runs, "train-val")
+        setting = results.order.setting(arm)
+        for a, b in product(selected.rows(), joint.rows()):
+            rivals = a.optimizer == "fad" != b.optimizer and a == b._replace(optimizer="fad")
+            if rivals:
+                ours = ", ".join(filter(None, (a.name, setting)))
+                other = b.name if alone else ", ".join(filter(None, (b.name, setting)))
+                found += [
+                    replace(paired(joint, a, b, over=over), a=ours, b=other)
+                    for over in _units(joint, a, b)
+                ]
+    return found
+
+
+def _units(selected: Selected, a: Row, b: Row) -> Iterator[Unit]:
+    """What intervals can be taken over, of what two methods have in common."""
+    seen = [{p._replace(row=a) for p in selected.chosen if p.row == row} for row in (a, b)]
+    shared = seen[0] & seen[1]
+    targets, trials = {p[:3] for p in shared}, {p.trial for p in shared}
+    if len(shared) > 1:
+        yield "targets"
+    if len(targets) > 1 < len(trials) and len(shared) == len(targets) * len(trials):
+        yield "trials"
+
+
+def made(results: Results) -> dict[str, Any]:
+    """What the runs had in common: what a reader needs to know beside the numbers."""
+    configs = [run.config for variant in results.variants for run in variant.selected.runs]
+
+    def all_of(key: str) -> list[Any]:
+        found = {str(c[key]) if key == "weights" else c[key] for c in configs if key in c}
+        return sorted(map(short, found) if key == "weights" else found)
+
+    return {
+        "trials": results.order.scale.trials,
+        "draws": results.order.scale.draws,
+        **{key: all_of(key) for key in ("steps", "batch_size", "backbone", "weights")},
+        "overrides": list(results.order.overrides),
+    }
+
+
+def to_json(results: Results) -> dict[str, Any]:
+    order = results.order
+    return {
+        "experiment": order.experiment.name,
+        "about": order.experiment.about,
+        "in the paper": order.experiment.label or None,
+        "scale": order.scale.name,
+        **made(results),
+        "problems": list(results.problems),
+        "results": [
+            {
+                "dataset": short(line.dataset),
+                "column": short(line.column),
+                **line.method._asdict(),
+                "setting": order.setting(line.arm) or None,
+                "mean": None if line.cell is None else line.cell.mean,
+                "err": None if line.cell is None or line.cell.n < 2 else line.cell.err,
+                "trials": None if line.cell is None else line.cell.n,
+                "paper": None if line.paper is None else line.paper.value,
+                "paper's lines": None if line.paper is None else list(line.paper.lines),
+            }
+            for line in lines(results)
+        ],
+        "costs": [
+            {
+                "dataset": short(dataset),
+                **row._asdict(),
+                "setting": order.setting(arm) or None,
+                "seconds": cost.seconds,
+                "over SGD": cost.relative,
+                "paper": None if cost.paper is None else cost.paper.value,
+            }
+            for (dataset, arm, row), cost in costs(results).items()
+        ],
+        "paired": [values(PAIRED, compared) for compared in comparisons(results)],
+        "learning rates": [
+            {
+                "dataset": short(case.dataset),
+                "targets": case.targets,
+                **case.method._asdict(),
+                "lr": rate.lr,
+                "validation": {f"{lr:g}": value for lr, value in rate.validation.items()},
+            }
+            for case, rate in results.rates.items()
+        ],
+        "curvature": None if results.curvature is None else results.curvature.to_json(),
+    }

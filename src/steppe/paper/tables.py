@@ -1,0 +1,152 @@
+"""An experiment's tables: ours, with the paper's in brackets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from steppe.reports import Column, Row
+from steppe.reports.cells import Cell
+from steppe.reports.columns import COSTS, named
+from steppe.reports.curvature import comparison_text
+from steppe.reports.render import TextTable, paired_text, text_table
+from steppe.reports.tables import ALL
+
+from .experiment import Arm
+from .order import Case, Rate
+from .results import AVERAGE, Line, Results, TrainingCost, comparisons, costs, lines, short
+
+
+class ResultRow(NamedTuple):
+    """A method under an arm, on one dataset or all."""
+
+    method: Row
+    arm: Arm
+    lines: Mapping[str, Line]
+    """By column."""
+    spent: TrainingCost | None
+
+
+class BesideColumn(Column[ResultRow]):
+    """Our accuracy, with the paper's in brackets; the key is that of the line."""
+
+    def text(self, row: ResultRow) -> str:
+        line = row.lines.get(self.key)
+        paper = "" if line is None or line.paper is None else f" ({line.paper.value:.1f})"
+        return super().text(row) + paper
+
+
+def _seconds(spent: TrainingCost) -> str:
+    paper = "" if spent.paper is None else f" ({spent.paper.value:,.0f})"
+    ours = f"{spent.seconds:,.0f}" if spent.seconds >= 10 else f"{spent.seconds:.2g}"
+    return ours + paper
+
+
+TIMES: list[Column[ResultRow]] = [
+    Column("seconds", "seconds", lambda row: row.spent, show=_seconds),
+    Column("over SGD", "over SGD", lambda row: row.spent and row.spent.relative, digits=2),
+]
+"""What an experiment may show beside accuracies, besides `reports.columns.COSTS`."""
+
+
+def _column(key: str) -> Column[ResultRow]:
+    for own in TIMES:
+        if own.key == key:
+            return own
+    cost = named(COSTS, key)
+
+    def value(row: ResultRow) -> Any:
+        return None if row.spent is None else cost.value(row.spent.step)
+
+    return Column(key, cost.heading, value, digits=cost.digits, scale=cost.scale, show=cost.show)
+
+
+def tables(results: Results) -> list[TextTable]:
+    """The tables to be shown."""
+    by_dataset: dict[str, list[Line]] = {}
+    for line in lines(results):
+        by_dataset.setdefault(line.dataset, []).append(line)
+    spent = costs(results)
+    ordered = sorted(by_dataset, key=lambda name: name != ALL)
+    found = [_table(results, by_dataset[name], spent) for name in ordered]
+    if found and (compared := comparisons(results)):
+        found.append(paired_text(compared, "train-val"))
+    if results.curvature is not None:
+        found.append(comparison_text(results.curvature))
+    if results.order.tunes and results.rates:
+        found.append(rates_table(results))
+    return found
+
+
+def _table(
+    results: Results,
+    given: Sequence[Line],
+    spent: Mapping[tuple[str, Arm, Row], TrainingCost],
+) -> TextTable:
+    order, dataset = results.order, given[0].dataset
+    own: dict[tuple[Row, Arm], dict[str, Line]] = {}
+    for line in given:
+        own.setdefault((line.method, line.arm), {})[line.column] = line
+    rows = [
+        ResultRow(method, arm, found, spent.get((dataset, arm, method)))
+        for (method, arm), found in own.items()
+    ]
+    names = sorted(dict.fromkeys(line.column for line in given), key=lambda name: name == AVERAGE)
+    columns: list[Column[ResultRow]] = [
+        Column("method", "method", lambda row: row.method.name, word=True)
+    ]
+    if any(order.setting(row.arm) for row in rows):
+        columns.append(Column("setting", "setting", lambda r: order.setting(r.arm), word=True))
+    columns += [BesideColumn(name, short(name), _cell(name), better="high") for name in names]
+    columns += [_column(key) for key in order.experiment.columns]
+    title = "All datasets" if dataset == ALL else short(dataset)
+    return text_table(
+        f"{title}: {order.experiment.about}", columns, rows, note=_note(results, given)
+    )
+
+
+def _cell(name: str) -> Callable[[ResultRow], Cell | None]:
+    return lambda row: row.lines[name].cell if name in row.lines else None
+
+
+def _note(results: Results, given: Sequence[Line]) -> str:
+    said = ["accuracy on the held-out domain in per cent, selected by training-domain validation"]
+    if any(line.paper for line in given):
+        said.append("in brackets the paper's (ResNet-50, its own updates and search)")
+    if any(line.method.averaging == "sma" and line.paper for line in given):
+        said.append("EoA also ensembles the averages ('steppe sweep ensemble'): not done here")
+    if results.order.experiment.note:
+        said.append(results.order.experiment.note)
+    return "; ".join(said)
+
+
+def rates_table(results: Results) -> TextTable:
+    """The learning rates that were tried, and which was chosen."""
+
+    def tried(found: tuple[Case, Rate]) -> str:
+        return ", ".join(
+            f"{lr:g}: {'diverged' if value is None else f'{value:.1f}'}"
+            for lr, value in found[1].validation.items()
+        )
+
+    columns: list[Column[tuple[Case, Rate]]] = [
+        Column("", "dataset", lambda found: short(found[0].dataset), word=True),
+        Column("", "held out", lambda found: found[0].targets, word=True),
+        Column("", "method", lambda found: found[0].method.name, word=True),
+        Column("", "learning rate", lambda found: f"{found[1].lr:g}"),
+        Column("", "tried: validation accuracy", tried),
+    ]
+    note = "chosen by validation images of the training domains, in short runs of the first trial"
+    rows = list(results.rates.items())
+    return text_table("Learning rates", columns, rows, note=note + _at_the_edge(results.rates))
+
+
+def _at_the_edge(rates: Mapping[Case, Rate]) -> str:
+    """How many rates are the last that was tried, so that one beyond may be better."""
+    tried = [rate for rate in rates.values() if len(rate.validation) > 1]
+    edges = {
+        "lowest": sum(rate.lr == min(rate.validation) for rate in tried),
+        "highest": sum(rate.lr == max(rate.validation) for rate in tried),
+    }
+    said = [f"{n} of {len(tried)} are the {edge} tried" for edge, n in edges.items() if n]
+    return "".join(f"; {text}" for text in said) + (" (--factors tries others)" if said else "")

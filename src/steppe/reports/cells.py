@@ -1,0 +1,53 @@
+"""A number of a table: a mean over trials, and its error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+MISSING = "–"
+
+
+class Cell(NamedTuple):
+    """Mean and error over trials, in percent."""
+
+    mean: float
+    err: float
+    n: int
+    """Trials."""
+    partial: bool = False
+    """Whether a trial lacks some of what it is the mean of."""
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """DomainBed's: the standard deviation of the population, over the root of its size.
+
+    Examples:
+        >>> standard_error([1.0, 3.0])
+        0.7071067811865475
+    """
+    data = np.array(values)
+    return float(np.std(data / np.sqrt(len(data))))  # in DomainBed's order, to the last bit
+
+
+def cell_of(values: Iterable[float], partial: bool = False) -> Cell | None:
+    """Mean and error of accuracies from 0 to 1; None of none."""
+    data = list(values)
+    if not data:
+        return None
+    return Cell(100 * float(np.mean(data)), 100 * standard_error(data), len(data), partial)
+
+
+def cell_text(cell: Cell | None) -> str:
+    """Mean and error with one decimal, as DomainBed prints them.
+
+    Examples:
+        >>> cell_text(Cell(83.25, 0.5, 3)), cell_text(Cell(83.25, 0.0, 1)), cell_text(None)
+        ('83.2 ± 0.5', '83.2', '–')
+    """
+    if cell is None:
+        return MISSING
+    text = f"{cell.mean:.1f}" if cell.n == 1 else f"{cell.mean:.1f} ± {cell.err:.1f}"
+    return text + "*" * cell.partial

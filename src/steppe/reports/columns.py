@@ -1,0 +1,232 @@
+"""Columns, each declared once: every format and the page take them from here.
+
+`METHODS` stand beside the accuracies of a method, `COSTS` in the table of costs, `PAIRED` in that
+of differences. `register_column` adds one to the first two, from anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from steppe.errors import UserError
+
+from .cells import MISSING, Cell, cell_text
+from .differences import Paired
+from .runs import Row
+from .tables import StepCost, Table, TableRow
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Column(Generic[T]):
+    """What a column shows of a row.
+
+    Attributes:
+        key: its name in JSON, CSV and the page; empty: it is only shown.
+        heading: what people read above it; empty: it is only data.
+        value: of a row: a number, a text, a list of these, or None where it is missing; in a
+            column that is only shown, a `Cell` too.
+        digits: decimals of a number.
+        scale: what people see is so many times the value: 1000, where seconds are shown as ms.
+        show: the text of a value, where `digits` do not say it.
+        meaning: the heading in words, with the unit.
+        better: whether the highest or the lowest is the best, and marked.
+        marked: of a row: whether it is marked, where that is no contest.
+        word: whether it holds words. Those that come first name the row.
+
+    Examples:
+        >>> loss = Column("loss", "final loss", lambda row: row["loss"], digits=2, better="low")
+        >>> loss.text({"loss": 0.125}), loss.text({"loss": None})
+        ('0.12', '–')
+    """
+
+    key: str
+    heading: str
+    value: Callable[[T], Any]
+    digits: int | None = None
+    scale: float = 1.0
+    show: Callable[[Any], str] | None = None
+    meaning: str = ""
+    better: Literal["high", "low", ""] = ""
+    marked: Callable[[T], bool] | None = None
+    word: bool = False
+
+    def text(self, row: T) -> str:
+        value = self.value(row)
+        if value is None:
+            return MISSING
+        if self.show is not None:
+            return self.show(value)
+        if isinstance(value, Cell):
+            return cell_text(value)
+        if isinstance(value, list | tuple):
+            return ", ".join(map(str, value))
+        return str(value) if self.digits is None else f"{self.scale * value:.{self.digits}f}"
+
+    def rank(self, row: T) -> float | None:
+        """What counts in a contest: the number as it is shown, so that equal texts are equal.
+
+        None takes no part: a mean that lacks some targets is of other things.
+        """
+        value = self.value(row)
+        if value is None or not self.better:
+            return None
+        if isinstance(value, Cell):
+            number = None if value.partial else float(f"{value.mean:.1f}")
+        else:
+            number = float(f"{self.scale * value:.{self.digits}f}")
+        return None if number is None else number if self.better == "high" else -number
+
+    def about(self) -> dict[str, Any]:
+        """What the page needs to know to show it."""
+        return {
+            "key": self.key,
+            "title": self.heading,
+            "label": self.meaning or self.heading,
+            "digits": self.digits,
+            "scale": self.scale,
+            "better": self.better,
+            "word": self.word,
+        }
+
+
+def values(columns: Iterable[Column[T]], row: T) -> dict[str, Any]:
+    """A row as plain values by key."""
+    return {column.key: column.value(row) for column in columns if column.key}
+
+
+METHODS: list[Column[TableRow]] = [
+    Column("steps", "steps", lambda row: sorted({run.steps for run in row.runs})),
+    Column(
+        "space",
+        "space",
+        lambda row: ", ".join(sorted({run.space for run in row.runs if run.space})) or None,
+        meaning="what the hyperparameters were drawn from",
+        word=True,
+    ),
+    Column("runs", "runs", lambda row: len(row.runs), meaning="runs to choose from"),
+]
+"""Of a method in a table of accuracies, after its average: what the numbers come from."""
+
+COSTS: list[Column[StepCost]] = [
+    Column("dataset", "dataset", lambda cost: cost.dataset, word=True),
+    Column("name", "method", lambda cost: cost.row.name, word=True),
+    Column(
+        "seconds_per_step",
+        "ms/step",
+        lambda cost: cost.seconds_per_step,
+        digits=1,
+        scale=1e3,
+        meaning="milliseconds per step",
+        better="low",
+    ),
+    Column(
+        "relative",
+        "relative",
+        lambda cost: cost.relative,
+        digits=2,
+        meaning="relative time of a step",
+        better="low",
+    ),
+    Column("passes", "passes", lambda cost: cost.passes, digits=0, meaning="passes per step"),
+    Column(
+        "memory_gb",
+        "GiB",
+        lambda cost: cost.memory_gb,
+        digits=2,
+        meaning="memory, GiB",
+        better="low",
+    ),
+    Column("", "accuracy", lambda cost: cost.accuracy),
+    Column("accuracy", "", lambda cost: cost.accuracy and cost.accuracy.mean),
+    Column("err", "", lambda cost: cost.accuracy and cost.accuracy.err),
+    Column("partial", "", lambda cost: cost.accuracy is not None and cost.accuracy.partial),
+]
+"""Of a method and a dataset: what a step costs, beside what it brings."""
+
+PAIRED: list[Column[Paired]] = [
+    Column("", "methods", lambda pair: f"{pair.a} - {pair.b}", word=True),
+    Column("a", "", lambda pair: pair.a),
+    Column("b", "", lambda pair: pair.b),
+    Column(
+        "difference",
+        "points",
+        lambda pair: pair.difference,
+        show=lambda value: f"{value:+.1f}",
+        marked=lambda pair: pair.clear,
+    ),
+    Column("", "interval", lambda pair: f"{pair.low:+.1f} to {pair.high:+.1f}"),
+    Column("low", "", lambda pair: pair.low),
+    Column("high", "", lambda pair: pair.high),
+    Column("level", "", lambda pair: pair.level),
+    Column("n", "", lambda pair: pair.pairs),
+    Column("what", "over", lambda pair: pair.what),
+]
+"""Of two methods: the mean difference in points, with its interval."""
+
+_OPEN: dict[str, list[Column[Any]]] = {"methods": METHODS, "costs": COSTS}
+
+
+def register_column(table: Literal["methods", "costs"], column: Column[Any]) -> None:
+    """Add a column to a table, in every format and on the page.
+
+    Args:
+        table: `methods`, whose values are of a `TableRow`, or `costs`, of a `StepCost`; both have
+            the runs.
+        column: comes last.
+    """
+    known = {own.key for own in _OPEN[table]}
+    if not column.key or column.key in known:
+        raise UserError(
+            f"the table {table} cannot take a column with the key {column.key!r}: give it one of "
+            f"its own, not {', '.join(sorted(known - {''}))}"
+        )
+    _OPEN[table].append(column)
+
+
+def page_columns() -> dict[str, list[dict[str, Any]]]:
+    """What the page is told of them."""
+    return {
+        name: [column.about() for column in columns if column.key and column.heading]
+        for name, columns in _OPEN.items()
+    }
+
+
+def in_files() -> list[Column[TableRow]]:
+    """`METHODS` as stored tables have them: words come last."""
+    return sorted(METHODS, key=lambda column: column.word)
+
+
+def table_columns(table: Table) -> list[Column[TableRow]]:
+    """The columns of a table of accuracies: names, targets, the average, and `METHODS`."""
+    axes = [axis for axis in Row._fields if _varies(table, axis)] or ["optimizer"]
+    return [
+        *(Column(axis, axis, _axis(axis), word=True) for axis in axes),
+        *(
+            Column("", label, _cell(name), better="high")
+            for name, label in zip(table.columns, table.labels, strict=True)
+        ),
+        Column("", "Avg.", lambda row: row.average, better="high"),
+        *METHODS,
+    ]
+
+
+def _varies(table: Table, axis: str) -> bool:
+    usual = {"algorithm": "ERM", "averaging": "none"}
+    return any(getattr(row.row, axis) != usual.get(axis) for row in table.rows)
+
+
+def _axis(axis: str) -> Callable[[TableRow], Any]:
+    return lambda row: getattr(row.row, axis)
+
+
+def _cell(column: str) -> Callable[[TableRow], Any]:
+    return lambda row: row.cells[column]
+
+
+def named(columns: Sequence[Column[T]], key: str) -> Column[T]:
+    """The column that has a key."""
+    return next(column for column in columns if column.key == key)

@@ -1,0 +1,152 @@
+"""Two methods on the same targets and trials: the mean difference, and how sure it is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from steppe.errors import UserError, unknown
+
+from .runs import Row
+from .tables import Runs, Selected, select_runs
+
+Unit = Literal["targets", "trials"]
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The mean difference of two methods, in points of percent, over what both have."""
+
+    a: str
+    b: str
+    difference: float
+    """Positive where `a` is better."""
+    err: float
+    """Standard error, from the spread between units."""
+    low: float
+    high: float
+    level: float
+    pairs: int
+    """Pairs of numbers: the same dataset, target, trial, and otherwise the same method."""
+    units: int
+    unit: Unit
+    """What is taken to be independent; of ``trials``, the targets are taken as given."""
+    targets: int
+
+    @property
+    def clear(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.low > 0 or self.high < 0
+
+    @property
+    def what(self) -> str:
+        """The numbers behind the interval, in words."""
+        given = "one target" if self.targets == 1 else f"these {self.targets} targets"
+        of_these = f" of {given}" if self.unit == "trials" else ""
+        return f"{self.pairs} pairs; interval over {self.units} {self.unit}{of_these}"
+
+
+def paired(
+    runs: Runs,
+    a: str | Row,
+    b: str | Row,
+    selection: str = "train-val",
+    level: float = 0.95,
+    over: Unit = "targets",
+) -> Paired:
+    """Compare two optimizers, or two methods, on the same targets and trials.
+
+    Differences for one target resemble each other, whatever the trial. So they are first averaged
+    for each target of each dataset, and the interval is Student's over these means: it speaks of
+    targets like these. Over trials, and with a single target, they are averaged for each trial: the
+    interval speaks of other seeds on the same targets only.
+
+    Args:
+        runs: the runs, in any order.
+        a: an optimizer, compared under every algorithm and averaging that both have; or a method,
+            as a `Row` or by its name.
+        b: the other.
+        selection: `train-val`, `leave-one-out` or `oracle`.
+        level: of the confidence interval.
+        over: what is taken to be independent.
+    """
+    from scipy.special import stdtrit
+
+    if over not in get_args(Unit):
+        raise UserError(unknown("unit of a comparison", over, get_args(Unit)))
+    selected = select_runs(runs, selection)
+    optimizers = {row.optimizer for row in selected.rows()}
+    whole = not {a, b} <= optimizers  # methods, not an optimizer under whatever algorithm
+    of_a, of_b = (_matcher(selected, given, whole) for given in (a, b))
+    name_a, name_b = (given.name if isinstance(given, Row) else given for given in (a, b))
+    values: dict[bool, dict[tuple[object, ...], float]] = {True: {}, False: {}}
+    for place, chosen in selected.chosen.items():
+        rest = () if whole else (place.row.algorithm, place.row.averaging)
+        key = (place.dataset, place.column, place.trial, *rest)
+        for mine, side in ((of_a, True), (of_b, False)):
+            if mine(place.row):
+                values[side][key] = 100 * chosen.accuracy
+    shared = sorted(set(values[True]) & set(values[False]), key=repr)
+    if len(shared) < 2:
+        raise UserError(
+            f"{name_a} and {name_b} have {len(shared)} targets and trials in common: a comparison "
+            "needs at least 2. Run both on the same targets with the same trial seeds"
+        )
+    targets = {key[:2] for key in shared}
+    unit: Unit = over if len(targets) > 1 else "trials"
+    by_unit: dict[object, list[float]] = defaultdict(list)
+    for key in shared:
+        by_unit[key[:2] if unit == "targets" else key[2]].append(
+            values[True][key] - values[False][key]
+        )
+    if len(by_unit) < 2:  # of one target perhaps, under several algorithms
+        raise UserError(
+            f"{name_a} and {name_b} have one trial in common: a comparison over trials needs at "
+            "least 2. Run both on more targets, or with more trial seeds"
+        )
+    if unit == "trials" and len(targets) > 1 and _uneven(shared):
+        raise UserError(
+            f"{name_a} and {name_b} do not have the same targets in every trial: a comparison over "
+            "trials would mix the two up. Finish the runs, or compare over targets"
+        )
+    means = np.array([np.mean(differences) for differences in by_unit.values()])
+    difference = float(np.mean(means))
+    err = float(np.std(means, ddof=1) / np.sqrt(len(means)))
+    reach = float(stdtrit(len(means) - 1, (1 + level) / 2)) * err
+    return Paired(
+        name_a,
+        name_b,
+        difference,
+        err,
+        difference - reach,
+        difference + reach,
+        level,
+        len(shared),
+        len(means),
+        unit,
+        len(targets),
+    )
+
+
+def _uneven(keys: Iterable[tuple[object, ...]]) -> bool:
+    """Whether trials, third in the keys, do not come with the same targets and methods."""
+    by_trial: dict[object, set[tuple[object, ...]]] = defaultdict(set)
+    for key in keys:
+        by_trial[key[2]].add(key[:2] + key[3:])
+    first, *others = by_trial.values()
+    return any(other != first for other in others)
+
+
+def _matcher(selected: Selected, given: str | Row, whole: bool) -> Callable[[Row], bool]:
+    if not whole:
+        return lambda row: row.optimizer == given
+    rows = {row.name: row for row in selected.rows()}
+    name = given.name if isinstance(given, Row) else given
+    if name not in rows:
+        known = dict.fromkeys([*(row.optimizer for row in rows.values()), *rows])
+        raise UserError(unknown("optimizer or method", name, known))
+    return lambda row: row == rows[name]

@@ -1,0 +1,196 @@
+"""One measurement of a run's curvature: in words, as a table, and as a row of the page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from steppe import console
+from steppe.errors import UserError
+
+from .columns import Column, values
+from .runs import MEASUREMENTS, Run
+
+if TYPE_CHECKING:  # slow to import, and most reports have no measurements
+    from steppe.training import Measured
+
+SHOWN = 5
+"""Eigenvalues that a table shows."""
+UNRESOLVED = 0.2
+"""A residual above this share of its eigenvalue says little of it."""
+DISAGREES = 0.1
+"""Two values of the largest eigenvalue that differ by more than this share of it are explained."""
+
+CURVATURE: list[Column[Measured]] = [
+    Column("lambda_max", "λ_max", lambda measured: measured.lambda_max),
+    Column("trace", "trace", lambda measured: measured.trace.value),
+    Column("zeroth", "R0", lambda measured: measured.flatness.zeroth),
+    Column("first", "R1", lambda measured: measured.flatness.first),
+    Column("rho", "", lambda measured: measured.flatness.rho),
+    Column("loss", "loss", lambda measured: measured.loss),
+]
+"""What runs are compared by: those that have a heading."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A measurement, and the run that it is of."""
+
+    run: Run
+    measured: Measured
+
+
+def conditions(measured: Measured) -> dict[str, object]:
+    """What must agree for numbers to be comparable."""
+    return {
+        "dataset": measured.dataset,
+        "domains": ", ".join(f"{s.domain} ({s.part})" for s in measured.domains),
+        "images": measured.images,
+        "seed of the images": _images_seed(measured),
+        "parameters": measured.parameters,
+        "weights": measured.weights.which,
+        "loss": measured.loss_function,
+        "precision": measured.precision,
+        "top": len(measured.eigenvalues.values),
+    }
+
+
+def _images_seed(measured: Measured) -> int | str:
+    """What decides which images; nothing does where all of them were taken."""
+    drawn = any(sample.images < sample.of for sample in measured.domains)
+    return measured.seed if drawn else "none (all were taken)"
+
+
+def described(measured: Measured, steps: Collection[int] = ()) -> str:
+    """What was measured, in words: the loss, the images and the weights.
+
+    Args:
+        measured: the measurement, or one of several that were made in the same way.
+        steps: of all of them.
+    """
+    samples = measured.domains
+    parts = {"train": "training images", "all": "images"}
+    kinds = {sample.part for sample in samples}
+    kind = parts[kinds.pop()] if len(kinds) == 1 else "images"
+    names = ", ".join(sample.domain for sample in samples)
+    after = sorted({*steps, measured.weights.step})
+    which = measured.weights.which
+    weights = "weights" if which.startswith("step:") else f"{which} weights"
+    if len(after) == 1:  # runs may have been validated best at any step
+        weights += f" after step {after[0]}"
+    if measured.weights.averaged:
+        weights += ", averaged"
+    return (
+        f"{measured.loss_function} on {measured.images:,} {kind} of {names} "
+        f"({measured.dataset}); {weights}, {measured.precision}"
+    )
+
+
+def measured_table(measured: Measured) -> console.Table:
+    """A measurement for the terminal."""
+    flat, trace, spectrum = measured.flatness, measured.trace, measured.eigenvalues
+    table = console.Table(title=console.text(f"Hessian of the {described(measured)}"))
+    table.add_column("")
+    table.add_column("value", justify="right")
+    table.add_column("how exact", overflow="fold")
+    for i, pair in enumerate(zip(spectrum.values, spectrum.residuals, strict=True)):
+        if i < SHOWN:
+            name = "largest eigenvalue λ_max" if i == 0 else f"eigenvalue {i + 1}"
+            table.add_row(name, f"{pair[0]:.5g}", f"residual {pair[1]:.1e}")
+    if len(spectrum.values) > SHOWN:
+        last = len(spectrum.values)
+        residual = f"residual {spectrum.residuals[-1]:.1e}"
+        table.add_row(f"eigenvalue {last}", f"{spectrum.values[-1]:.5g}", residual)
+    interval = f"± {trace.stderr:.2g}; 95 % from {trace.low:.5g} to {trace.high:.5g}"
+    table.add_row("trace", f"{trace.value:.5g}", interval)
+    table.add_section()
+    radius = f"ρ = {flat.rho:g}"
+    for name, value, one_step in (
+        (f"R0 ({radius})", flat.zeroth, flat.zeroth_one_step),
+        (f"R1 ({radius})", flat.first, flat.first_one_step),
+        (f"R_FAD ({radius}, α = {flat.alpha:g})", flat.fad, flat.fad_one_step),
+    ):
+        share = f", {100 * one_step / value:.0f} % of it" if value > 0 else ""
+        table.add_row(name, f"{value:.4g}", f"one step finds {one_step:.4g}{share}")
+    how = "exact at a minimum of a quadratic"
+    table.add_row("λ_max by Eq. 4 from R_FAD", f"{flat.lambda_max:.5g}", how)
+    table.add_section()
+    table.add_row("loss", f"{measured.loss:.4g}", "")
+    table.add_row("norm of its gradient", f"{measured.gradient_norm:.4g}", "0 at a minimum")
+    return table
+
+
+def remarks(measured: Measured) -> list[str]:
+    """What a reader of a measurement should know and its numbers do not say."""
+    found = []
+    flat = measured.flatness
+    if not measured.eigenvalues.converged:
+        found.append("not all eigenvalues have converged: look at the residuals")
+    spectrum = measured.eigenvalues
+    pairs = zip(spectrum.values, spectrum.residuals, strict=True)
+    if any(residual > UNRESOLVED * abs(value) for value, residual in pairs):
+        found.append(
+            "some of these eigenvalues are near the tolerance and not resolved: lower --tol"
+        )
+    if not measured.trace.converged:
+        found.append(
+            f"the trace is less exact than was asked for ({100 * measured.trace.rtol:g} %)"
+        )
+    if not flat.converged:
+        found.append("an ascent for R0 or R1 was still gaining when it stopped: both may be larger")
+    largest = measured.lambda_max
+    if abs(flat.lambda_max - largest) > DISAGREES * abs(largest):
+        # At a minimum of a quadratic the gradient is 0, and R0 is rho^2 lambda_max / 2.
+        found.append(
+            f"Eq. 4 gives {flat.lambda_max:.3g} where λ_max is {largest:.3g}: the gradient matters "
+            f"within the radius, as these weights are not at a minimum (its norm is "
+            f"{measured.gradient_norm:.2g}, ρ λ_max is {flat.rho * largest:.2g}), or the loss is "
+            f"no quadratic within ρ (R0 is {flat.zeroth:.2g}, ρ² λ_max / 2 is "
+            f"{flat.rho**2 * largest / 2:.2g})"
+        )
+    return found
+
+
+def find_measured(runs: Sequence[Run]) -> tuple[list[MeasuredRun], list[str]]:
+    """The measurements that runs have, and what could not be read."""
+    found: list[MeasuredRun] = []
+    problems: list[str] = []
+    for run in runs:
+        # One look at each run, of which there may be many: not by way of another Path.
+        if not os.path.isdir(f"{run.path}/{MEASUREMENTS}"):
+            continue
+        from steppe.training import load_measurements
+
+        try:
+            known = load_measurements(run.path)
+        except (UserError, OSError) as error:
+            problems.append(str(error))
+            continue
+        found += [MeasuredRun(run, measured) for measured in known.values()]
+    return found, problems
+
+
+def _order(one: MeasuredRun) -> tuple[object, ...]:
+    return (*one.run.row.order, *one.run.order, one.measured.name)
+
+
+def page_rows(found: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
+    """What the page shows of measurements, as plain values, by method."""
+    return [
+        {
+            "run": str(one.run.path),
+            "name": one.run.row.name,
+            "dataset": one.measured.dataset,
+            "measured": one.measured.name,
+            "conditions": list(conditions(one.measured).values()),
+            "images": one.measured.images,
+            **values(CURVATURE, one.measured),
+            "trace_err": one.measured.trace.stderr,
+            "fad": one.measured.flatness.fad,
+            "alpha": one.measured.flatness.alpha,
+            "spectrum": list(one.measured.eigenvalues.values),
+        }
+        for one in sorted(found, key=_order)
+    ]
