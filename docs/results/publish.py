@@ -94,7 +94,8 @@ SINGLE = {
 }
 """What is shown of the first trial, and the names of its runs."""
 SHOWN = {
-    **{"adam": "Adam", "adamw": "AdamW"},
+    "adam": "Adam",
+    "adamw": "AdamW",
     **{name: name.upper() for name in ("sgd", "sam", "gam", "fad")},
 }
 """The optimizers with six trials as pages write them, in the order of the home page."""
