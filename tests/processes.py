@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,13 +60,16 @@ class Steppe:
     Args:
         words: the command line.
         folder: where files with its output and its errors go.
+        variables: its environment; this process's unless given.
     """
 
-    def __init__(self, *words: object, folder: Path) -> None:
+    def __init__(
+        self, *words: object, folder: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.files = [folder / f"{time.monotonic_ns()}.{name}" for name in ("out", "err")]
         for file in self.files:
             file.touch()
-        surroundings = os.getcwd(), dict(os.environ)
+        surroundings = os.getcwd(), dict(os.environ if variables is None else variables)
         self._process = _start(_command, list(map(str, words)), self.files, *surroundings)
         self.pid: int = self._process.pid
 

@@ -127,14 +127,13 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> Non
         read_plan(tmp_path)
 
 
-def test_ten_thousand_runs_take_no_longer_each_than_a_thousand(tmp_path: Path) -> None:
+def test_many_runs_take_no_longer_each_than_few(tmp_path: Path) -> None:
     spent = []
-    for draws, runs in ((1, 864), (12, 10_368)):
+    for draws, runs in ((1, 216), (12, 2_592)):
         grid = Grid(
-            ("PACS", "VLCS", "OfficeHome", "TerraIncognita"),
+            ("PACS", "VLCS"),
             algorithms=("ERM", "CORAL", "Fishr"),
             optimizers=("adam", "sgd", "fad"),
-            averaging=("none", "swad"),
             draws=draws,
         )
         began = time.process_time()

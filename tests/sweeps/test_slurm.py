@@ -124,21 +124,20 @@ def cluster() -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture
-def run(cluster: SlurmCluster, sweep: Sweep, tmp_path: Path, monkeypatch) -> Callable[..., str]:
+def run(cluster: SlurmCluster, sweep: Sweep, tmp_path: Path) -> Iterator[Callable[..., str]]:
     """Submits workers with the command line; returns the job's number."""
-    for name in set(os.environ) - set(cluster.environment):
-        monkeypatch.delenv(name)
-    for name, value in cluster.environment.items():
-        monkeypatch.setenv(name, value)
+    numbers = []
 
     def submit(*options: str) -> str:
         words = ("sweep", "run", sweep.path, "--launcher", "slurm", *options)
-        command = processes.Steppe(*words, folder=tmp_path)
+        command = processes.Steppe(*words, folder=tmp_path, variables=cluster.environment)
         assert command.wait() == 0, command.stderr
         assert f"steppe sweep status '{sweep.path}' --watch" in command.stdout
-        return command.stdout.partition("job ")[2].partition(":")[0]
+        numbers.append(command.stdout.partition("job ")[2].partition(":")[0])
+        return numbers[-1]
 
-    return submit
+    yield submit
+    cluster.run("scancel", *numbers)  # what a test that failed has left
 
 
 def kinds(job: Job) -> list[str]:
