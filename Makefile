@@ -7,8 +7,9 @@ DEMO_STAMP := $(VENV)/.demo-installed
 JOBS   ?= 2
 MINUTES ?= 10
 
-# Examples of one document share their names, so that a file stays on one worker: loadfile.
-PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile
+# Examples of one document share their names, so that a file stays on one worker: loadfile. The
+# longest files come first (tests/conftest.py), and are not put in another order.
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all test-gpu soak lint format types imports docs figures results bench build clean

@@ -1,5 +1,9 @@
 """Settings every test shares."""
 
+import logging
+import sys
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from hypothesis import settings
@@ -9,9 +13,26 @@ from tests.devices import DEVICES
 # Workers of pytest-xdist share the cores, and one thread makes reductions repeatable.
 torch.set_num_threads(1)
 
+
 # The first example pays for torch's lazy set-up, which a deadline would take for slowness.
 settings.register_profile("steppe", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("steppe")
+
+
+LONGEST = [
+    "axes",
+    "smoke",
+    "ray",
+    "slurm",
+    "local",
+    "resume",
+    "soak",
+    "faults",
+    "reproduce",
+    "release",
+    "figures",
+]
+"""Run first, so that workers of pytest-xdist have nothing long left at the end."""
 
 
 @pytest.fixture(params=DEVICES)
@@ -19,8 +40,32 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture
+def steppe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., tuple[object, str, str]]]:
+    """The command line in this process: gives the exit code, standard output and error."""
+    from steppe import cli
+
+    log = logging.getLogger("steppe")
+    handlers, level = list(log.handlers), log.level
+
+    def call(*command: object) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["steppe", *map(str, command)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        captured = capsys.readouterr()
+        return caught.value.code or 0, captured.out, captured.err
+
+    yield call
+    log.handlers[:] = handlers
+    log.setLevel(level)
+
+
 @pytest.hookimpl(trylast=True)  # what `-m` leaves out is gone by then
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items or torch.cuda.is_available():
         return

@@ -90,6 +90,12 @@ SINGLE = {
     **{f"{name}, longer": f"{name}-none-trial0-steps15000" for name in ("adam", "adamw", "sgd")},
 }
 """What is shown of the first trial, and the names of its runs."""
+SHOWN = {
+    "adam": "Adam",
+    "adamw": "AdamW",
+    **{name: name.upper() for name in ("sgd", "sam", "gam", "fad")},
+}
+"""The optimizers with six trials as pages write them, in the order of the home page."""
 QUANTITIES = {"λ_max": "lambda_max", "trace": "trace", "R0": "zeroth", "R1": "first"}
 
 
@@ -481,6 +487,70 @@ def _fisher(correlation: float, n: int) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def plain_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table for the middle of a page: no title, no note, and formulas are kept."""
+    rules = ["---", *["--:"] * (len(headings) - 1)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (headings, rules, *lines))
+
+
+def home_table(results: Iterable[Mapping[str, Any]]) -> str:
+    """The averages that the home page shows, and what an update costs."""
+    averages = {r["optimizer"]: r for r in results if r["column"] == "Avg."}
+    lines = [
+        (shown, f"{averages[name]['mean']:.1f} ± {averages[name]['err']:.1f}", f"{passes(name):g}")
+        for name, shown in SHOWN.items()
+    ]
+    return plain_table(("optimizer", "PACS, held-out domains", "passes"), lines)
+
+
+def adamw_table(adamw: Comparison, others: Comparison) -> str:
+    """The measured models of AdamW beside those of Adam and FAD with the same seeds."""
+    models = {
+        (method.row.optimizer, one.run.trial): (one.run, values)
+        for compared in (adamw, others)
+        for method, runs in _with_values(compared)
+        for one, values in zip(method.runs, runs, strict=True)
+    }
+    trials = sorted(trial for name, trial in models if name == "adamw")
+    lines = []
+    for name in ("adamw", "adam", "fad"):
+        rows = [
+            (
+                f"{values['lambda_max']:.1f}",
+                f"{values['trace']:.0f}",
+                f"{values['zeroth']:.2f}",
+                f"{values['first']:.2f}",
+                f"{100 * run.records[-1].accuracy[MEASURED, 'test']:.1f}",
+            )
+            for run, values in (models[name, trial] for trial in trials)
+        ]
+        lines.append((SHOWN[name], *map(", ".join, zip(*rows, strict=True))))
+    headings = ("$\\lambda_{\\max}$", "trace", "$R^0$", "$R^1$", "accuracy on sketch")
+    return plain_table(("", *headings), lines)
+
+
+def digits_table(stored: Mapping[str, Any]) -> str:
+    """FAD against others after few and after many draws, with 95 % intervals over the targets."""
+    columns = []
+    for found in stored["draws"].values():
+        by_place = {(a["optimizer"], a["target"], a["trial"]): a for a in found["accuracy"]}
+        targets, trials = (sorted({key[i] for key in by_place}) for i in (1, 2))
+        means = {
+            name: [fmean(by_place[name, t, trial]["accuracy"] for trial in trials) for t in targets]
+            for name in ("fad", "adam", "sgd")
+        }
+        column = []
+        for rival in ("adam", "sgd"):
+            test = scipy.stats.ttest_rel(means["fad"], means[rival])
+            low, high = test.confidence_interval(0.95)
+            points = fmean(means["fad"]) - fmean(means[rival])
+            column.append(f"{points:+.1f} ({low:+.1f} to {high:+.1f})")
+        columns.append(column)
+    headings = [f"{draws} draws ({found['runs']} runs)" for draws, found in stored["draws"].items()]
+    names = [f"FAD - {SHOWN[rival]}" for rival in ("adam", "sgd")]
+    return plain_table(("", *headings), zip(names, *columns, strict=True))
+
+
 def publish(out: Path, facts: object) -> None:
     """Write the tables, the figure and the values."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -499,7 +569,7 @@ def publish(out: Path, facts: object) -> None:
         averages = across_datasets(more).rows
         averages_of = {row.row: row.cells["PACS"] for row in averages}
         (by_target,) = dataset_tables(more)
-        ratios = all_ratios(compared)
+        ratios, of_adamw = all_ratios(compared), _of_adamw(selected.runs)
         first_trial, pairs_of_one = single(sweep / "runs"), twice(sweep / "runs")
         ablation = ablated(Path(scratch) / "ablation")
         accuracy, _, curvature, rates = tables(found)
@@ -531,11 +601,16 @@ def publish(out: Path, facts: object) -> None:
             "adamw, and adam without decay": pairs_of_one,
             "adamw with both runs": with_both(selected, pairs_of_one),
             "ablation": to_json(ablation)["results"],
-            "curvature of AdamW": _of_adamw(selected.runs).to_json()["methods"],
+            "curvature of AdamW": of_adamw.to_json()["methods"],
             "ratios": [one._asdict() for one in ratios],
             "accuracy and curvature": with_accuracy(compared),
         }
         text = json.dumps(values, indent=1).replace(f"{scratch}/", "")
+        plain = {
+            "home": home_table(values["results"]),
+            "adamw": adamw_table(of_adamw, compared),
+            "digits": digits_table(json.loads((FOLDER.parent / "digits.json").read_text())),
+        }
     shown = {
         "accuracy": accuracy,
         "pairs": pairs_grid("; on the right, the three later seeds alone", pairs, later),
@@ -549,6 +624,8 @@ def publish(out: Path, facts: object) -> None:
     }
     for name, grid in shown.items():
         (out / f"{name}.md").write_text(to_markdown(grid))
+    for name, table in plain.items():
+        (out / f"{name}.md").write_text(table)
     (out / "results.json").write_text(text + "\n")
 
 

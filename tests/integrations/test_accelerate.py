@@ -11,7 +11,6 @@ pytest.importorskip("accelerate")
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, ParallelismConfig
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from steppe.errors import UserError
 from steppe.integrations.accelerate import FlatnessPasses
 from steppe.optim import FAD, GAM, SAM, Bfloat16Warning, GAMExact
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 METHODS = {
@@ -364,7 +364,7 @@ def work(rank: int, path: str) -> None:
 @pytest.mark.slow
 def test_two_processes_are_one_on_the_joint_batch(tmp_path):
     """Up to the order of a sum; one reduction per pass, with its last micro-batch."""
-    mp.start_processes(work, (str(tmp_path),), nprocs=WORLD, start_method="spawn")
+    processes.ranks(work, WORLD, str(tmp_path))
     model = linear()
     opt = FAD(sgd(model), model=model)
     for xs, ys in zip(*joint(), strict=True):

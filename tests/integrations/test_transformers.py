@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
@@ -37,6 +36,7 @@ from transformers import (
 from steppe.errors import UserError
 from steppe.integrations.transformers import FlatnessTrainer
 from steppe.optim import FAD, GAM, SAM, Bfloat16Warning, GAMExact
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 METHODS = {"fad": FAD, "sam": SAM, "gam": GAM, "every other step": partial(FAD, ratio=0.5)}
@@ -447,7 +447,7 @@ def work(rank: int, path: str) -> None:
 @pytest.mark.slow
 def test_two_processes_are_one_on_the_joint_batch(tmp_path):
     """Up to the order of a sum."""
-    mp.start_processes(work, (str(tmp_path),), nprocs=2, start_method="spawn")
+    processes.ranks(work, 2, str(tmp_path))
     expected = train_in_order(tmp_path, 1)
     for rank in range(2):
         got = torch.load(tmp_path / f"{rank}.pt")

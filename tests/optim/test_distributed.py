@@ -5,12 +5,12 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from steppe.optim import FAD, SAM, GAMExact
+from tests import processes
 from tests.optim import reference
 from tests.optim.problems import METHODS
 
@@ -220,7 +220,7 @@ def work(rank: int, path: str) -> None:
 def results(tmp_path_factory):
     """All cases in one process group: starting processes costs more than the cases do."""
     path = str(tmp_path_factory.mktemp("gloo"))
-    mp.start_processes(work, (path,), nprocs=WORLD, start_method="spawn")
+    processes.ranks(work, WORLD, path)
     return [torch.load(f"{path}/{rank}.pt") for rank in range(WORLD)]
 
 

@@ -1,10 +1,7 @@
 """Experiments run from beginning to end, on built-in data."""
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 import tarfile
 import time
 from itertools import product
@@ -24,6 +21,7 @@ from steppe.reports import Row
 from steppe.reports.render import to_markdown
 from steppe.sweeps import Job, Sweep, look, read_plan, work
 from steppe.training.trainer import Trainer
+from tests import processes
 from tests.limits import seconds
 
 
@@ -169,17 +167,6 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     assert stored["backbone"] == ["resnet18"]
 
 
-def steppe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "steppe", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=seconds(1000),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
-    )
-
-
 def typed(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments, catch_exceptions=False)
 
@@ -193,8 +180,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         typed("reproduce", "table7")
     where = ("--root", str(tmp_path / "data"))
     smoke = ("reproduce", "convergence", "--scale", "smoke", "--workers", "1", *where)
-    done = steppe(*smoke, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = processes.Steppe(*smoke, folder=tmp_path)
+    assert done.wait() == 0, done.stderr
     written = (tmp_path / "reproduce/convergence-smoke/results.md").read_text()
     assert "steppe reproduce convergence --scale smoke" in written
     assert str(tmp_path) not in written

@@ -12,7 +12,8 @@ from tests.paper.test_reproduce import carry_out
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_smoke(tmp_path: Path, name: str) -> None:
-    order = make_order(name, "smoke")
+    # One table with several datasets is enough: those of the others are made alike.
+    order = make_order(name, "smoke", datasets=() if name == "table1" else ("RotatedDigits",))
     found = reproduce(order, tmp_path, carry_out)
     assert not found.problems
     files = {path.name for path in write_results(found, tmp_path, {})}

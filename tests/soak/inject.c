@@ -10,9 +10,8 @@
      short         the first write from the Nth operation on writes half and says so
      full          the same, and from then on whatever needs room fails with ENOSPC
 
-   Armed by the variables INJECT_FOLDER, INJECT_KIND, INJECT_AT and INJECT_COUNT when a program
-   starts, or by a call of `inject_arm` in a process that was forked. The count lives in a file that
-   is mapped into memory: all processes that are armed with it share one count, so that the Nth
+   Armed by a call of `inject_arm` in a process that was forked. The count lives in a file that is
+   mapped into memory: all processes that are armed with it share one count, so that the Nth
    operation is the Nth of a launcher and its workers together, and exactly one of them meets it.
 
    glibc calls itself past a library that is preloaded. What C's stdio writes is therefore seen as
@@ -431,24 +430,4 @@ int linkat(int old_dir, const char *old, int new_dir, const char *new, int flags
     REAL(linkat);
     WHOLE(int, -1, meet("link", GROWS, old_dir, old, new_dir, new),
           real(old_dir, old, new_dir, new, flags));
-}
-
-__attribute__((constructor)) static void arm_from_the_environment(void)
-{
-    const char *below = getenv("INJECT_FOLDER"), *what = getenv("INJECT_KIND");
-    const char *nth = getenv("INJECT_AT"), *count = getenv("INJECT_COUNT");
-    char text[32] = "";
-    int number = 0;
-
-    if (!below || !what || !count)
-        return;
-    if (!strncmp(what, "fail:", 5)) {
-        number = atoi(what + 5);
-        what = "fail";
-    }
-    snprintf(text, sizeof text, "%s", what);
-    if (inject_arm(below, text, number, nth ? atol(nth) : 0, count)) {
-        perror("inject");
-        _exit(125);
-    }
 }

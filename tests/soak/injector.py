@@ -60,17 +60,6 @@ class Tally:
         if library.inject_arm(*arguments):
             raise OSError(ctypes.get_errno(), "the injector cannot be armed")
 
-    def environment(self, library: Path, folder: Path, fault: Fault) -> dict[str, str]:
-        """What arms a program that is started with it."""
-        kind, number = fault.words
-        return {
-            "LD_PRELOAD": str(library),
-            "INJECT_FOLDER": os.path.realpath(folder),
-            "INJECT_KIND": f"fail:{number}" if kind == "fail" else kind,
-            "INJECT_AT": str(fault.at),
-            "INJECT_COUNT": str(self.path),
-        }
-
     def read(self) -> tuple[int, int, str]:
         """How many operations there were, which of them met the fault (or 0), and what it was."""
         data = self.path.read_bytes() if self.path.exists() else b""

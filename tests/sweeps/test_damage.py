@@ -5,14 +5,14 @@ import json
 import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from steppe.cli import app
 from steppe.errors import UserError
 from steppe.sweeps import (
     Grid,
@@ -501,8 +501,8 @@ def test_attempts_beside_a_result_are_removed_at_the_next_start(sweep: Sweep, jo
     assert Worker(sweep, "cpu").work() == 1
     for name in ("attempt-00001", ".attempt-00001.copying"):
         (job.path / name / "checkpoint").mkdir(parents=True)  # its remover was killed
-    command = [sys.executable, "-m", "steppe", "sweep", "run", sweep.path]
-    subprocess.run(command, check=True, capture_output=True)
+    done = CliRunner().invoke(app, ["sweep", "run", str(sweep.path)], catch_exceptions=False)
+    assert done.exit_code == 0
     assert sorted(os.listdir(job.path)) == ["config.json", "events", "result"]
 
 

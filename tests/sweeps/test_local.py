@@ -42,6 +42,7 @@ from steppe.sweeps.store import Claim, claim
 from steppe.sweeps.worker import _out_of_memory
 from steppe.training import RunDirectory, train
 from steppe.training.trainer import Trainer
+from tests import processes
 from tests.limits import seconds
 from tests.training.test_resume import assert_same_run
 
@@ -56,16 +57,6 @@ GRID = Grid(
 
 def plan(path: Path, **changes) -> Sweep:
     return write_plan(Grid(**{**vars(GRID), **changes}), path)
-
-
-def launch(sweep: Sweep, *options: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "steppe", "sweep", "run", sweep.path, *options]
-    return subprocess.Popen(
-        [str(part) for part in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def assert_complete(sweep: Sweep) -> None:
@@ -86,7 +77,8 @@ def assert_complete(sweep: Sweep) -> None:
 def test_two_launchers_and_workers_killed_at_random(tmp_path: Path) -> None:
     sweep = plan(tmp_path / "sweep")
     # Nobody who is alive is silent for so long.
-    launchers = [launch(sweep, "--workers", 1, "--stale", seconds(6)) for _ in range(2)]
+    words = ("sweep", "run", sweep.path, "--workers", 1, "--stale", seconds(6))
+    launchers = [processes.Steppe(*words, folder=tmp_path) for _ in range(2)]
     rng, killed = random.Random(0), 0
     deadline = time.monotonic() + seconds(1200)
     while any(launcher.poll() is None for launcher in launchers):
@@ -102,8 +94,7 @@ def test_two_launchers_and_workers_killed_at_random(tmp_path: Path) -> None:
                 os.kill(rng.choice(sorted(pids)), signal.SIGKILL)
                 killed += 1
     for launcher in launchers:
-        out, err = launcher.communicate()
-        assert launcher.returncode == 0, out + err
+        assert launcher.returncode == 0, launcher.stdout + launcher.stderr
     assert killed == 5
     assert_complete(sweep)
     claims = sum(
@@ -113,8 +104,10 @@ def test_two_launchers_and_workers_killed_at_random(tmp_path: Path) -> None:
 
 
 def test_interrupted_and_run_again(tmp_path: Path) -> None:
+    """From a shell: launcher and worker are programs of their own."""
     sweep = plan(tmp_path / "sweep", overrides=("steps=3000", "checkpoint_every=500"))
-    launcher = launch(sweep, "--workers", 1)
+    command = [sys.executable, "-m", "steppe", "sweep", "run", sweep.path, "--workers", "1"]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + seconds(600)
     while not look(sweep).counts["running"]:
         assert time.monotonic() < deadline
@@ -136,7 +129,7 @@ def failing(message: str):
 
 
 def test_a_failing_run_is_tried_again_and_then_shown(tmp_path, monkeypatch, capsys) -> None:
-    sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",), overrides=("steps=2",))
     monkeypatch.setattr(Trainer, "step", failing("the fan stopped"))
     assert Worker(sweep, "cpu").work() == 0
     status = look(sweep)
@@ -309,7 +302,7 @@ def test_runs_that_do_not_fit_beside_each_other(tmp_path: Path, monkeypatch) -> 
 
 
 def test_one_that_does_not_fit_alone_has_failed(tmp_path: Path, monkeypatch) -> None:
-    sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",), overrides=("steps=2",))
     first, second, *_ = (Job(sweep.folder(name)) for name in sweep.names)
     worker = Worker(sweep, "cpu", limit=1)
     monkeypatch.setattr(store, "worker_name", lambda: "another")

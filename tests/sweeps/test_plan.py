@@ -2,12 +2,9 @@
 
 import itertools
 import json
-import os
 import resource
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from steppe.sealed import KEY
 from steppe.sweeps import Grid, jobs, read_plan, target_sets, write_plan
 from steppe.training import RunConfig, draw_hparams, read_config
 from steppe.training.config import Named
+from tests import processes
 
 SMALL = Grid(("RotatedDigits",), optimizers=("sgd", "fad"), trials=2, draws=2)
 
@@ -129,14 +127,13 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> Non
         read_plan(tmp_path)
 
 
-def test_ten_thousand_runs_take_no_longer_each_than_a_thousand(tmp_path: Path) -> None:
+def test_many_runs_take_no_longer_each_than_few(tmp_path: Path) -> None:
     spent = []
-    for draws, runs in ((1, 864), (12, 10_368)):
+    for draws, runs in ((1, 216), (12, 2_592)):
         grid = Grid(
-            ("PACS", "VLCS", "OfficeHome", "TerraIncognita"),
+            ("PACS", "VLCS"),
             algorithms=("ERM", "CORAL", "Fishr"),
             optimizers=("adam", "sgd", "fad"),
-            averaging=("none", "swad"),
             draws=draws,
         )
         began = time.process_time()
@@ -247,16 +244,12 @@ def test_a_config_is_not_written_through_a_link(tmp_path: Path) -> None:
 
 def test_hints_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
     path = tmp_path / "it's; my sweep\udcff"
-    words = [sys.executable, "-m", "steppe", "sweep", "plan", path, "--datasets", "RotatedDigits"]
-    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    options = ["--trials", "1", "--draws", "0", "--no-estimate"]
-    done = subprocess.run(
-        [*words, *options], capture_output=True, text=True, env=environment, check=True
-    )
-    hint = done.stdout.partition("start them with: ")[2]
+    options = ["--datasets", "RotatedDigits", "--trials", "1", "--draws", "0", "--no-estimate"]
+    planned = processes.Steppe("sweep", "plan", path, *options, folder=tmp_path)
+    assert planned.wait() == 0, planned.stderr
+    hint = planned.stdout.partition("start them with: ")[2]
     assert shlex.split(hint)[:3] == ["steppe", "sweep", "run"]
     assert shlex.split(hint)[3:] == [str(path).replace("\udcff", r"\udcff")]
-    status = subprocess.run(
-        [*words[:4], "status", path], capture_output=True, text=True, env=environment, check=True
-    )
+    status = processes.Steppe("sweep", "status", path, folder=tmp_path)
+    assert status.wait() == 0, status.stderr
     assert r"mysweep\udcff:6planned" in "".join(status.stdout.split())  # wherever it is wrapped

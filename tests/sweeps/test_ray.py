@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from steppe.errors import UserError
-from steppe.sweeps import Crew, Grid, Job, Sweep, run_sweep, write_plan
+from steppe.sweeps import Grid, Job, Sweep, Worker, run_sweep, write_plan
 from steppe.sweeps.ray import slots
 from steppe.training.directory import VOLATILE, RunDirectory
 from tests import limits
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(
     reason="ray is not installed: pip install 'steppe[ray]'",
 )
 
-# Answers "add CPUS" with the address of the cluster and the process of the new node. In a process
-# of its own: the test's would get Ray's threads, signal handlers and warnings.
+# Answers a number of CPUs with the address of the cluster and the process of the new node. In a
+# process of its own: the test's would get Ray's threads, signal handlers and warnings.
 CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
@@ -59,6 +59,9 @@ class RayCluster:
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # binds it to loopback
             "RAY_TMPDIR": self.folder,
             "RAY_USAGE_STATS_ENABLED": "0",
+            # Workers that nobody has asked for yet, and that would import all of Ray.
+            "RAY_enable_worker_prestart": "0",
+            "RAY_prestart_worker_first_driver": "0",
         }
         self.processes: list[subprocess.Popen[str]] = []
         self.cluster = self.start([sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE)
@@ -126,13 +129,31 @@ def descendants(ancestor: int) -> list[int]:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
+    """A head without CPUs: all that happens, happens on nodes that a test adds and may kill."""
     cluster = RayCluster()
     try:
+        cluster.ask(cpus=0)
+        cluster.node()
         yield cluster
     finally:
         cluster.stop()
+
+
+@pytest.fixture
+def node(cluster: RayCluster) -> Iterator[Callable[[], int]]:
+    """Adds nodes with a CPU each, which do not outlive the test."""
+    nodes = []
+
+    def add() -> int:
+        cluster.ask(cpus=1)
+        nodes.append(cluster.node())
+        return nodes[-1]
+
+    yield add
+    for pid in nodes:
+        cluster.kill(pid)
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 600):
@@ -197,15 +218,13 @@ def grid(runs: int, steps: int) -> Grid:
     return Grid(("RotatedDigits",), optimizers=optimizers, trials=1, draws=1, overrides=overrides)
 
 
-def test_a_node_is_killed_and_every_run_is_done_once_as_it_is_locally(tmp_path, cluster):
-    for _ in range(2):
-        cluster.ask(cpus=1)
+def test_a_node_is_killed_and_every_run_is_done_once_as_it_is_locally(tmp_path, cluster, node):
     local, sweep = (write_plan(grid(12, 40), tmp_path / name) for name in ("local", "ray"))
-    assert run_sweep(local, crew=Crew(1)).counts["done"] == 12
-    head, other = cluster.node(), cluster.node()
+    assert Worker(local, "cpu").work() == 12
+    one, other = node(), node()
     process = cluster.sweep(sweep, "--address", cluster.address)
     victim, job = wait_for(lambda: at_work(sweep, other), process)
-    workers = set(descendants(head))
+    workers = set(descendants(one))
     cluster.kill(other)
     before = [job for job in all_jobs(sweep) if "done" in kinds(job)]
     assert len(before) < 11
@@ -221,18 +240,15 @@ def test_a_node_is_killed_and_every_run_is_done_once_as_it_is_locally(tmp_path, 
     assert outcome(sweep) == outcome(local)
 
 
-def test_a_worker_moves_to_another_node_and_ends_when_asked(tmp_path, cluster):
-    """The head has no CPUs: what happens after the node's death happens on the one that joins."""
-    cluster.ask(cpus=0)
-    cluster.ask(cpus=1)
+def test_a_worker_moves_to_another_node_and_ends_when_asked(tmp_path, cluster, node):
+    """What happens after the node's death happens on the one that joins."""
     sweep = write_plan(grid(6, 400), tmp_path / "sweep")
-    _, node = cluster.node(), cluster.node()
+    first = node()
     process = cluster.sweep(sweep, "--address", cluster.address)
-    victim, job = wait_for(lambda: at_work(sweep, node), process)
-    cluster.kill(node)
-    cluster.ask(cpus=1)
-    node = cluster.node()
-    successor, _ = wait_for(lambda: at_work(sweep, node), process)
+    victim, job = wait_for(lambda: at_work(sweep, first), process)
+    cluster.kill(first)
+    second = node()
+    successor, _ = wait_for(lambda: at_work(sweep, second), process)
     process.send_signal(signal.SIGTERM)
     time.sleep(
         limits.seconds(2.5)
@@ -257,25 +273,23 @@ def test_a_cluster_that_is_not_there_is_named_at_once(tmp_path, monkeypatch):
 
 def test_a_cluster_is_started_where_none_is_named(tmp_path, cluster):
     sweep = write_plan(grid(6, 2), tmp_path / "sweep")
-    process = cluster.sweep(sweep, "--workers", "2")
+    before = set(marked(cluster))
+    process = cluster.sweep(sweep, "--workers", "1")
     assert process.wait(limits.seconds(900)) == 0
     assert {tuple(kinds(job)) for job in all_jobs(sweep)} == {("claim", "done")}
     names = {path.name for path in (sweep.path / "workers").iterdir()}
     assert {f"ray-{socket.gethostname()}-{pid}.log" for pid in claims(sweep)} <= names
-    mark = f"RAY_TMPDIR={cluster.folder}".encode()
-
-    def left() -> list[Path]:
-        return [
-            pid
-            for pid in Path("/proc").glob("[0-9]*")
-            if int(pid.name) != cluster.cluster.pid and mark in environment(pid)
-        ]
-
     # The driver has told them to end; on a busy machine, they take a moment to.
     deadline = time.monotonic() + limits.seconds(100)
-    while left() and time.monotonic() < deadline:
+    while set(marked(cluster)) - before and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not left()
+    assert not set(marked(cluster)) - before
+
+
+def marked(cluster: RayCluster) -> list[Path]:
+    """The processes that the cluster and its sweeps have."""
+    mark = f"RAY_TMPDIR={cluster.folder}".encode()
+    return [pid for pid in Path("/proc").glob("[0-9]*") if mark in environment(pid)]
 
 
 def environment(process: Path) -> list[bytes]:

@@ -3,7 +3,6 @@
 import os
 import signal
 import stat
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ import pytest
 
 from steppe.errors import UserError
 from steppe.sweeps import Crew, Grid, Job, Sweep, look, run_sweep, write_plan
+from tests import processes
 from tests.limits import seconds
 from tests.sweeps.slurm_cluster import SlurmCluster, missing
 
@@ -121,7 +121,7 @@ needs_slurm = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
     cluster = SlurmCluster()
     try:
@@ -131,19 +131,21 @@ def cluster() -> Iterator[SlurmCluster]:
         cluster.stop()
 
 
-def run(cluster: SlurmCluster, sweep: Sweep, *options: str) -> str:
+@pytest.fixture
+def run(cluster: SlurmCluster, sweep: Sweep, tmp_path: Path) -> Iterator[Callable[..., str]]:
     """Submits workers with the command line; returns the job's number."""
-    command = [sys.executable, "-m", "steppe", "sweep", "run", str(sweep.path)]
-    done = subprocess.run(
-        [*command, "--launcher", "slurm", *options],
-        env=cluster.environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds(600),
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"steppe sweep status '{sweep.path}' --watch" in done.stdout
-    return done.stdout.partition("job ")[2].partition(":")[0]
+    numbers = []
+
+    def submit(*options: str) -> str:
+        words = ("sweep", "run", sweep.path, "--launcher", "slurm", *options)
+        command = processes.Steppe(*words, folder=tmp_path, variables=cluster.environment)
+        assert command.wait() == 0, command.stderr
+        assert f"steppe sweep status '{sweep.path}' --watch" in command.stdout
+        numbers.append(command.stdout.partition("job ")[2].partition(":")[0])
+        return numbers[-1]
+
+    yield submit
+    cluster.run("scancel", *numbers)  # what a test that failed has left
 
 
 def kinds(job: Job) -> list[str]:
@@ -197,8 +199,8 @@ def check_all_done_once(sweep: Sweep, cancelled: list[Job]) -> None:
 
 
 @needs_slurm
-def test_a_task_is_cancelled_and_another_takes_its_run(cluster, sweep):
-    number = run(cluster, sweep, "--workers", "2", "--sbatch=--job-name=mine")
+def test_a_task_is_cancelled_and_another_takes_its_run(cluster, sweep, run):
+    number = run("--workers", "2", "--sbatch=--job-name=mine")
     task, jobs = wait_for(lambda: at_work(sweep), sweep)
     assert cluster.run("squeue", "-h", "-o", "%j").split() == ["mine", "mine"]
     cluster.run("scancel", f"{number}_{task}")
@@ -212,13 +214,13 @@ def test_a_task_is_cancelled_and_another_takes_its_run(cluster, sweep):
 
 
 @needs_slurm
-def test_two_workers_in_one_task_both_give_their_runs_back(cluster, sweep):
-    number = run(cluster, sweep, "--workers", "2", "--per-gpu", "2")
+def test_two_workers_in_one_task_both_give_their_runs_back(cluster, sweep, run):
+    number = run("--workers", "2", "--per-gpu", "2")
     assert "gpu" in cluster.run("squeue", "-h", "-o", "%b")
     _, jobs = wait_for(lambda: at_work(sweep, 2), sweep)
     cluster.run("scancel", number)
     wait_for(cluster.idle, sweep)
     assert [kinds(job)[-1] for job in jobs] == ["released", "released"]
-    run(cluster, sweep, "--workers", "2", "--per-gpu", "2")
+    run("--workers", "2", "--per-gpu", "2")
     wait_for(cluster.idle, sweep)
     check_all_done_once(sweep, jobs)

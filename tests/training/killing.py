@@ -1,8 +1,7 @@
-"""Trains a run in children that are killed with SIGKILL, again and again, until it is done.
+"""Trains runs in children that are killed with SIGKILL, again and again, until they are done.
 
-A program of its own, started by `test_resume`: it imports torch once and forks a child for every
-attempt, before any thread of torch's exists and before a GPU is touched. Prints what it did, as
-JSON.
+For `tests.processes.run`: called in a process that has imported torch and computes nothing, which
+forks a child for every attempt, before any thread of torch's exists and before a GPU is touched.
 """
 
 import json
@@ -12,17 +11,14 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from steppe.domains import load
 from steppe.domains.batches import Batch
 from steppe.training import RunConfig, make_config, train
 from steppe.training.trainer import Trainer
-from tests.training.axes import KILLED_AFTER
 
 KILLS = 12
 """Half of them at a random moment, half in the middle of writing a checkpoint."""
@@ -52,19 +48,22 @@ def kill(child: int) -> None:
     os.waitpid(child, 0)
 
 
-def main(config: dict[str, object], folder: Path, kills: list[int]) -> None:
-    """Trains once undisturbed, and once killed: after these updates, or else by chance."""
+def train_and_kill(config: dict[str, object], folder: Path, kills: Sequence[int]) -> None:
+    """Trains once undisturbed, and once killed: after these updates, or else by chance.
+
+    Leaves ``moments.json``: how it was killed each time.
+    """
     resolved = make_config(config)
     began = time.monotonic()
     wait(fork(lambda: train(resolved, folder / "whole")))
     whole_seconds = time.monotonic() - began
     broken = folder / "broken"
     if kills:
-        moments = [kill_after(resolved, broken, updates) for updates in kills]
+        moments = ["update" for updates in kills if kill_after(resolved, broken, updates)]
     else:
         moments = kill_by_chance(resolved, broken, whole_seconds)
     wait(fork(lambda: train(resolved, broken, resume=True)))
-    print(json.dumps({"moments": moments, "whole_seconds": whole_seconds}))
+    (folder / "moments.json").write_text(json.dumps(moments))
 
 
 def wait(child: int) -> None:
@@ -72,8 +71,10 @@ def wait(child: int) -> None:
     assert not status, f"a child failed with status {status}"
 
 
-def kill_after(config: RunConfig, out: Path, updates: int) -> str:
-    """A child that kills itself when it has made so many updates."""
+def kill_after(
+    config: RunConfig, out: Path, updates: int, first: Callable[[], object] = lambda: None
+) -> bool:
+    """A child that does something else first, then trains and kills itself after these updates."""
     step = Trainer.step
 
     def dying(self: Trainer, batches: list[Batch]) -> None:
@@ -82,12 +83,13 @@ def kill_after(config: RunConfig, out: Path, updates: int) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def work() -> None:
+        first()
         Trainer.step = dying  # type: ignore[method-assign]
         train(config, out, resume=True)
 
     _, status = os.waitpid(fork(work), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    return "update"
+    return True
 
 
 def kill_by_chance(config: RunConfig, out: Path, whole_seconds: float) -> list[str]:
@@ -110,21 +112,18 @@ def kill_by_chance(config: RunConfig, out: Path, whole_seconds: float) -> list[s
     return moments
 
 
-def main_all(folder: Path) -> None:
-    """Many runs, by name on the standard input: each undisturbed, and killed once."""
-    # What every child would import by itself. (A backward pass here would be felt in the children.)
-    import_module("torch._dynamo")
-    load("RotatedDigits")
-    for name, values in json.load(sys.stdin).items():
-        resolved = make_config(values)
-        wait(fork(lambda resolved=resolved, name=name: train(resolved, folder / name / "whole")))
-        broken = folder / name / "broken"
-        kill_after(resolved, broken, KILLED_AFTER)
-        wait(fork(lambda resolved=resolved, broken=broken: train(resolved, broken, resume=True)))
+def kill_each_once(jobs: dict[str, dict[str, object]], folder: Path, after: int) -> None:
+    """Many runs: each in a child of its own, undisturbed and then until it is killed.
 
+    One more child goes on with all of them: what the killed had in memory is nowhere.
+    """
+    configs = {name: make_config(values) for name, values in jobs.items()}
+    for name, config in configs.items():
+        place = folder / name
+        kill_after(config, place / "broken", after, lambda c=config, p=place: train(c, p / "whole"))
 
-if __name__ == "__main__":
-    if sys.argv[1] == "--all":
-        main_all(Path(sys.argv[2]))
-    else:
-        main(json.loads(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
+    def resume() -> None:
+        for name, config in configs.items():
+            train(config, folder / name / "broken", resume=True)
+
+    wait(fork(resume))

@@ -1,36 +1,34 @@
 """Any algorithm under any optimizer with any averaging: it trains, is killed, and goes on."""
 
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from steppe.training import RunDirectory, load_model, select
-from tests.limits import seconds
-from tests.training.axes import AVERAGINGS, COMBINATIONS, NAMES, OPTIMIZERS, STEPS, config, title
+from tests import processes
+from tests.training import killing
+from tests.training.axes import (
+    AVERAGINGS,
+    COMBINATIONS,
+    KILLED_AFTER,
+    NAMES,
+    OPTIMIZERS,
+    STEPS,
+    config,
+    title,
+)
 from tests.training.test_resume import assert_same_run
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All combinations, each trained undisturbed and killed: one program that forks."""
+    """All combinations, each trained undisturbed and killed."""
     folder = tmp_path_factory.mktemp("axes")
     jobs = {title(*combination): config(*combination) for combination in COMBINATIONS}
-    subprocess.run(
-        [sys.executable, "-m", "tests.training.killing", "--all", str(folder)],
-        input=json.dumps(jobs),
-        text=True,
-        check=True,
-        timeout=seconds(2000),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-    )
+    processes.run(killing.kill_each_once, jobs, folder, KILLED_AFTER, limit=2000)
     return folder
 
 

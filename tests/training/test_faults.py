@@ -5,14 +5,12 @@ same bits in the weights and in the state of the optimizer.
 """
 
 import contextlib
+import fcntl
 import json
-import logging
 import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -23,7 +21,6 @@ import pytest
 import torch
 from PIL import Image
 
-from steppe import cli
 from steppe.domains.store import Store
 from steppe.errors import Diverged, Interrupted, RunError, UserError
 from steppe.training import RunDirectory, checkpoint, load_model, make_config, train
@@ -32,7 +29,9 @@ from steppe.training.interrupts import Interrupts
 from steppe.training.progress import Display
 from steppe.training.scoring import Scoring
 from steppe.training.setup import open_data
+from tests import processes
 from tests.limits import seconds
+from tests.training import full_disk
 
 DIGITS = {
     "dataset": "RotatedDigits",
@@ -42,7 +41,6 @@ DIGITS = {
     "checkpoint_every": 4,
     "batch_size": 8,
 }
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def words(values, out, *more):
@@ -54,32 +52,12 @@ def words(values, out, *more):
 
 
 @pytest.fixture
-def steppe(monkeypatch, capsys):
-    """The command line in this process: gives the exit code, standard output and error."""
-    log = logging.getLogger("steppe")
-    handlers, level = list(log.handlers), log.level
-
-    def call(*command):
-        monkeypatch.setattr(sys, "argv", ["steppe", *map(str, command)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        captured = capsys.readouterr()
-        return caught.value.code or 0, captured.out, captured.err
-
-    yield call
-    log.handlers[:] = handlers
-    log.setLevel(level)
-
-
-@pytest.fixture
-def start():
+def start(tmp_path):
     """The command line in a process of its own, which does not outlive the test."""
     with contextlib.ExitStack() as stack:
 
         def call(*command):
-            line, pipe = [sys.executable, "-m", "steppe", *map(str, command)], subprocess.PIPE
-            process = subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)
-            stack.enter_context(process)
+            process = processes.Steppe(*command, folder=tmp_path)
             stack.callback(process.kill)
             return process
 
@@ -88,11 +66,14 @@ def start():
 
 def read_until(process, text):
     """The lines of standard error, up to one that has the text."""
-    lines = []
-    while not lines or text not in lines[-1]:
-        lines.append(process.stderr.readline())
-        assert lines[-1], f"ended early: {''.join(lines)}"
-    return lines
+    deadline = time.monotonic() + seconds(600)
+    while text not in (lines := process.stderr.rpartition("\n")[0]):
+        assert process.poll() is None, f"ended early: {process.stderr}"
+        assert time.monotonic() < deadline, lines
+        time.sleep(0.01)
+    lines = lines.splitlines(keepends=True)
+    last = next(number for number, line in enumerate(lines) if text in line)
+    return [line.rstrip("\n") + "\n" for line in lines[: last + 1]]
 
 
 class Hook(Display):
@@ -181,72 +162,6 @@ def half(stopped, tmp_path):
     return Path(shutil.copytree(stopped, tmp_path / "run"))
 
 
-# Runs the command line on a disk that fills up at a given operation on a file, then again with
-# room; leaves what it saw, and both states of the folder, in another place.
-DISK = r"""
-import contextlib, io, json, os, resource, shutil, signal, sys
-from pathlib import Path
-
-how, disk, seen = sys.argv[1], *map(Path, sys.argv[2:4])
-faults, command = map(json.loads, sys.argv[4:])
-if how == "tmpfs":
-    import subprocess
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], check=True)
-filler = disk / "filler"
-
-
-def fill(leave):
-    if how == "tmpfs":
-        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(4096))
-        os.truncate(filler, max(0, filler.stat().st_size - leave))
-    else:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (leave, resource.RLIM_INFINITY))
-
-
-def make_room():
-    if how == "tmpfs":
-        filler.unlink()
-    else:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-
-
-def watch(event, args):
-    global waiting
-    if waiting and event == waiting["event"] and str(args[0]).endswith(waiting["path"]):
-        waiting["times"] -= 1
-        if not waiting["times"]:
-            leave, waiting = waiting["leave"], None
-            fill(leave)
-
-
-def steppe(*more):
-    from steppe.cli import main
-
-    sys.argv = ["steppe", *command, "--out", str(out), *more]
-    out_text, err_text = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out_text), contextlib.redirect_stderr(err_text):
-        try:
-            main()
-        except SystemExit as error:
-            return error.code, out_text.getvalue(), err_text.getvalue()
-
-
-waiting = None
-sys.addaudithook(watch)
-for name, fault in faults.items():
-    out = disk / f"run, {name}"
-    waiting = fault
-    first = steppe()
-    make_room()
-    shutil.copytree(out, seen / name / "failed")
-    second = steppe("--resume")
-    shutil.copytree(out, seen / name / "resumed")
-    (seen / name / "seen.json").write_text(json.dumps([first, second]))
-    shutil.rmtree(out)
-"""
-
 # The operation at which the disk is full, what then is left of it or may be written to a file, and
 # what the run must still have: its last checkpoint, and the steps of its records. A record's line
 # has some 2,000 bytes: on a tmpfs, the third goes partly into a page that is there already.
@@ -270,7 +185,7 @@ FAULTS = {
 }
 
 
-def check_full_disk(command, how, tmp_path, reference, message):
+def check_full_disk(how, tmp_path, reference, message):
     disk, seen = tmp_path / "disk", tmp_path / "seen"
     disk.mkdir()
     seen.mkdir()
@@ -279,12 +194,7 @@ def check_full_disk(command, how, tmp_path, reference, message):
         for name, (fault, limited, _) in FAULTS.items()
     }
     train_words = [word for word in words(DIGITS, "") if word not in ("--out", "")]
-    line = [*command, sys.executable, "-c", DISK, how, str(disk), str(seen)]
-    line += [json.dumps(faults), json.dumps(train_words)]
-    done = subprocess.run(
-        line, env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds(600)
-    )
-    assert done.returncode == 0, done.stderr
+    processes.run(full_disk.meet, how, disk, seen, faults, train_words)
     for name, (_, _, whole) in FAULTS.items():
         first, second = json.loads((seen / name / "seen.json").read_text())
         code, out, err = first
@@ -299,18 +209,14 @@ def check_full_disk(command, how, tmp_path, reference, message):
 
 
 def test_a_full_disk(tmp_path, undisturbed):
-    own_mounts = ["unshare", "--user", "--map-root-user", "--mount"]
-    probe = [*own_mounts, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
-    try:
-        subprocess.run(probe, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", None) or str(error).encode()
-        pytest.skip(f"no file system of a test's own here: {reason.decode().strip()}")
-    check_full_disk(own_mounts, "tmpfs", tmp_path, undisturbed, "No space left on device")
+    processes.run(full_disk.try_mount, tmp_path)
+    if reason := (tmp_path / "reason").read_text():
+        pytest.skip(f"no file system of a test's own here: {reason}")
+    check_full_disk("tmpfs", tmp_path, undisturbed, "No space left on device")
 
 
 def test_a_limit_on_the_size_of_files(tmp_path, undisturbed):
-    check_full_disk([], "limit", tmp_path, undisturbed, "File too large")
+    check_full_disk("limit", tmp_path, undisturbed, "File too large")
 
 
 def test_sigterm_saves_and_another_process_is_kept_out(tmp_path, undisturbed, steppe, start):
@@ -329,8 +235,8 @@ def test_sigterm_saves_and_another_process_is_kept_out(tmp_path, undisturbed, st
     finally:
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGCONT)
-    stdout, stderr = process.communicate(timeout=seconds(300))
-    assert process.returncode == 143
+    assert process.wait() == 143
+    stdout, stderr = process.stdout, process.stderr
     assert RunDirectory(out).state == "planned"
     assert stdout == ""  # for JSON only
     assert stderr.splitlines()[-1] == "interrupted by SIGTERM: continue with --resume"
@@ -553,18 +459,20 @@ def test_a_mistake_leaves_nothing_in_the_way(tmp_path, steppe, undisturbed):
 
 
 def test_a_folder_that_another_process_has_taken_is_left_as_it_is(tmp_path):
-    holder = (
-        "import fcntl; file = open('.lock', 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
-        "print('mine', flush=True); input()"
-    )
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", holder], cwd=tmp_path, stdin=pipe, stdout=pipe
-    ) as other:
-        other.stdout.readline()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        file = (tmp_path / ".lock").open("w")
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        os.write(writer, b"!")
+        signal.pause()
+    try:
+        assert os.read(reader, 1)
         with pytest.raises(UserError, match="is being trained by another process"):
             train(make_config(DIGITS), tmp_path)
-        other.communicate(b"\n")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     assert os.listdir(tmp_path) == [".lock"]
 
 
@@ -688,7 +596,6 @@ def test_readers_in_other_processes(tmp_path, photos, undisturbed_photos, steppe
     process = start(*words(photos, out, "--set", "workers=2"))
     read_until(process, "step     4")
     process.kill()
-    process.wait()
     # The readers live on for some seconds, until they notice; they are not taken for the run.
     code, _, err = steppe("train", "--resume", "--out", out, "--set", "workers=0", "--seed", 3)
     assert code == 2
@@ -696,8 +603,8 @@ def test_readers_in_other_processes(tmp_path, photos, undisturbed_photos, steppe
 
     def another(*command):
         other = start(*command)
-        stdout, err = other.communicate(timeout=seconds(300))  # its own readers do not hold it up
-        return other.returncode, stdout, err
+        code = other.wait()  # its own readers do not hold it up
+        return code, other.stdout, other.stderr
 
     image = an_image(photos, "train")
     check_unreadable(image, out, undisturbed_photos, steppe, another, "--set", "workers=2")

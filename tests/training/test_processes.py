@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from steppe.algorithms import algorithm_names, algorithm_spec
 from steppe.training import RunDirectory, make_config
 from steppe.training.processes import Processes
 from steppe.training.trainer import Trainer
+from tests.processes import ranks
 from tests.training.axes import config
 
 WORLD = 2
@@ -60,7 +60,7 @@ def worker(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("processes")
-    mp.start_processes(worker, (folder,), nprocs=WORLD, start_method="spawn")
+    ranks(worker, WORLD, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 

@@ -1,9 +1,6 @@
 """A run that is killed and resumed ends as if nothing had happened."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +10,9 @@ from images import packed_images
 
 from steppe.training import RunDirectory, make_config, train
 from steppe.training.directory import VOLATILE
+from tests import processes
 from tests.devices import GPU
-from tests.limits import seconds
+from tests.training import killing
 
 DIGITS = {
     "dataset": "RotatedDigits",
@@ -55,19 +53,11 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 def kill_until_done(
     config: dict[str, object], folder: Path, kills: Sequence[int] = ()
-) -> dict[str, list[str]]:
+) -> list[str]:
     """Trains in ``folder/whole`` undisturbed and in ``folder/broken`` killed; see `killing`."""
-    arguments = [json.dumps(config), str(folder), json.dumps(kills)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.killing", *arguments],
-        check=True,
-        stdout=subprocess.PIPE,
-        timeout=seconds(1000),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-    )
-    result: dict[str, list[str]] = json.loads(done.stdout)
-    return result
+    processes.run(killing.train_and_kill, config, folder, kills)
+    moments: list[str] = json.loads((folder / "moments.json").read_text())
+    return moments
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "fad"])
@@ -77,9 +67,9 @@ def test_killed_at_random_moments_and_while_writing(
     """On a GPU after certain updates instead, and with the same bits under `deterministic` only."""
     gpu = device.type == "cuda"
     options = {"optimizer": optimizer, "device": device.type, "deterministic": gpu}
-    result = kill_until_done({**DIGITS, **options}, tmp_path, kills=UPDATES if gpu else ())
-    assert len(result["moments"]) >= 10
-    assert gpu or result["moments"].count("write") >= 5
+    moments = kill_until_done({**DIGITS, **options}, tmp_path, kills=UPDATES if gpu else ())
+    assert len(moments) >= 10
+    assert gpu or moments.count("write") >= 5
     assert_same_run(tmp_path / "whole", tmp_path / "broken")
 
 

@@ -5,6 +5,7 @@ Needs no download. Made as RotatedMNIST is: shuffled once, and each digit at one
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from steppe.domains.spec import DatasetSpec
 from .mnist import ANGLES, DIGITS, at_angles
 
 
+@cache  # to rotate them takes longer than some hundred steps
 def read(root: Path | None = None) -> Contents:
     from sklearn.datasets import load_digits  # slow to import, and naming datasets does not need it
 
@@ -32,7 +34,7 @@ ROTATED_DIGITS = DatasetSpec(
     n_classes=10,
     citation="Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998 "
     "(as in scikit-learn)",
-    read=read,
+    read=lambda root: read(),
     counts=(300, 300, 300, 299, 299, 299),
     steps=301,
     checkpoint_every=50,
