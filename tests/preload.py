@@ -12,8 +12,8 @@ import steppe
 from steppe.domains import load
 
 torch.set_num_threads(1)
-for part in pkgutil.iter_modules(steppe.__path__):
-    if part.ispkg and part.name != "integrations":
-        import_module(f"steppe.{part.name}")
+for part in pkgutil.walk_packages(steppe.__path__, "steppe."):
+    if not part.name.startswith(("steppe.integrations", "steppe.__main__", "steppe.sweeps.ray")):
+        import_module(part.name)
 import_module("torch._dynamo")
 load("RotatedDigits")
