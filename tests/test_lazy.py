@@ -1,47 +1,54 @@
-"""Packages that import what they offer when it is first asked for."""
+"""Packages that import what they offer when it is first asked for, and commands without torch."""
 
-import ast
 import subprocess
 import sys
+import tarfile
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-PACKAGES = ["steppe.curvature", "steppe.measure", "steppe.training"]
+import steppe
+
+SOURCE = Path(str(steppe.__file__)).parent
+LAZY = sorted(
+    f"steppe.{path.parent.name}"
+    for path in SOURCE.glob("*/__init__.py")
+    if "attach(__name__)" in path.read_text()
+)
 
 
-def test_importing_them_imports_no_torch() -> None:
-    light = [*PACKAGES, "steppe.curvature.results", "steppe.measure.stored"]
-    light += [f"steppe.training.{name}" for name in ("interrupts", "loggers", "which")]
-    code = f"import sys, {', '.join(light)}; print('torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "False"
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_what_they_say_they_import_is_what_they_offer(name: str) -> None:
+@pytest.mark.parametrize("name", LAZY)
+def test_every_name_is_found_whatever_was_imported_before(name: str) -> None:
     package = import_module(name)
+    folder = Path(str(package.__file__)).parent
+    assert package.__all__
     assert set(package.__all__) <= set(dir(package))
-    source = ast.parse(Path(str(package.__file__)).read_text())
-    (checked,) = (node for node in source.body if isinstance(node, ast.If))
-    declared = {
-        alias.name: node.module
-        for node in checked.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert set(declared) == set(package.__all__) - {"Interrupted", "RunError"}
-    for offered, module in declared.items():
-        found = getattr(import_module(f"{name}.{module}"), offered)
-        assert getattr(package, offered) is found
+    # A submodule of the same name would take its place once it is imported.
+    assert not {path.stem for path in folder.glob("*.py")} & set(package.__all__)
+    for offered in package.__all__:
+        getattr(package, offered)
     with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'nothing'"):
         _ = package.nothing
 
 
-def test_a_name_is_found_whatever_was_imported_before() -> None:
-    """None is that of a submodule, which would take its place."""
-    for name in PACKAGES:
-        package = import_module(name)
-        folder = Path(str(package.__file__)).parent
-        assert not {path.stem for path in folder.glob("*.py")} & set(package.__all__)
+def test_what_only_reads_needs_no_torch(tmp_path: Path) -> None:
+    """Importing it takes longer than all that these commands do."""
+    with tarfile.open(Path(__file__).parent / "older/second.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    commands = [
+        ["sweep", "status", "second/sweep"],
+        ["report", "second/sweep", "--format", "html", "--out", "page.html"],
+        ["train", "--help"],
+        ["data", "list"],
+    ]
+    code = f"""
+import sys, {", ".join(LAZY)}
+from typer.testing import CliRunner
+from steppe.cli import app
+for words in {commands}:
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    assert "<html" in (tmp_path / "page.html").read_text()

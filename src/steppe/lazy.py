@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 
-def attach(package: str) -> tuple[Callable[[str], Any], list[str]]:
-    """A package's ``__getattr__`` and ``__all__``.
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """A package's ``__getattr__``, ``__dir__`` and ``__all__``.
 
     Its names are those that its file imports under ``if TYPE_CHECKING:``, where type checkers and
     readers look for them. None of them may be a submodule's: importing that one would hide it.
 
     Examples:
         >>> import sys
-        >>> get, names = attach("steppe.averaging")
+        >>> get, _, names = attach("steppe.averaging")
         >>> "SWAD" in names, get("SWAD").__name__
         (True, 'SWAD')
     """
@@ -46,4 +46,4 @@ def attach(package: str) -> tuple[Callable[[str], Any], list[str]]:
         setattr(sys.modules[package], name, value)
         return value
 
-    return get, sorted(modules)
+    return get, lambda: sorted({*vars(sys.modules[package]), *modules}), sorted(modules)

@@ -21,4 +21,4 @@ if TYPE_CHECKING:
         register_algorithm as register_algorithm,
     )
 
-__getattr__, __all__ = attach(__name__)
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -18,4 +18,4 @@ if TYPE_CHECKING:
     from .sma import SMA as SMA
     from .swad import SWAD as SWAD
 
-__getattr__, __all__ = attach(__name__)
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -20,4 +20,4 @@ if TYPE_CHECKING:
     )
     from .symmetric import Symmetric as Symmetric
 
-__getattr__, __all__ = attach(__name__)
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -9,4 +9,4 @@ if TYPE_CHECKING:
     from .settings import Settings as Settings
     from .stored import Measured as Measured, load_measurements as load_measurements
 
-__getattr__, __all__ = attach(__name__)
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -25,4 +25,4 @@ if TYPE_CHECKING:
     from .schedules import InverseSqrt as InverseSqrt
     from .yogi import Yogi as Yogi
 
-__getattr__, __all__ = attach(__name__)
+__getattr__, __dir__, __all__ = attach(__name__)

@@ -23,4 +23,4 @@ if TYPE_CHECKING:
     from .sweep import Sweep as Sweep, read_plan as read_plan
     from .worker import Worker as Worker, work as work
 
-__getattr__, __all__ = attach(__name__)
+__getattr__, __dir__, __all__ = attach(__name__)

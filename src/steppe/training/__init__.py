@@ -29,4 +29,4 @@ if TYPE_CHECKING:
     )
     from .run import train as train
 
-__getattr__, __all__ = attach(__name__)
+__getattr__, __dir__, __all__ = attach(__name__)
