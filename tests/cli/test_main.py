@@ -30,7 +30,7 @@ def test_without_the_extra_the_command_says_what_to_install(package):
     code = f"import sys; sys.modules[{package!r}] = None; from steppe.cli import main; main()"
     result = python("-c", code)
     assert result.returncode == 1
-    assert result.stderr == (f"steppe: this command needs {package}: pip install 'steppe[bench]'\n")
+    assert result.stderr == (f"steppe: this command needs {package}: pip install 'steppe[dg]'\n")
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def not_there(module: str) -> ModuleNotFoundError:
         ),
         (
             not_there("sklearn_not_here"),
-            "steppe: this command needs sklearn_not_here: pip install 'steppe[bench]'",
+            "steppe: this command needs sklearn_not_here: pip install 'steppe[dg]'",
             "",
         ),
         (

@@ -20,5 +20,5 @@ if TYPE_CHECKING:
         build_algorithm as build_algorithm,
         register_algorithm as register_algorithm,
     )
-
-__getattr__, __dir__, __all__ = attach(__name__)
+else:  # not for type checkers, which would take any name for one of the package
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -17,5 +17,5 @@ if TYPE_CHECKING:
     )
     from .sma import SMA as SMA
     from .swad import SWAD as SWAD
-
-__getattr__, __dir__, __all__ = attach(__name__)
+else:  # not for type checkers, which would take any name for one of the package
+    __getattr__, __dir__, __all__ = attach(__name__)

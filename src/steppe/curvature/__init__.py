@@ -19,5 +19,5 @@ if TYPE_CHECKING:
         lambda_max_from_flatness as lambda_max_from_flatness,
     )
     from .symmetric import Symmetric as Symmetric
-
-__getattr__, __dir__, __all__ = attach(__name__)
+else:  # not for type checkers, which would take any name for one of the package
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -24,5 +24,5 @@ if TYPE_CHECKING:
     from .sam import SAM as SAM
     from .schedules import InverseSqrt as InverseSqrt
     from .yogi import Yogi as Yogi
-
-__getattr__, __dir__, __all__ = attach(__name__)
+else:  # not for type checkers, which would take any name for one of the package
+    __getattr__, __dir__, __all__ = attach(__name__)

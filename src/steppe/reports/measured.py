@@ -14,7 +14,7 @@ from .columns import Column, values
 from .runs import MEASUREMENTS, Run
 
 if TYPE_CHECKING:  # slow to import, and most reports have no measurements
-    from steppe.training import Measured
+    from steppe.measure import Measured
 
 SHOWN = 5
 """Eigenvalues that a table shows."""
@@ -161,7 +161,7 @@ def find_measured(runs: Sequence[Run]) -> tuple[list[MeasuredRun], list[str]]:
         # One look at each run, of which there may be many: not by way of another Path.
         if not os.path.isdir(f"{run.path}/{MEASUREMENTS}"):
             continue
-        from steppe.training import load_measurements
+        from steppe.measure import load_measurements
 
         try:
             known = load_measurements(run.path)

@@ -22,5 +22,5 @@ if TYPE_CHECKING:
     from .store import Claim as Claim, Event as Event, Job as Job
     from .sweep import Sweep as Sweep, read_plan as read_plan
     from .worker import Worker as Worker, work as work
-
-__getattr__, __dir__, __all__ = attach(__name__)
+else:  # not for type checkers, which would take any name for one of the package
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -28,5 +28,5 @@ if TYPE_CHECKING:
         load_model as load_model,
     )
     from .run import train as train
-
-__getattr__, __dir__, __all__ = attach(__name__)
+else:  # not for type checkers, which would take any name for one of the package
+    __getattr__, __dir__, __all__ = attach(__name__)
