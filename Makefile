@@ -86,4 +86,4 @@ build: $(STAMP) ## build the wheel and the source distribution into dist/
 
 clean: ## remove what the other targets made, except .venv
 	rm -rf build dist site .coverage htmlcov .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find src tests docs -name __pycache__ -type d -exec rm -rf {} +
+	find src tests docs benchmarks examples -name __pycache__ -type d -exec rm -rf {} +

@@ -82,6 +82,7 @@ class Timeline(Display):
     """
 
     def __init__(self, config: RunConfig, meter: Meter) -> None:
+        super().__init__()
         self._device, self._every = torch.device(config.device), config.checkpoint_every
         self._meter, self._mark = meter, time.perf_counter()
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -90,6 +91,12 @@ class Timeline(Display):
     def start(self, title: str, done: int, steps: int, records: int) -> None:
         self.spend("start")
         self._meter.update(0, total=steps)
+
+    def evaluating(self, images: int, total: int) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass  # the meter is the caller's
 
     def step(self, done: int) -> None:
         if (done - 1) % self._every == 0 or done == self._meter.total:

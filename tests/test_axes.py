@@ -3,13 +3,14 @@
 from typing import Annotated, Any
 
 import pytest
+import torch
 from torch import nn
 
 from steppe.algorithms.registry import algorithms
 from steppe.averaging.registry import averages
 from steppe.axes import AxisSpec
 from steppe.errors import UserError
-from steppe.optim.registry import optimizers
+from steppe.optim.registry import optimizers, register_optimizer
 from steppe.options import Option, declared_options
 from steppe.registry import Registry
 from steppe.search import Uniform
@@ -54,7 +55,7 @@ def test_options_that_a_parent_declares_are_a_childs_too() -> None:
 
 def test_a_registry_answers_in_any_case_and_protects_its_own_names() -> None:
     own = AxisSpec(name="Own", target=nn.Linear)
-    table = Registry("thing", [own])
+    table = Registry("thing", lambda: [own])
     assert table["OWN"] is own
     with pytest.raises(UserError, match="thing 'own' is known already"):
         table.add(AxisSpec(name="own", target=nn.Linear))
@@ -66,3 +67,33 @@ def test_a_registry_answers_in_any_case_and_protects_its_own_names() -> None:
     assert len(table) == 2
     with pytest.raises(UserError, match="unknown thing 'mime', did you mean 'mine'"):
         table["mime"]
+
+
+def test_a_registry_that_failed_to_fill_says_so_again() -> None:
+    def broken() -> list[AxisSpec]:
+        raise ImportError("not there")
+
+    table = Registry("thing", broken)
+    for _ in range(2):
+        with pytest.raises(ImportError, match="not there"):
+            table["mine"]
+
+
+@pytest.mark.parametrize(
+    ("default", "good", "bad", "expected"),
+    [
+        (False, True, 1, "true or false"),
+        ("a", "b", 2, "a text"),
+        ((), ("x",), "x", "a list"),
+        (1, 2, True, "a whole number"),
+    ],
+)
+def test_a_value_is_of_the_kind_of_its_default(default, good, bad, expected) -> None:
+    Option(default=default).check("it", good)
+    with pytest.raises(UserError, match=f"it={bad!r}: expected {expected}"):
+        Option(default=default).check("it", bad)
+
+
+def test_a_plain_optimizer_is_told_how_to_register() -> None:
+    with pytest.raises(UserError, match="Mine wraps no other optimizer: say base=None"):
+        register_optimizer("mine", passes=1)(type("Mine", (torch.optim.SGD,), {}))

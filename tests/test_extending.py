@@ -62,3 +62,5 @@ def test_each_is_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     small = ["--scale=smoke", "--datasets=RotatedDigits", "--trials=1", "--share=0.001"]
     made = steppe("reproduce", "radius", "--plugin=my_experiments", *small, "--workers=1")
     assert "rho 0.05" in made
+    one = next((tmp_path / "reproduce/radius-smoke/runs").glob("*/config.json"))
+    assert json.loads(one.read_text())["plugins"] == ["my_experiments"]

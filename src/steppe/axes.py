@@ -30,7 +30,7 @@ class AxisSpec:
         name: what users call it.
         target: the class, or ``module:class``, which is imported when it is needed.
         citation: the paper it comes from.
-        summary: the first sentence of the class's docstring.
+        summary: the first line of the class's docstring.
         options: what its constructor declares.
     """
 
@@ -136,13 +136,13 @@ def _options(
     if name not in classes:
         return
     node, names = classes[name]
-    init = next((n for n in node.body if getattr(n, "name", "") == "__init__"), None)
-    if isinstance(init, ast.FunctionDef):
+    functions = [n for n in node.body if isinstance(n, ast.FunctionDef)]
+    init = next((n for n in functions if n.name == "__init__"), None)
+    if init is None or init.args.kwarg is not None:
+        for base in node.bases:
+            yield from _options(ast.unparse(base), classes)
+    if init is not None:  # last: what a child declares again is the child's
         yield from read(_parameters(init, names), names, ast.get_docstring(node) or "")
-        if init.args.kwarg is None:
-            return
-    for base in node.bases:
-        yield from _options(ast.unparse(base), classes)
 
 
 def _parameters(init: ast.FunctionDef, names: _Names) -> Iterator[tuple[str, Any, Any]]:

@@ -19,6 +19,8 @@ from typing import Any
 from steppe.errors import UserError, shown
 from steppe.search import Distribution, Fixed, Hyperparameter
 
+_WORDS = {bool: "true or false", str: "a text", tuple: "a list"}
+
 
 @dataclass(frozen=True)
 class Like:
@@ -36,13 +38,13 @@ class Option:
 
     Attributes:
         search: what a search draws it from; None: a search leaves it as it is.
-        low: the smallest value that makes sense.
+        low: the smallest number that makes sense, 0 by default.
         above: the value that it must exceed, where there is no smallest one.
         high: the largest value that makes sense.
         choices: all values that it may have, where it is no number.
         drawn_as: the name under which DomainBed seeds the draw, where it is not the option's.
         default: the constructor's. None: as the optimizer's option of that name. Where it is
-            whole, only whole numbers are accepted.
+            whole, only whole numbers are accepted; flags, texts and lists are no numbers.
         meaning: in words, from the docstring.
     """
 
@@ -81,6 +83,8 @@ class Option:
             return value in self.choices
         if value is None:
             return self.default is None
+        if isinstance(self.default, bool | str | tuple):
+            return isinstance(value, type(self.default))
         kind = int if isinstance(self.default, int) else int | float
         if not isinstance(value, kind) or isinstance(value, bool) or not math.isfinite(value):
             return False
@@ -92,6 +96,9 @@ class Option:
     def _expected(self) -> str:
         if self.choices:
             return " or ".join(map(repr, self.choices))
+        for other, words in _WORDS.items():
+            if isinstance(self.default, other):
+                return words
         kind = "a whole number" if isinstance(self.default, int) else "a number"
         least = (
             f", at least {self.low:g}" if self.above is None else f" greater than {self.above:g}"

@@ -6,7 +6,8 @@ plugin adds entries as steppe's own files do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from threading import Lock
 from typing import Generic, Protocol, TypeVar
 
 from steppe.errors import UserError, unknown
@@ -27,7 +28,7 @@ class Registry(Generic[E]):
 
     Args:
         kind: what they are, for messages.
-        entries: the first ones; gone through when a name is first asked for.
+        entries: a function that returns the first ones, called when a name is first asked for.
 
     Examples:
         >>> from steppe.search import spaces
@@ -38,9 +39,10 @@ class Registry(Generic[E]):
         steppe.errors.UserError: unknown search space 'fiar', did you mean 'fair'? Known: ...
     """
 
-    def __init__(self, kind: str, entries: Iterable[E] = ()) -> None:
+    def __init__(self, kind: str, entries: Callable[[], Iterable[E]] = tuple) -> None:
         self.kind = kind
         self._first = entries
+        self._lock = Lock()
         self._entries: dict[str, E] | None = None
         self._added: set[str] = set()
 
@@ -72,6 +74,7 @@ class Registry(Generic[E]):
 
     @property
     def _table(self) -> dict[str, E]:
-        if self._entries is None:
-            self._entries = {entry.name.lower(): entry for entry in self._first}
-        return self._entries
+        with self._lock:
+            if self._entries is None:
+                self._entries = {entry.name.lower(): entry for entry in self._first()}
+            return self._entries

@@ -260,7 +260,7 @@ _SMALL_IMAGES = replace(  # what DomainBed has for them; their network has no dr
 
 spaces = Registry(
     "search space",
-    (
+    lambda: (
         Spaces("fair", _FAIR, _FAIR),
         Spaces("fad", _PAPER, replace(_PAPER, lr=_LR.scaled(FROM_SCRATCH))),
         Spaces("domainbed", _DOMAINBED, _SMALL_IMAGES),

@@ -111,11 +111,11 @@ def test_parts_are_what_they_are_called(
     def counted(self: Engine, optimizer: Any, objective: str, prepared: Any) -> Any:
         if isinstance(optimizer, Still):
             clock.now += 0.5
-            before = [p.detach().clone() for p in self._module.parameters()]
+            before = [p.detach().clone() for p in self._passes.module.parameters()]
             losses = optimize(self, optimizer, objective, prepared)
-            found = [p.grad for p in self._module.parameters() if p.requires_grad]
+            found = [p.grad for p in self._passes.module.parameters() if p.requires_grad]
             assert all(g is not None and g.abs().sum() > 0 for g in found)
-            assert all(map(torch.equal, before, self._module.parameters()))
+            assert all(map(torch.equal, before, self._passes.module.parameters()))
             seen.append(prepared[0].images.shape)
             return losses
         return optimize(self, optimizer, objective, prepared)

@@ -64,7 +64,7 @@ _ORDER = (
     *("MTL", "SagNet", "ARM", "RSC", "MixStyle", "MIRO", "Fishr"),
 )
 algorithms = Registry(
-    "algorithm", declared(AlgorithmSpec, __package__, "register_algorithm", first=_ORDER)
+    "algorithm", lambda: declared(AlgorithmSpec, __package__, "register_algorithm", first=_ORDER)
 )
 
 

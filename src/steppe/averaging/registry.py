@@ -25,7 +25,8 @@ class AveragingSpec(AxisSpec):
 
 
 averages = Registry(
-    "averaging", declared(AveragingSpec, __package__, "register_averaging", ("none", "swad", "sma"))
+    "averaging",
+    lambda: declared(AveragingSpec, __package__, "register_averaging", ("none", "swad", "sma")),
 )
 
 

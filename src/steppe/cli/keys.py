@@ -30,7 +30,7 @@ _SAID: Mapping[str, str | bool] = {
     "optimizer": "adam",
     "space": "fair",
     "root": "$STEPPE_DATA or ./data",
-    "workers": "auto",
+    "workers": "chosen from the machine",
 }
 """Defaults that are not the field's own."""
 

@@ -97,7 +97,12 @@ def reproduce(
         _list()
         return
     changes = {"trials": trials, "draws": draws, "share": share, "factors": _numbers(factors)}
-    given = {"backbone": backbone, "weights": weights, "root": str(root) if root else None}
+    given = {
+        "backbone": backbone,
+        "weights": weights,
+        "root": str(root) if root else None,
+        "plugins": plugin or None,
+    }
     order = paper.make_order(
         name,
         scale,

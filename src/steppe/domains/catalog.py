@@ -17,7 +17,7 @@ from .dataset import Contents, Dataset
 from .datasets import BUILT_IN
 from .spec import DatasetSpec
 
-DATASETS: Registry[DatasetSpec] = Registry("dataset", BUILT_IN)
+DATASETS: Registry[DatasetSpec] = Registry("dataset", lambda: BUILT_IN)
 
 
 def dataset_names() -> tuple[str, ...]:

@@ -174,10 +174,12 @@ _ORDER = (
     *("adam", "adamw", "sgd", "yogi", "adabelief", "adahessian"),
     *("sam", "gam", "gam-exact", "gam-release", "fad"),
 )
-optimizers = Registry("optimizer", _entries())
+optimizers = Registry("optimizer", _entries)
 
 
-def register_optimizer(name: str, *, citation: str = "", **facts: Any) -> Callable[[C], C]:
+def register_optimizer(
+    name: str, *, passes: int, citation: str = "", **facts: Any
+) -> Callable[[C], C]:
     """Add an optimizer of your own: a decorator for its class, in a module named with ``--plugin``.
 
     What its constructor annotates with `steppe.options.Option` are its hyperparameters. A class
@@ -186,10 +188,21 @@ def register_optimizer(name: str, *, citation: str = "", **facts: Any) -> Callab
 
     Args:
         name: what users call it.
+        passes: forward and backward passes in a step.
         citation: the paper it comes from.
         **facts: other fields of `OptimizerSpec`.
     """
-    return registrar(optimizers, OptimizerSpec, name, citation=citation, **facts)
+
+    def decorate(cls: C) -> C:
+        if "base" not in facts and not hasattr(cls, "over"):
+            raise UserError(
+                f"optimizer {name!r}: {cls.__name__} wraps no other optimizer: say base=None and "
+                "give it a learning rate, lr=Hyperparameter(...)"
+            )
+        facts_of = {"citation": citation, "passes": passes, **facts}
+        return registrar(optimizers, OptimizerSpec, name, **facts_of)(cls)
+
+    return decorate
 
 
 def optimizer_names() -> tuple[str, ...]:

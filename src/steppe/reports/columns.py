@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from steppe.errors import UserError
+from steppe.errors import UserError, unknown
 
 from .cells import MISSING, Cell, cell_text
 from .differences import Paired
@@ -77,7 +77,8 @@ class Column(Generic[T]):
         if isinstance(value, Cell):
             number = None if value.partial else float(f"{value.mean:.1f}")
         else:
-            number = float(f"{self.scale * value:.{self.digits}f}")
+            digits = "g" if self.digits is None else f".{self.digits}f"
+            number = float(format(self.scale * value, digits))
         return None if number is None else number if self.better == "high" else -number
 
     def about(self) -> dict[str, Any]:
@@ -229,4 +230,7 @@ def _cell(column: str) -> Callable[[TableRow], Any]:
 
 def named(columns: Sequence[Column[T]], key: str) -> Column[T]:
     """The column that has a key."""
-    return next(column for column in columns if column.key == key)
+    for column in columns:
+        if column.key == key:
+            return column
+    raise UserError(unknown("column", key, [column.key for column in columns if column.key]))

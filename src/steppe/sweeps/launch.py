@@ -81,10 +81,11 @@ class LauncherSpec(AxisSpec):
                 raise UserError(unknown(f"option for launcher {self.name!r}:", key, self.options))
             option = "--" + key.replace("_", "-")
             raise UserError(f"{option} is for --launcher {' or '.join(others)}, not {self.name}")
+        super().check({key: value for key, value in given.items() if value is not None})
 
 
 launchers = Registry(
-    "launcher", declared(LauncherSpec, __package__, "register_launcher", ("local",))
+    "launcher", lambda: declared(LauncherSpec, __package__, "register_launcher", ("local",))
 )
 
 
