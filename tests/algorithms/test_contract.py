@@ -228,7 +228,7 @@ def test_predicts_pixels_and_what_normalization_makes_of_them(name: str) -> None
 @pytest.mark.parametrize("name", algorithm_names())
 def test_documented(name: str) -> None:
     spec = algorithm_spec(name)
-    doc = spec.target.__doc__
+    doc = spec.cls.__doc__
     assert doc
     formulas = re.findall(r"\\\((.+?)\\\)|\\\[(.+?)\\\]", doc, re.DOTALL)
     assert any(re.search(r"[-=+/]|frac|sum", inline or display) for inline, display in formulas)

@@ -93,7 +93,8 @@ def test_a_new_key_of_the_machine_needs_no_more_than_its_mark(tmp_path, monkeypa
     class Extended(RunConfig):
         rack: str = Field("left", json_schema_extra=mark)
 
-    monkeypatch.setattr("steppe.training.config.RunConfig", Extended)
+    for module in ("config", "complete"):
+        monkeypatch.setattr(f"steppe.training.{module}.RunConfig", Extended)
     digits = {"dataset": "RotatedDigits", "targets": ["75"], "device": "cpu", "steps": 1}
     one, other = (make_config({**digits, "rack": rack}) for rack in ("left", "right"))
     train(one, tmp_path / "one")

@@ -5,6 +5,7 @@ Needs no download. Made as RotatedMNIST is: shuffled once, and each digit at one
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 
@@ -17,8 +18,12 @@ from steppe.domains.spec import DatasetSpec
 from .mnist import ANGLES, DIGITS, at_angles
 
 
-@cache  # to rotate them takes longer than some hundred steps
 def read(root: Path | None = None) -> Contents:
+    return copy.deepcopy(_rotated())  # the caller's own: what one changes, no other sees
+
+
+@cache  # to rotate them takes longer than some hundred steps
+def _rotated() -> Contents:
     from sklearn.datasets import load_digits  # slow to import, and naming datasets does not need it
 
     bunch = load_digits()
@@ -34,7 +39,7 @@ ROTATED_DIGITS = DatasetSpec(
     n_classes=10,
     citation="Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998 "
     "(as in scikit-learn)",
-    read=lambda root: read(),
+    read=read,
     counts=(300, 300, 300, 299, 299, 299),
     steps=301,
     checkpoint_every=50,
