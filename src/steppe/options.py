@@ -83,7 +83,9 @@ class Option:
             return value in self.choices
         if value is None:
             return self.default is None
-        if isinstance(self.default, bool | str | tuple):
+        if isinstance(self.default, tuple):
+            return isinstance(value, list | tuple)
+        if isinstance(self.default, bool | str):
             return isinstance(value, type(self.default))
         kind = int if isinstance(self.default, int) else int | float
         if not isinstance(value, kind) or isinstance(value, bool) or not math.isfinite(value):

@@ -81,7 +81,8 @@ class LauncherSpec(AxisSpec):
                 raise UserError(unknown(f"option for launcher {self.name!r}:", key, self.options))
             option = "--" + key.replace("_", "-")
             raise UserError(f"{option} is for --launcher {' or '.join(others)}, not {self.name}")
-        super().check({key: value for key, value in given.items() if value is not None})
+        texts = {key for key, option in self.options.items() if option.default is None}
+        super().check({key: value for key, value in given.items() if key not in texts})
 
 
 launchers = Registry(
