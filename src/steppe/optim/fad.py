@@ -78,6 +78,11 @@ class FAD(FlatnessOptimizer):
     ) -> None:
         super().__init__(base, {"rho": rho, "alpha": alpha, "beta": beta}, model=model, **options)
 
+    def validate(self, hyper: Mapping[str, float]) -> None:
+        super().validate(hyper)
+        if hyper["alpha"] > 1.0:
+            raise ValueError(f"alpha must be in [0, 1], got {hyper['alpha']}")
+
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
         rho, alpha, beta = hyper["rho"], hyper["alpha"], hyper["beta"]
         return {"rho": rho, "a": beta * alpha, "b": beta * (1.0 - alpha)}

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steppe.options import declared_options
-
 from . import distributed
 
 
@@ -165,13 +163,10 @@ class Wrapper(Optimizer):
         return values
 
     def validate(self, hyper: Mapping[str, float]) -> None:
-        """Raises ValueError for what is negative, or above the limit that its option declares."""
-        cls: type = type(self)
+        """Raises ValueError for hyper-parameters that make no sense; none may be negative."""
         for name, value in hyper.items():
             if value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
-            if value > (high := _limits(cls).get(name, math.inf)):
-                raise ValueError(f"{name} must be in [0, {high:g}], got {value}")
 
     def _check_parameters(self) -> None:
         method, params = type(self).__name__, self.parameters()
@@ -261,11 +256,6 @@ class Wrapper(Optimizer):
         shown = {n: self.param_groups[0].get(k, self._hyper[n]) for n, k in self._keys.items()}
         hyper = ", ".join(f"{name}={value}" for name, value in shown.items())
         return f"{type(self).__name__}({hyper}, base={self.base!r})"
-
-
-@cache
-def _limits(cls: type) -> dict[str, float]:
-    return {name: option.high for name, option in declared_options(cls).items()}
 
 
 @cache
