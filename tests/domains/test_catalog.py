@@ -168,7 +168,7 @@ def test_the_data_folder_is_an_environment_variable(
 
 
 def test_register_a_dataset_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(catalog, "DATASETS", Registry("dataset", catalog.BUILT_IN))
+    monkeypatch.setattr(catalog, "DATASETS", Registry("dataset", lambda: catalog.BUILT_IN))
     asked = []
 
     @register_dataset("Mine", domains=["a", "b"], n_classes=1, folder="my_files", steps=7)
@@ -203,7 +203,7 @@ def test_naming_datasets_needs_neither_torch_nor_pillow():
 def test_a_plugins_dataset_says_where_it_comes_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(catalog, "DATASETS", Registry("dataset", catalog.BUILT_IN))
+    monkeypatch.setattr(catalog, "DATASETS", Registry("dataset", lambda: catalog.BUILT_IN))
     source = Source(elsewhere=("https://example.org/mine",))
     register_dataset("Mine", domains=["a", "b"], n_classes=1, folder="mine", source=source)(print)
     with pytest.raises(UserError, match=r"(?s)Where else to look:\n  https://example.org/mine"):

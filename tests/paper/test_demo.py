@@ -77,7 +77,8 @@ def test_an_experiment_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     try:
         result = CliRunner().invoke(app, [*smoke, "--plan"], catch_exceptions=False)
         assert "3 runs planned" in result.stdout
-        found = reproduce(make_order("radius", "smoke"), Path("reproduce/radius-smoke"), carry_out)
+        order = make_order("radius", "smoke", options={"plugins": ["my_experiments"]})
+        found = reproduce(order, Path("reproduce/radius-smoke"), carry_out)
         table = tables(found)[0]
         assert [line[1].text for line in table.lines] == ["rho 0.01", "rho 0.05", "rho 0.1"]
         assert table.headings[-1] == "ms/step"

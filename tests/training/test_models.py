@@ -280,7 +280,7 @@ def test_coloured_files_for_a_model_of_grey_images(digits, tmp_path):
 
 
 def test_channels_that_no_file_has_are_an_error(run, monkeypatch):
-    monkeypatch.setattr(catalog, "DATASETS", Registry("dataset", catalog.BUILT_IN))
+    monkeypatch.setattr(catalog, "DATASETS", Registry("dataset", lambda: catalog.BUILT_IN))
 
     @register_dataset("Stereo", domains=["left"], n_classes=3, channels=2)
     def stereo(_: Path) -> Any:
