@@ -41,7 +41,7 @@ class Option:
         low: the smallest number that makes sense, 0 by default.
         above: the value that it must exceed, where there is no smallest one.
         high: the largest value that makes sense.
-        choices: all values that it may have, where it is no number.
+        choices: the values that it may have, if it is not a number.
         drawn_as: the name under which DomainBed seeds the draw, where it is not the option's.
         default: the constructor's. None: as the optimizer's option of that name. Where it is
             whole, only whole numbers are accepted; flags, texts and lists are no numbers.

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from steppe.strangers import printable
-
 if TYPE_CHECKING:
-    from rich.console import Console
+    from steppe.console import Console
 
 JSON = typer.Option("--json", help="Print the result as JSON, for programs.")
 ROOT = typer.Option("--root", metavar="DIR", help="The data folder: $STEPPE_DATA or ./data.")
@@ -58,14 +56,13 @@ def _refused(code: int, path: Path) -> OSError:
 
 def talk() -> Console:
     """What steppe logs goes to the terminal, above a progress bar if there is one."""
-    from rich.console import Console
+    from steppe.console import say, stderr
 
-    console = Console(stderr=True)
+    console = stderr()
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            text = printable(self.format(record))
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
+            say(console, self.format(record))
 
     # Of several processes, one talks; the others only when something is wrong.
     handler = Handler(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)

@@ -13,7 +13,7 @@ from .common import JSON, PLUGINS, ROOT
 
 app = typer.Typer(help="Datasets: what is known, fetching, checking, packing.")
 _NAME = typer.Argument(metavar="NAME", help="A dataset's name, or a folder DOMAIN/CLASS/IMAGE.")
-_JOBS = typer.Option("--jobs", min=1, help="Processes that decode; one per core unless given.")
+_JOBS = typer.Option("--jobs", min=1, help="Processes that decode; one per core by default.")
 
 
 @app.command("list")

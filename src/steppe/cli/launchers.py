@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from inspect import Parameter, Signature
 from itertools import pairwise
 from typing import Annotated, Any
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from steppe.errors import UserError
 from steppe.options import Option
 
 
@@ -21,7 +22,7 @@ class RunCommand(TyperCommand):
             from steppe.domains import import_plugins
 
             import_plugins(named)
-        launchers_own = _parameters()
+        launchers_own = _parameters(taken={parameter.name for parameter in self.params})
         own, self.params = self.params, [*self.params, *launchers_own]
         try:
             rest = super().parse_args(ctx, args)
@@ -45,13 +46,18 @@ def _plugins(args: list[str]) -> Iterator[str]:
             yield word.partition("=")[2]
 
 
-def _parameters() -> list[Any]:
+def _parameters(taken: Container[str]) -> list[Any]:
     """A parameter for every option, as typer makes them from a signature."""
     from steppe.sweeps import launchers
 
     options: dict[str, tuple[str, Option]] = {}
     for spec in launchers.entries():
         for name, option in spec.options.items():
+            if name in taken:
+                raise UserError(
+                    f"launcher {spec.name!r} cannot have the option {name!r}: 'sweep run' has one "
+                    "of that name"
+                )
             options.setdefault(name, (spec.name, option))
 
     def command(**_: Any) -> None: ...

@@ -61,8 +61,8 @@ def reproduce(
     factors: Annotated[
         str,
         typer.Option(
-            help="Learning rates to try, as multiples of the default, with commas; the scale's "
-            "unless given."
+            help="Learning rates to try, as multiples of the default, with commas "
+            "(default: the scale's)."
         ),
     ] = "",
     backbone: Annotated[str | None, BACKBONE] = None,
@@ -203,14 +203,11 @@ def _show(found: Any, as_json: bool) -> None:
 
 
 def _list() -> None:
-    from rich.table import Table
-
-    from steppe.console import stdout
+    from steppe.console import stdout, table
     from steppe.paper import EXPERIMENTS, SCALES
 
-    shown = Table("experiment", "what it shows", "datasets of the paper", box=None)
-    for experiment in EXPERIMENTS.values():
-        shown.add_row(experiment.name, experiment.about, ", ".join(experiment.datasets))
-    stdout().print(shown)
-    for scale in SCALES.values():
+    rows = [(one.name, one.about, ", ".join(one.datasets)) for one in EXPERIMENTS.entries()]
+    headings = ("experiment", "what it shows", "datasets of the paper")
+    stdout().print(table(headings, rows, labels=3, plain=True))
+    for scale in SCALES.entries():
         print(f"--scale {scale.name}: {scale.about}")

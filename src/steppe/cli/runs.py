@@ -42,6 +42,7 @@ def train(
     Several GPUs or processes: torchrun --nproc-per-node N -m steppe train ...
     """
     from steppe import training
+    from steppe.console import say
     from steppe.training.progress import Display, summary
 
     run = training.RunDirectory(out)
@@ -65,7 +66,7 @@ def train(
         if best.get("averaged") and not records[0].get("averaged"):
             title = "the average"  # made at the end, of what the other records are of
         print(printable(f"{title}: {summary(best)}"))
-        console.print(printable(f"{out}: done"), highlight=False, markup=False, soft_wrap=True)
+        say(console, f"{out}: done")
 
 
 def evaluate(
@@ -77,8 +78,8 @@ def evaluate(
         str | None,
         typer.Option(
             "--data",
-            help="A folder DOMAIN/CLASS/IMAGE or CLASS/IMAGE, or a dataset's name; the run's own "
-            "target domains unless given.",
+            help="A folder DOMAIN/CLASS/IMAGE or CLASS/IMAGE, or a dataset's name (default: the "
+            "run's own target domains).",
         ),
     ] = None,
     which: Annotated[str, WHICH] = "last",
@@ -87,8 +88,7 @@ def evaluate(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Evaluate a run's model, or an ensemble of several, on every image of some domains."""
-    from rich.console import Console
-
+    from steppe.console import stdout
     from steppe.training import evaluate_ensemble, evaluate_run
     from steppe.training.progress import ensemble_table, score_table, weights
 
@@ -101,7 +101,7 @@ def evaluate(
         else:
             members = [member for value in found.values() for member in value.members]
             title = f"{weights(which, members)}, all images"
-            Console().print(ensemble_table(found, names, title))
+            stdout().print(ensemble_table(found, names, title))
         return
     if len(runs) > 1:
         raise UserError(f"{len(runs)} runs were given: add --ensemble, or evaluate one at a time")
@@ -110,7 +110,7 @@ def evaluate(
         print(json.dumps({domain: value.to_json() for domain, value in scores.items()}, indent=2))
     else:
         title = f"{runs[0].name}: {weights(which, scores.values())}, all images"
-        Console().print(score_table(scores, title))
+        stdout().print(score_table(scores, title))
 
 
 def export(

@@ -20,7 +20,7 @@ _STALE = typer.Option(
     "--stale", min=1, help="Seconds of silence after which a worker is taken for dead."
 )
 _THREADS = typer.Option("--threads", min=1, help="Threads of each worker, on a CPU.")
-_RUNS = typer.Argument(metavar="[RUN]...", help="Names of runs; all that apply unless given.")
+_RUNS = typer.Argument(metavar="[RUN]...", help="Names of runs (default: all that apply).")
 
 
 # What a sweep varies, or a worker decides, is no option of all its runs.
@@ -71,7 +71,7 @@ def sweep_plan(
     ] = "fair",
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
     retries: Annotated[
-        int | None, typer.Option(min=0, help="Times a failed run is tried again: 1.")
+        int | None, typer.Option(min=0, help="How often a failed run is tried again (default: 1).")
     ] = None,
     extend: Annotated[
         bool, typer.Option("--extend", help="Add to the sweep that DIR has.")
@@ -82,9 +82,8 @@ def sweep_plan(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Plan a sweep: a run for every target, algorithm, optimizer, averaging, trial and draw."""
-    from rich.console import Console
-
     from steppe import sweeps
+    from steppe.console import stdout
     from steppe.sweeps import cost
 
     grid = sweeps.Grid(
@@ -105,7 +104,7 @@ def sweep_plan(
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
         return
-    Console().print(cost.table(found))
+    stdout().print(cost.table(found))
     start = command("steppe", "sweep", "run", path)
     print(f"{printable(path)}: {len(plan.names):,} runs planned; start them with: {start}")
 
@@ -119,7 +118,7 @@ def sweep_run(
     ] = "local",
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="How many; all GPUs or cores (Slurm: at most 16) else."),
+        typer.Option(min=1, help="How many (default: all GPUs or cores; on Slurm at most 16)."),
     ] = None,
     per_gpu: Annotated[int, typer.Option(min=1, help="Workers that share a GPU.")] = 1,
     threads: Annotated[int, _THREADS] = 1,
@@ -159,17 +158,16 @@ def sweep_status(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Show how far a sweep is: counts, speed, the time that is left, what failed."""
-    from rich.console import Console
-
+    from steppe.console import stdout
     from steppe.sweeps import read_plan, status
 
     plan = read_plan(path)
     if as_json:
         print(json.dumps(status.look(plan, stale).to_json(), indent=2))
     elif watch:
-        status.watch(plan, Console(), stale)
+        status.watch(plan, stdout(), stale)
     else:
-        Console().print(status.show(plan, status.look(plan, stale)))
+        stdout().print(status.show(plan, status.look(plan, stale)))
 
 
 @app.command("retry")
@@ -202,17 +200,16 @@ def sweep_ensemble(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Evaluate, for every method and target, the ensemble of all its trials and draws."""
-    from rich.console import Console
-    from rich.progress import track
-
+    from steppe.console import Meter, stderr, stdout
     from steppe.sweeps import ensemble, read_plan
 
-    plan = read_plan(path)
-    console = Console(stderr=True)
-    each = track(ensemble.ensembles(plan, device), "ensembles", console=console, transient=True)
-    found = list(each)
+    plan, found = read_plan(path), []
+    with Meter("ensembles", console=stderr()) as meter:
+        for one in ensemble.ensembles(plan, device):
+            found.append(one)
+            meter.advance()
     if as_json:
         print(json.dumps([one.to_json() for one in found], indent=2))
     else:
-        Console().print(ensemble.table(found))
+        stdout().print(ensemble.table(found))
     ensemble.save(plan, found)

@@ -46,8 +46,8 @@ class Source:
     Attributes:
         downloads: the files that make it up; none where a program cannot fetch them.
         elsewhere: where else to look, for people: links die.
-        holds: what its folder must hold; one folder for each domain unless given.
-        arrange: makes the dataset's folder out of the unpacked files and returns it; unless given,
+        holds: what its folder must hold; by default one folder for each domain.
+        arrange: makes the dataset's folder out of the unpacked files and returns it; by default
             it is the folder among them that holds what it must.
     """
 

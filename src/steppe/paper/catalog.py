@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import figures
-from .experiment import Arm, Experiment, register_experiment
+from .experiment import Arm, Experiment
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "yogi", "adabelief", "adahessian", "sam", "gam", "fad")
 """Of Table 1, in its order."""
@@ -38,8 +38,7 @@ DEMO = {
 }
 """For a small network that starts from nothing; chosen without looking at a held-out domain."""
 
-
-register_experiment(
+CATALOG = (
     Experiment(
         "figure-1",
         "accuracy of the optimizers on PACS and DomainNet",
@@ -48,9 +47,7 @@ register_experiment(
         label="fig:intro-pacs-domainnet",
         tables=("table1", *DETAILS),
         figure=figures.methods,
-    )
-)
-register_experiment(
+    ),
     Experiment(
         "table1",
         "accuracy of the optimizers on all datasets, and by target",
@@ -59,9 +56,7 @@ register_experiment(
         label="tab:dg-optimizer",
         tables=("table1", *DETAILS, "table1-nico"),
         figure=figures.methods,
-    )
-)
-register_experiment(
+    ),
     Experiment(
         "table2",
         "optimizers under CORAL, SWAD, Fishr, EoA and RSC",
@@ -73,9 +68,7 @@ register_experiment(
         label="tab:dg-all",
         tables=("table2",),
         scaled=LONG,
-    )
-)
-register_experiment(
+    ),
     Experiment(
         "table3",
         "accuracy and training time after 5,000, 10,000 and 15,000 updates",
@@ -85,9 +78,7 @@ register_experiment(
         tables=ITERATED,
         columns=("seconds", "over SGD"),
         scaled=LONG,
-    )
-)
-register_experiment(
+    ),
     Experiment(
         "figure-ratio",
         "FAD in 5, 10, 50 and 100 % of the updates: accuracy against time",
@@ -109,9 +100,7 @@ register_experiment(
         figure=figures.ratio,
         columns=("seconds", "over SGD"),
         scaled={"small": {"trials": 2}},
-    )
-)
-register_experiment(
+    ),
     Experiment(
         "figure-hessian",
         "the top 50 eigenvalues and the trace of the Hessian at the end, sketch held out",
@@ -120,9 +109,7 @@ register_experiment(
         label="fig:hessian",
         targets="sketch",
         curvature=True,
-    )
-)
-register_experiment(
+    ),
     Experiment(
         "figure-iterations",
         "accuracy after 5,000, 10,000 and 15,000 updates, by target",
@@ -132,9 +119,7 @@ register_experiment(
         tables=ITERATED,
         figure=figures.iterations,
         scaled=LONG,
-    )
-)
-register_experiment(
+    ),
     Experiment(
         "convergence",
         "training loss against updates and against time",
@@ -142,9 +127,7 @@ register_experiment(
         (Arm(("sgd", "adam", "sam", "gam", "fad")),),
         figure=figures.convergence,
         scaled={"small": {"trials": 1, "evaluations": 20}},
-    )
-)
-register_experiment(
+    ),
     Experiment(
         "ablation",
         "FAD's rho, alpha and beta, beside SGD and Adam",
@@ -167,9 +150,7 @@ register_experiment(
         figure=figures.ablation,
         tuned=False,
         scaled={"full": {"draws": 0}, "small": {"trials": 1, "share": 0.1}},
-    )
-)
-register_experiment(
+    ),
     Experiment(
         "sensitivity",
         "accuracy over the hyper-parameters of the search",
@@ -178,9 +159,7 @@ register_experiment(
         figure=figures.sensitivity,
         tuned=False,
         scaled={"small": {"draws": 5, "trials": 1, "share": 0.1}, "smoke": {"draws": 2}},
-    )
-)
-register_experiment(
+    ),
     Experiment(
         "demo",
         "the optimizers on built-in drawings, each style held out in turn",
@@ -206,5 +185,5 @@ register_experiment(
             },
             "full": {"draws": 0, "space": "fair", "options": {"device": "cpu", "batch_size": 16}},
         },
-    )
+    ),
 )

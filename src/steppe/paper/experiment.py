@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from steppe.errors import UserError, unknown
+from steppe.registry import Registry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,7 +118,7 @@ _SCALES = (
         curvature={"top": 2, "images": 8, "trace_rtol": 9.0, "tol": 0.1},
     ),
 )
-SCALES = {scale.name: scale for scale in _SCALES}
+SCALES = Registry("scale", lambda: _SCALES)
 
 
 @dataclass(frozen=True)
@@ -163,17 +163,18 @@ class Experiment:
 
     def at(self, scale: str) -> Scale:
         """The scale, as it is for this experiment."""
-        if scale not in SCALES:
-            raise UserError(unknown("scale", scale, SCALES))
-        return replace(SCALES[scale], **self.scaled.get(scale, {}))
+        return replace(SCALES[scale], **self.scaled.get(SCALES[scale].name, {}))
 
 
-EXPERIMENTS: dict[str, Experiment] = {}
+def _catalog() -> Iterable[Experiment]:
+    from .catalog import CATALOG
+
+    return CATALOG
+
+
+EXPERIMENTS = Registry("experiment", _catalog)
 
 
 def register_experiment(experiment: Experiment) -> Experiment:
     """Make an experiment known to `steppe reproduce`."""
-    if experiment.name in EXPERIMENTS:
-        raise UserError(f"there is an experiment {experiment.name!r} already: choose another name")
-    EXPERIMENTS[experiment.name] = experiment
-    return experiment
+    return EXPERIMENTS.add(experiment)

@@ -108,8 +108,8 @@ def make_order(
     Args:
         name: of the experiment.
         scale: `full`, `small` or `smoke`.
-        datasets: names or folders; the scale's, or else the experiment's, unless given.
-        optimizers: of the experiment's, or `all`; those of the scale unless given.
+        datasets: names or folders (default: the scale's, then the experiment's).
+        optimizers: names among the experiment's, or `all` (default: the scale's).
         changes: of the scale: `trials`, `draws`, `share`, `factors`.
         overrides: ``key=value`` texts for every run.
         options: keys of every run's config.
@@ -119,8 +119,6 @@ def make_order(
         >>> order.datasets, order.arms[0].optimizers, order.steps(order.arms[0], "PACS")
         (('PACS',), ('adam', 'sgd', 'sam', 'gam', 'fad'), 1001)
     """
-    if name not in EXPERIMENTS:
-        raise UserError(unknown("experiment", name, EXPERIMENTS))
     experiment = EXPERIMENTS[name]
     chosen = replace(experiment.at(scale), **dict(changes or {}))
     given = experiment.optimizers if tuple(optimizers) == ("all",) else tuple(optimizers)
