@@ -1,5 +1,6 @@
 """Settings every test shares."""
 
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -60,6 +61,16 @@ def steppe(
     yield call
     log.handlers[:] = handlers
     log.setLevel(level)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and all of torch are not looked through at every collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # some libraries report what is left at the end as leaked
 
 
 @pytest.hookimpl(trylast=True)  # what `-m` leaves out is gone by then

@@ -20,6 +20,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
 CPU = torch.device("cpu")
 SIZE = 16
 VIEWS = {"plain": View(SIZE, augment=False), "augmented": View(SIZE, augment=True)}
+CASES = pytest.mark.parametrize(
+    ("view", "compiled"),
+    [
+        (VIEWS["plain"], True),
+        (VIEWS["augmented"], False),
+        # Half a minute each for Inductor's C++; a GPU's code is made faster.
+        pytest.param(VIEWS["augmented"], True, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "augmented", "augmented-compiled"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +68,13 @@ def sampling(domains: Any, view: View, **options: Any) -> Sampling:
     return Sampling(tuple(parts), batch_size=6, view=view, seed=3, **options)
 
 
-def stores(domains: Any, device: torch.device = CPU) -> Iterator[Store]:
+def stores(domains: Any, compiled: bool, device: torch.device = CPU) -> Iterator[Store]:
     yield Stream(device, domains, workers=0)
     yield Stream(device, domains, workers=2)
     yield Resident(device, domains)
-    yield Resident(device, domains, compiled=True)
-    yield Stream(device, domains, workers=0, compiled=True)
+    if compiled:
+        yield Resident(device, domains, compiled=True)
+        yield Stream(device, domains, workers=0, compiled=True)
 
 
 def assert_same(found: Batch, expected: Batch) -> None:
@@ -72,24 +83,28 @@ def assert_same(found: Batch, expected: Batch) -> None:
     assert found.images.stride() == expected.images.stride(), "as the network wants it in memory"
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@CASES
 @pytest.mark.parametrize("world", [1, 2])
-def test_training_batches_are_those_of_the_host(packed: Dataset, view: View, world: int) -> None:
+def test_training_batches_are_those_of_the_host(
+    packed: Dataset, view: View, compiled: bool, world: int
+) -> None:
     chosen = sampling(packed.domains, view, rank=world - 1, world=world)
     expected = list(Host(CPU, 0).training(chosen, 4, 7))
-    for place in stores(packed.domains):
+    for place in stores(packed.domains, compiled):
         for one, other in zip(place.training(chosen, 4, 7), expected, strict=True):
             for found, wanted in zip(one, other, strict=True):
                 assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_evaluation_batches_are_those_of_the_host(packed: Dataset, view: View) -> None:
+@CASES
+def test_evaluation_batches_are_those_of_the_host(
+    packed: Dataset, view: View, compiled: bool
+) -> None:
     domain, chosen = packed.domains[1], np.array([8, 0, 3, 3, 5])
     given = (domain, chosen, view, 2, (7, 1))
     expected = list(Host(CPU, 0).evaluation(*given))
     assert [len(batch.labels) for batch in expected] == [2, 2, 1]
-    for place in stores(packed.domains):
+    for place in stores(packed.domains, compiled):
         for found, wanted in zip(place.evaluation(*given), expected, strict=True):
             assert_same(found, wanted)
 
@@ -97,20 +112,20 @@ def test_evaluation_batches_are_those_of_the_host(packed: Dataset, view: View) -
 def test_images_in_memory_of_one_channel(arrays: tuple[Domain, ...]) -> None:
     chosen = sampling(arrays, VIEWS["plain"])
     expected = list(Host(CPU, 0).training(chosen, 0, 2))
-    for place in stores(arrays):
+    for place in stores(arrays, compiled=True):
         for one, other in zip(place.training(chosen, 0, 2), expected, strict=True):
             for found, wanted in zip(one, other, strict=True):
                 assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@CASES
 def test_beside_other_work_they_are_the_same(
-    packed: Dataset, view: View, device: torch.device
+    packed: Dataset, view: View, compiled: bool, device: torch.device
 ) -> None:
     n = 2**24 if device.type == "cuda" else 1
     chosen = sampling(packed.domains, view)
     expected = list(Host(CPU, 0).training(chosen, 0, 5))
-    for place in stores(packed.domains, device):
+    for place in stores(packed.domains, compiled, device):
         batches = []
         for batch in place.training(chosen, 0, 5):
             torch.zeros(n, device=device).sin_()  # while the next batch is made

@@ -298,4 +298,8 @@ def work(
     beat = min(store.BEAT_SECONDS, stale / 4)
     sweep = read_plan(path)
     tidy(sweep, stale)
-    return Worker(sweep, device, stale, beat, limit).work()
+    gc.freeze()  # what is imported by now is not looked through again after every run
+    try:
+        return Worker(sweep, device, stale, beat, limit).work()
+    finally:
+        gc.unfreeze()
