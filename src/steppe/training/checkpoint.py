@@ -16,6 +16,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,7 @@ _TEMPORARY = ".writing-"
 _REPLACED = ".replaced-"
 
 # What reading files that we did not write may raise.
-_NOT_OURS = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    SafetensorError,
-)
+_NOT_OURS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 log = logging.getLogger("steppe")
 
@@ -68,12 +62,6 @@ class Damaged(Exception):
 
 
 def folder_name(step: int) -> str:
-    """What the checkpoint after a step is called.
-
-    Examples:
-        >>> folder_name(300)
-        'step-000300'
-    """
     return f"step-{step:06d}"
 
 
@@ -118,13 +106,9 @@ def load_last(root: Path) -> Checkpoint | None:
 
 
 def load_chosen(root: Path, step: int | None = None) -> Checkpoint | None:
-    """The checkpoint after a step, and no other; None if there is none at all.
+    """The checkpoint after a step (default: the last), and no other; None if there is none at all.
 
     For what depends on the weights: a result of another step must not pass for this one's.
-
-    Args:
-        root: the folder of checkpoints.
-        step: None for the last.
 
     Raises:
         UserError: there is no checkpoint after that step.
@@ -136,31 +120,36 @@ def load_chosen(root: Path, step: int | None = None) -> Checkpoint | None:
             saved = ", ".join(str(_step(each)) for each in reversed(found))
             raise UserError(f"{root} has no checkpoint after step {step}: it has {saved}")
         try:
-            return load(path)
-        except Damaged as error:
+            return load_this(path)
+        except RunError:
             if path.exists():
-                raise RunError(f"{error}; {whole_ones(root)}") from None
+                raise
             # A run that is still going has made newer ones, and removed this one.
     return None
 
 
+def load_this(path: Path) -> Checkpoint:
+    """A checkpoint; if it is damaged, the error says which others are whole."""
+    try:
+        return load(path)
+    except Damaged as error:
+        raise RunError(f"{error}; {whole_ones(path.parent)}") from None
+
+
 def whole_ones(root: Path) -> str:
     """Which checkpoints are whole, and how to choose one."""
-    steps = [found.step for path in _folders(root) if (found := _if_whole(path))]
-    choices = {f"step:{step}": f"step {step}" for step in steps}
-    if best := _if_whole(root / "best"):
-        choices["best"] = f"best (step {best.step})"
+    choices = {}
+    for path in (*_folders(root), root / "best"):
+        with suppress(Damaged):
+            after = f"step {load(path).step}"
+            if path.name == "best":
+                choices["best"] = f"best ({after})"
+            else:
+                choices[after.replace(" ", ":")] = after
     if not choices:
         return "no other checkpoint is whole"
     whole = ", ".join(choices.values())
     return f"whole: {whole}. Choose one, for instance with --which {next(iter(choices))}"
-
-
-def _if_whole(path: Path) -> Checkpoint | None:
-    try:
-        return load(path)
-    except Damaged:
-        return None
 
 
 def any_saved(root: Path) -> bool:

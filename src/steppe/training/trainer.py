@@ -52,7 +52,7 @@ class Trainer:
         config: the run.
         run: its folder.
         processes: this process among the others.
-        number_format: its precision, as `setup.resolved_precision` gives it.
+        number_format: its precision, as `precision.resolve` gives it.
         display: where progress goes (default: nowhere).
     """
 
@@ -68,14 +68,13 @@ class Trainer:
         self.display = display if display is not None and processes.first else Display()
         self.device, self.precision = processes.device, number_format
         self.interrupts = Interrupts()
-        setup.check_processes(config, processes)
+        part = setup.part_size(config, processes)
         self.dataset, self.splits = setup.open_data(config)
         sources = tuple(split for split in self.splits if split.source)
         view = View(config.image_size, config.augment)
         self.sampling = Sampling(
             sources, config.batch_size, view, config.seed, processes.rank, processes.world
         )
-        part = setup.part_size(config, processes)
         gears = setup.gears(config, processes)
         self.store = open_store(
             config.data,
