@@ -209,11 +209,8 @@ def _files(
     # A copy of its own for every name: safetensors refuses tensors that share memory.
     plain = {key: value.detach().cpu().contiguous().clone() for key, value in model.items()}
     parts = {MODEL: save_tensors(plain), _STATE: save_tensors(tensors)}
-    index = {
-        "format": FORMAT,
-        **index,
-        "files": {name: _digest(data) for name, data in parts.items()},
-    }
+    checksums = {name: _digest(data) for name, data in parts.items()}
+    index = {"format": FORMAT, **index, "files": checksums}
     return {**parts, _INDEX: _dump({**index, "checksum": _digest(_dump(index))})}
 
 
@@ -227,9 +224,7 @@ def _digest(data: bytes) -> str:
 
 def _write(path: Path, files: Mapping[str, bytes]) -> None:
     """A folder with these files, in place of the one that may be there, durably."""
-    temporary, replaced = (
-        path.parent / f"{prefix}{path.name}" for prefix in (_TEMPORARY, _REPLACED)
-    )
+    temporary, replaced = (path.with_name(p + path.name) for p in (_TEMPORARY, _REPLACED))
     for left_over in (temporary, replaced):
         shutil.rmtree(left_over, ignore_errors=True)
     with full_disk_explained(path):
@@ -263,7 +258,7 @@ def _step(path: Path) -> int:
 
 def _remove(path: Path) -> None:
     # Renamed first: a kill in the middle leaves rubbish that `clean` knows, not half a checkpoint.
-    doomed = path.parent / f"{_TEMPORARY}removed-{path.name}"
+    doomed = path.with_name(f"{_TEMPORARY}removed-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)

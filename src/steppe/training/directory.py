@@ -84,14 +84,14 @@ class RunDirectory:
         if not self.data_file.exists():
             raise UserError(f"{self.path} was not begun yet: it has no data.json")
         try:
-            facts: dict[str, Any] = parse(read(self.data_file))
+            facts = parse(read(self.data_file))
             _Facts.model_validate(facts if isinstance(facts, dict) else {})
         except ValidationError as error:
             wrong = ", no ".join(dict.fromkeys(str(each["loc"][0]) for each in error.errors()))
             raise UserError(f"{self.data_file} is damaged: it has no {wrong}") from None
         except ValueError as error:
             raise UserError(f"{self.data_file} is damaged, not JSON: {error}") from None
-        return facts
+        return dict(facts)
 
     def write_data(self, facts: Mapping[str, Any]) -> None:
         _replace(self.data_file, json.dumps(facts, indent=2) + "\n")

@@ -56,7 +56,7 @@ class Scoring:
     Args:
         predict: maps images, as they were read, to logits.
         watch: makes the watch over an evaluation of so many images.
-        batch_size: images that are predicted together.
+        batch: images that are predicted together.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Scoring:
         predict: Callable[[Tensor], Tensor],
         *,
         watch: Callable[[int], Watch],
-        batch_size: int,
+        batch: int,
     ) -> None:
         self._config, self._splits, self._processes = config, splits, processes
         self._store, self._predict, self._watch = store, predict, watch
-        self._batch_size = batch_size
+        self._batch_size = batch
         self._known: dict[tuple[str, str], Scores] = {}
         self._known_after = -1
 

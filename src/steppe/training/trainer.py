@@ -111,7 +111,7 @@ class Trainer:
             self.store,
             self._predict,
             watch=self._watch,
-            batch_size=batch,
+            batch=batch,
         )
         if self.averaging.follows_loss and not self.scoring.validates:
             raise UserError(
@@ -185,12 +185,8 @@ class Trainer:
         }
         self.dir.note(resolved)
         log.info(setup.describe(self.config, len(self.sampling.sources), resolved))
-        log.debug(
-            "steppe %s; split %s, validation %s",
-            __version__,
-            self.config.split,
-            "augmented" if self.config.augment_validation else "not augmented",
-        )
+        how = "augmented" if self.config.augment_validation else "not augmented"
+        log.debug("steppe %s; split %s, validation %s", __version__, self.config.split, how)
 
     def _train(self) -> None:
         if self.interrupts.number is not None and self.processes.world == 1:
