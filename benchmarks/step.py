@@ -41,9 +41,8 @@ from steppe.errors import UserError
 from steppe.optim import optimizer_spec
 from steppe.training import RunConfig, RunDirectory, make_config
 from steppe.training.execution import WARM_UP, Engine, Gears
-from steppe.training.precision import autocast, settings
+from steppe.training.precision import autocast, resolve, settings
 from steppe.training.processes import Processes
-from steppe.training.setup import resolved_precision
 from steppe.training.trainer import Trainer
 from steppe.training.update import Passes
 
@@ -102,7 +101,7 @@ class Runner:
     def __init__(self, config: RunConfig, out: Path, parts: bool = True) -> None:
         self.device = torch.device(config.device)
         self._deterministic = config.deterministic
-        self._precision = resolved_precision(config, self.device)
+        self._precision = resolve(config.precision, self.device, config.optimizer)
         with self._settings():
             run = RunDirectory(out)
             trainer = Trainer(config, run, Processes(self.device), self._precision)
@@ -194,7 +193,11 @@ def contenders(options: Options, images: Path) -> dict[str, RunConfig]:
     optimizers = tuple(dict.fromkeys((optimizer, ADAM)))
     configs = {name: options.config(images, name) for name in optimizers}
     # On a CPU the engine is off and images stay on the host anyway.
-    if options.where.type != "cpu" or resolved_precision(configs[ADAM], options.where) != "fp32":
+    adam = configs[ADAM]
+    if (
+        options.where.type != "cpu"
+        or resolve(adam.precision, options.where, adam.optimizer) != "fp32"
+    ):
         for name in optimizers:
             configs[f"{name}, plain"] = options.config(images, name, **PLAIN)
     return configs

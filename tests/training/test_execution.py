@@ -10,8 +10,8 @@ import torch
 from steppe.algorithms import algorithm_names
 from steppe.training import RunDirectory, make_config, train
 from steppe.training.execution import MOST_GRAPHS, WARM_UP, choose_gears
+from steppe.training.precision import resolve
 from steppe.training.processes import Processes
-from steppe.training.setup import resolved_precision
 from steppe.training.trainer import Trainer
 from steppe.training.update import take_up
 
@@ -39,7 +39,7 @@ CHAOTIC = 0.2
 def trainer(tmp_path: Path, **options: Any) -> Trainer:
     config = make_config({**DIGITS, **options})
     device = torch.device(config.device if config.device != "auto" else "cpu")
-    number_format = resolved_precision(config, device)
+    number_format = resolve(config.precision, device, config.optimizer)
     return Trainer(config, RunDirectory(tmp_path), Processes(device), number_format)
 
 

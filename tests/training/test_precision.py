@@ -17,7 +17,6 @@ from steppe.search import Choice
 from steppe.training import make_config
 from steppe.training.config import Named
 from steppe.training.precision import MEASURED, resolve
-from steppe.training.setup import resolved_precision
 
 ROOT = Path(__file__).parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -33,8 +32,7 @@ TWICE = {"adahessian", "gam-exact"}
 
 def chosen(name: str, **radii: float) -> str:
     """What `auto` stands for on a GPU."""
-    needs_graph = optimizer_spec(name).needs_graph
-    return resolve("auto", CUDA, Named(name=name, **radii), needs_graph)
+    return resolve("auto", CUDA, Named(name=name, **radii))
 
 
 def fastest(name: str, *radii: float) -> str:
@@ -103,14 +101,14 @@ def test_the_docs_say_what_was_measured() -> None:
 def test_a_cpu_has_fp32(name: str) -> None:
     spec = optimizer_spec(name)
     optimizer = Named(name=name, **spec.defaults())
-    assert resolve("auto", CPU, optimizer, spec.needs_graph) == "fp32"
+    assert resolve("auto", CPU, optimizer) == "fp32"
 
 
 @pytest.mark.parametrize("name", optimizer_names())
 def test_defaults_on_a_gpu(name: str) -> None:
     config = make_config({"dataset": "PACS", "targets": "sketch", "optimizer": name})
     expected = {"adahessian": "fp32", "gam-exact": "fp32", "gam-release": "tf32"}
-    assert resolved_precision(config, CUDA) == expected.get(name, "fp16")
+    assert resolve(config.precision, CUDA, config.optimizer) == expected.get(name, "fp16")
 
 
 @pytest.mark.parametrize(
@@ -159,15 +157,16 @@ def test_the_entry_says_what_is_a_radius(monkeypatch, facts: dict[str, Any], exp
     assert chosen("mine") == expected
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA])
-def test_what_is_asked_for_is_not_changed(device: torch.device) -> None:
-    for precision in ("fp32", "tf32", "fp16", "bf16"):
-        assert resolve(precision, device, Named(name="fad", rho=2.0), False) == precision
+@pytest.mark.parametrize(
+    ("device", "possible"), [(CPU, ("fp32", "bf16")), (CUDA, ("fp32", "tf32", "fp16", "bf16"))]
+)
+def test_what_is_asked_for_is_not_changed(device: torch.device, possible: tuple[str, ...]) -> None:
+    for precision in possible:
+        assert resolve(precision, device, Named(name="fad", rho=2.0)) == precision
 
 
 def test_what_auto_never_chooses_is_still_refused() -> None:
-    values = {"dataset": "PACS", "targets": "sketch", "optimizer": "gam-exact"}
     with pytest.raises(UserError, match="differentiates twice"):
-        resolved_precision(make_config({**values, "precision": "fp16"}), CUDA)
+        resolve("fp16", CUDA, Named(name="gam-exact"))
     with pytest.raises(UserError, match="on a CPU, use auto, fp32 or bf16"):
-        resolved_precision(make_config({**values, "precision": "tf32"}), CPU)
+        resolve("tf32", CPU, Named(name="gam-exact"))

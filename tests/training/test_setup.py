@@ -13,7 +13,7 @@ from steppe.optim import optimizer_names
 from steppe.training import make_config
 from steppe.training.config import Named
 from steppe.training.processes import Processes
-from steppe.training.setup import check_processes, memory_format, optimizer
+from steppe.training.setup import memory_format, optimizer, part_size
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LAST, FIRST = torch.channels_last, torch.contiguous_format
@@ -100,6 +100,6 @@ def test_what_a_user_says_about_kernels_holds(
 def test_what_differentiates_twice_is_refused_in_several_processes(optimizer: str) -> None:
     config = make_config({"dataset": "RotatedDigits", "targets": "75", "optimizer": optimizer})
     alone = Processes(CPU)
-    check_processes(config, alone)
+    part_size(config, alone)
     with pytest.raises(UserError, match=f"{optimizer} differentiates its gradient.*one process"):
-        check_processes(config, replace(alone, world=2))
+        part_size(config, replace(alone, world=2))

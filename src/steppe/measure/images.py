@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,30 +55,8 @@ def draw(
     seed: int,
 ) -> tuple[list[Drawn], bool]:
     """The images of each domain, and whether they are what the run was trained on."""
-    training = {split.domain.name: split for split in splits if split.source}
+    training = {split.domain.name: split.parts["train"] for split in splits if split.source}
     wanted = list(training) if names is None else list(names)
-    _check_names(wanted, dataset, training)
-    pools: list[tuple[int, Domain, Literal["train", "all"], Indices]] = []
-    for position, domain in enumerate(dataset.domains):
-        if domain.name in wanted:
-            split = training.get(domain.name)
-            pool = np.arange(len(domain)) if split is None else split.parts["train"]
-            pools.append((position, domain, "all" if split is None else "train", pool))
-    counts = shares([len(pool) for *_, pool in pools], images)
-    if 0 in counts:
-        raise UserError(
-            f"images={images}: there are {len(pools)} domains, ask for at least one image of each"
-        )
-    drawn = []
-    for (position, domain, part, pool), count in zip(pools, counts, strict=True):
-        # The first of one order: more images are these and others.
-        order = np.random.default_rng([_DRAW, seed, position]).permutation(pool)
-        sample = Sample(domain.name, part, count, len(pool))
-        drawn.append(Drawn(domain, order[:count], sample))
-    return drawn, set(wanted) == set(training)
-
-
-def _check_names(wanted: list[str], dataset: Dataset, training: Iterable[str]) -> None:
     known = [domain.name for domain in dataset.domains]
     if not wanted:
         raise UserError(f"no domain is named: known are {', '.join(known)}")
@@ -90,6 +68,20 @@ def _check_names(wanted: list[str], dataset: Dataset, training: Iterable[str]) -
             )
         if wanted.count(name) > 1:
             raise UserError(f"domain {name!r} is named twice: name each once")
+    chosen = [(i, domain) for i, domain in enumerate(dataset.domains) if domain.name in wanted]
+    pools = [training.get(domain.name, np.arange(len(domain))) for _, domain in chosen]
+    counts = shares([len(pool) for pool in pools], images)
+    if 0 in counts:
+        raise UserError(
+            f"images={images}: there are {len(pools)} domains, ask for at least one image of each"
+        )
+    drawn = []
+    for (position, domain), pool, count in zip(chosen, pools, counts, strict=True):
+        # The first of one order: more images are these and others.
+        order = np.random.default_rng([_DRAW, seed, position]).permutation(pool)
+        part: Literal["train", "all"] = "train" if domain.name in training else "all"
+        drawn.append(Drawn(domain, order[:count], Sample(domain.name, part, count, len(pool))))
+    return drawn, set(wanted) == set(training)
 
 
 def shares(sizes: Sequence[int], total: int) -> list[int]:

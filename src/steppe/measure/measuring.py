@@ -8,7 +8,7 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from steppe.curvature import (
     top_eigenvalues,
     trace,
 )
-from steppe.domains import Dataset
+from steppe.curvature.progress import Report
 from steppe.domains.batches import Batch, View
 from steppe.errors import RunError, UserError
 from steppe.training import RunConfig, RunDirectory, TrainedModel, load_model
@@ -100,21 +100,27 @@ def measure_run(
     path = run_folder(Path(run))
     directory = RunDirectory(path)
     config = directory.config()
-    rho, alpha = _ball(config, settings)
+    ball = _ball(config, settings)
     where = find_device(device)
-    model = _load(directory, settings, where)
+    model = load_model(path, settings.which, str(where)).to(getattr(torch, settings.precision))
+    if directory.state != "done":
+        seen = "%s is not finished (%s): measured as it was after step %d"
+        log.warning(seen, path, directory.state, model.step)
     if root is not None:
         config = config.model_copy(update={"root": str(Path(root).resolve())})
     dataset, splits = open_data(config)
-    _check_images(directory, dataset)
+    if directory.data().get("fingerprint") != dataset.fingerprint():  # the split would be another
+        raise UserError(
+            f"the images of {dataset.spec.name} ({dataset.origin}) are not those that {path} was "
+            "trained on: put them back, or name their folder with --root"
+        )
     drawn, is_training = draw(dataset, splits, settings.domains, settings.images, settings.seed)
     name = measurement_name(None if is_training else [d.domain.name for d in drawn], settings.which)
     prepare_folder(path)
     _say_what_is_replaced(path, name)
     phases = Phases(_costs(settings), meter or Meter("curvature", 1.0, console=None, unit="share"))
     with _explained(), _warnings_logged(path):
-        loss = _Loss(model, drawn, settings, where, phases)
-        found = _solve(loss, settings, rho, alpha, phases)
+        found = _solve(model, drawn, settings, ball, phases)
     measured = Measured(
         name=name,
         dataset=dataset.spec.name,
@@ -147,50 +153,41 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch.images), batch.labels)
 
 
-class _Loss:
-    """The loss that is measured: of a model on images, by the parameters that it depends on."""
+def _used(model: nn.Module, batches: Iterable[Batch]) -> list[nn.Parameter]:
+    """The parameters that predictions use: an adversary's and a teacher's are not among them.
 
-    def __init__(
-        self,
-        model: TrainedModel,
-        drawn: Sequence[Drawn],
-        settings: Settings,
-        device: torch.device,
-        phases: Phases,
-    ) -> None:
-        phases.begin("images")
-        self.model = model
-        each = model.channels * model.image_size**2
-        self.batch_size = settings.batch_size or max(1, NUMBERS // each)
-        self.numbers = each * sum(len(one.chosen) for one in drawn)
-        stream = Stream(drawn, View(model.image_size, augment=False), self.batch_size, device)
-        self.batches: Iterable[Batch] = list(stream) if self.numbers <= HELD else stream
-        self.params = self._used()
-        self.parameters = sum(p.numel() for p in self.params)
-        if settings.top > self.parameters:
-            raise UserError(
-                f"top={settings.top}: the model has {self.parameters} parameters, ask for at most "
-                "as many"
-            )
-
-    def _used(self) -> list[nn.Parameter]:
-        """The parameters that predictions use: an adversary's and a teacher's are not among them.
-
-        Their rows of the Hessian would be zero.
-        """
-        params = [p for p in self.model.parameters() if p.requires_grad]
-        loss = cross_entropy(self.model, next(iter(self.batches)))
-        gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, params, allow_unused=True)
-        return [p for p, gradient in zip(params, gradients, strict=True) if gradient is not None]
+    Their rows of the Hessian would be zero.
+    """
+    params = [p for p in model.parameters() if p.requires_grad]
+    loss = cross_entropy(model, next(iter(batches)))
+    gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, params, allow_unused=True)
+    return [p for p, gradient in zip(params, gradients, strict=True) if gradient is not None]
 
 
 def _solve(
-    loss: _Loss, settings: Settings, rho: float, alpha: float, phases: Phases
+    model: TrainedModel,
+    drawn: Sequence[Drawn],
+    settings: Settings,
+    ball: tuple[float, float],
+    phases: Phases,
 ) -> dict[str, Any]:
     """The numbers of a measurement."""
+    phases.begin("images")
+    device = next(model.parameters()).device
+    each = model.channels * model.image_size**2
+    numbers = each * sum(len(one.chosen) for one in drawn)
+    batch_size = settings.batch_size or max(1, NUMBERS // each)
+    stream = Stream(drawn, View(model.image_size, augment=False), batch_size, device)
+    batches: Iterable[Batch] = list(stream) if numbers <= HELD else stream
+    params = _used(model, batches)
+    parameters = sum(p.numel() for p in params)
+    if settings.top > parameters:
+        raise UserError(
+            f"top={settings.top}: the model has {parameters} parameters, ask for at most as many"
+        )
     # The graphs of so few images take no more memory than that of one batch usually does.
-    keep = True if loss.numbers <= NUMBERS else None
-    op = HessianOperator(loss.model, cross_entropy, loss.batches, loss.params, keep_graphs=keep)
+    keep = True if numbers <= NUMBERS else None
+    op = HessianOperator(model, cross_entropy, batches, params, keep_graphs=keep)
     value, gradient = op.gradient()
     seed = settings.seed
     found = top_eigenvalues(
@@ -202,39 +199,34 @@ def _solve(
         progress=phases.begin("eigenvalues"),
     )
     traced = trace(
-        op,
-        rtol=settings.trace_rtol,
-        eigenvalues=found,
-        seed=seed,
-        progress=phases.begin("trace"),
+        op, rtol=settings.trace_rtol, eigenvalues=found, seed=seed, progress=phases.begin("trace")
     )
     curve = _density(op, seed, phases.begin("density")) if settings.density else None
     flat = flatness(
-        loss.model,
+        model,
         cross_entropy,
-        loss.batches,
-        rho,
-        alpha,
-        params=loss.params,
+        batches,
+        *ball,
+        params=params,
         seed=seed,
         progress=phases.begin("flatness"),
     )
     values, residuals = tuple(found.values.tolist()), tuple(found.residuals.tolist())
     return {
-        "parameters": loss.parameters,
+        "parameters": parameters,
         "loss": value,
         "gradient_norm": float(torch.linalg.vector_norm(gradient)),
         "eigenvalues": Spectrum(values, residuals, settings.tol, found.converged),
         "trace": traced,
         "flatness": flat,
         "density": curve,
-        "batch_size": loss.batch_size,
+        "batch_size": batch_size,
         "products": op.products,
         "passes": op.passes,
     }
 
 
-def _density(op: HessianOperator, seed: int, report: Callable[[Any], None]) -> DensityCurve:
+def _density(op: HessianOperator, seed: int, report: Report) -> DensityCurve:
     found = spectral_density(op, probes=PROBES, steps=DENSITY_STEPS, seed=seed, progress=report)
     low, high = float(found.nodes.min()), float(found.nodes.max())
     margin = 0.05 * (high - low) or 1.0  # five widths of the smoothing: nothing lies beyond
@@ -254,18 +246,6 @@ def _ball(config: RunConfig, settings: Settings) -> tuple[float, float]:
     return rho, alpha
 
 
-def _load(directory: RunDirectory, settings: Settings, device: torch.device) -> TrainedModel:
-    model = load_model(directory.path, settings.which, str(device))
-    if directory.state != "done":
-        log.warning(
-            "%s is not finished (%s): measured as it was after step %d",
-            directory.path,
-            directory.state,
-            model.step,
-        )
-    return model.to(getattr(torch, settings.precision))
-
-
 def _say_what_is_replaced(run: Path, name: str) -> None:
     if not measurement_file(run, name).exists():
         return
@@ -273,23 +253,9 @@ def _say_what_is_replaced(run: Path, name: str) -> None:
         old = load_measurements(run)[name]
     except UserError as error:
         log.warning("%s", error)
-        return
-    log.info(
-        "replaces the measurement of %s: %d eigenvalues, %d images, %s",
-        old.date,
-        len(old.eigenvalues.values),
-        old.images,
-        old.precision,
-    )
-
-
-def _check_images(directory: RunDirectory, dataset: Dataset) -> None:
-    """Refuses other images than the run had: the split would be another one."""
-    if directory.data().get("fingerprint") != dataset.fingerprint():
-        raise UserError(
-            f"the images of {dataset.spec.name} ({dataset.origin}) are not those that "
-            f"{directory.path} was trained on: put them back, or name their folder with --root"
-        )
+    else:
+        what = f"{len(old.eigenvalues.values)} eigenvalues, {old.images} images, {old.precision}"
+        log.info("replaces the measurement of %s: %s", old.date, what)
 
 
 def _costs(settings: Settings) -> dict[str, float]:

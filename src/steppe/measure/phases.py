@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Mapping
 
 from steppe.console import Meter
-
-
-class Reporter(Protocol):
-    """What a phase tells of itself: its share, from 0 to 1, and a note in words."""
-
-    @property
-    def share(self) -> float: ...
-
-    @property
-    def note(self) -> str: ...
+from steppe.curvature.progress import Report
 
 
 class Phases:
@@ -42,7 +32,7 @@ class Phases:
         self._costs, self._meter = costs, meter
         self._reached = 0.0
 
-    def begin(self, phase: str) -> Callable[[Reporter], None]:
+    def begin(self, phase: str) -> Report:
         """A phase begins; what is returned takes its reports."""
         names, total = list(self._costs), sum(self._costs.values())
         before = sum(self._costs[name] for name in names[: names.index(phase)]) / total

@@ -36,30 +36,18 @@ _LONGEST = 150
 
 @dataclass(frozen=True)
 class Sample:
-    """The images of one domain that the loss is the mean of.
-
-    Attributes:
-        domain: its name.
-        part: ``train``, the images that the run learned from, or ``all`` of the domain.
-        images: how many of them were drawn.
-        of: how many there were to draw from.
-    """
+    """The images of one domain that the loss is the mean of: so many, drawn `of` so many."""
 
     domain: str
     part: Literal["train", "all"]
+    """``train``: the images that the run learned from; ``all`` of the domain."""
     images: int
     of: int
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Which weights of a run.
-
-    Attributes:
-        which: ``last``, ``best`` (those validated best) or ``step:N``.
-        step: after which they were saved.
-        averaged: whether they are an average.
-    """
+    """Which weights of a run, and the step after which they were saved."""
 
     which: Annotated[str, Field(pattern=PATTERN)]
     step: int
@@ -68,30 +56,21 @@ class Weights:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The largest eigenvalues of the Hessian.
-
-    Attributes:
-        values: descending.
-        residuals: the norms of `H v - value * v`, in the same order.
-        tol: the residual that was asked for, relative to the largest eigenvalue.
-        converged: whether it was reached.
-    """
+    """The largest eigenvalues of the Hessian, descending."""
 
     values: tuple[float, ...]
     residuals: tuple[float, ...]
+    """The norms of `H v - value * v`, in the same order."""
     tol: float
+    """The residual that was asked for, relative to the largest eigenvalue."""
     converged: bool
 
 
 @dataclass(frozen=True)
 class DensityCurve:
-    """The smoothed spectral density: what share of the eigenvalues lies where.
+    """The smoothed spectral density: its values on a grid of eigenvalues.
 
-    Attributes:
-        grid: eigenvalues, ascending.
-        values: the density at each.
-        probes: the random vectors behind it.
-        steps: products of each.
+    Behind it are `steps` products of each of the random `probes`.
     """
 
     grid: tuple[float, ...]
@@ -106,26 +85,14 @@ class Measured:
 
     Attributes:
         name: what its file is called: ``train``, or the domains' names.
-        dataset: what the run was trained on.
         domains: the images that the loss is the mean of.
-        weights: where it was measured.
-        loss_function: what was differentiated.
         parameters: how many numbers it was differentiated by: those that the predictions use.
-        precision: of the computation.
-        loss: the mean loss.
-        gradient_norm: the norm of its gradient; small at a minimum.
-        eigenvalues: the largest eigenvalues of the Hessian.
-        trace: its trace.
-        flatness: the paper's measures.
+        gradient_norm: small at a minimum.
         density: how its eigenvalues are spread, where that was asked for.
         batch_size: images in a batch: the mean is the same, its rounding may not be.
         seed: of the images drawn and of the random vectors.
         products: products of the Hessian with a vector, without those of `flatness`.
         passes: over the data, for these products and the gradient.
-        seconds: all in all.
-        date: when it was finished.
-        device: what computed it.
-        versions: of Python and of the packages.
         version: of this format.
     """
 
@@ -163,26 +130,22 @@ class Measured:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as its file has them."""
-        return {name: _plain(value) for name, value in _kept(self)}
-
-
-def _kept(result: Any) -> list[tuple[str, Any]]:
-    """The fields of a result that are stored: those that make two of them equal."""
-    return [(field.name, getattr(result, field.name)) for field in fields(result) if field.compare]
+        values: dict[str, Any] = _plain(self)
+        return values
 
 
 def _plain(value: Any) -> Any:
+    """A value as JSON has it; of a result, the fields that make two of them equal."""
     if is_dataclass(value):
-        return {name: _plain(inner) for name, inner in _kept(value)}
+        kept = (field.name for field in fields(value) if field.compare)
+        return {name: _plain(getattr(value, name)) for name in kept}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def measurement_name(domains: Sequence[str] | None, which: str) -> str:
     """What a measurement's file is called, without its ending.
 
-    Args:
-        domains: names, in the dataset's order; None for what the run was trained on.
-        which: of the weights, ``last``, ``best`` or ``step:N``.
+    `domains` are in the dataset's order; None for what the run was trained on.
 
     Examples:
         >>> measurement_name(None, "last"), measurement_name(["art_painting", "sketch"], "best")
@@ -233,14 +196,10 @@ def save_measurement(run: Path, measured: Measured) -> None:
 
 
 def load_measurements(run: str | os.PathLike[str]) -> dict[str, Measured]:
-    """Read what was measured of a run's curvature.
+    """Read what was measured of a run's curvature, by name.
 
-    Args:
-        run: the run's folder.
-
-    Returns:
-        The measurements by name: ``train``, or names of domains joined by ``+``; with ``@best`` at
-        the end for the weights validated best, ``@step-300`` for those after step 300.
+    A name is ``train``, or names of domains joined by ``+``; with ``@best`` at the end for the
+    weights validated best, ``@step-300`` for those after step 300.
 
     Examples:
         >>> import tempfile
@@ -267,16 +226,16 @@ def _read(path: Path) -> Measured:
         measured = _adapter.validate_json(text, strict=True)
         if (wrong := _contradiction(measured, path.stem)) is not None:
             raise ValueError(wrong)
+        return measured
     except UserError:
         raise
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        reason = f"{error.errors()[0]['msg']}" if isinstance(error, ValidationError) else str(error)
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise UserError(
             f"{path} is damaged ({reason}): remove it and measure again with 'steppe curvature'"
         ) from None
-    return measured
 
 
 def _contradiction(measured: Measured, stem: str) -> str | None:

@@ -16,6 +16,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,7 @@ _TEMPORARY = ".writing-"
 _REPLACED = ".replaced-"
 
 # What reading files that we did not write may raise.
-_NOT_OURS = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    SafetensorError,
-)
+_NOT_OURS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 log = logging.getLogger("steppe")
 
@@ -68,12 +62,6 @@ class Damaged(Exception):
 
 
 def folder_name(step: int) -> str:
-    """What the checkpoint after a step is called.
-
-    Examples:
-        >>> folder_name(300)
-        'step-000300'
-    """
     return f"step-{step:06d}"
 
 
@@ -118,13 +106,9 @@ def load_last(root: Path) -> Checkpoint | None:
 
 
 def load_chosen(root: Path, step: int | None = None) -> Checkpoint | None:
-    """The checkpoint after a step, and no other; None if there is none at all.
+    """The checkpoint after a step (default: the last), and no other; None if there is none at all.
 
     For what depends on the weights: a result of another step must not pass for this one's.
-
-    Args:
-        root: the folder of checkpoints.
-        step: None for the last.
 
     Raises:
         UserError: there is no checkpoint after that step.
@@ -136,31 +120,36 @@ def load_chosen(root: Path, step: int | None = None) -> Checkpoint | None:
             saved = ", ".join(str(_step(each)) for each in reversed(found))
             raise UserError(f"{root} has no checkpoint after step {step}: it has {saved}")
         try:
-            return load(path)
-        except Damaged as error:
+            return load_this(path)
+        except RunError:
             if path.exists():
-                raise RunError(f"{error}; {whole_ones(root)}") from None
+                raise
             # A run that is still going has made newer ones, and removed this one.
     return None
 
 
+def load_this(path: Path) -> Checkpoint:
+    """A checkpoint; if it is damaged, the error says which others are whole."""
+    try:
+        return load(path)
+    except Damaged as error:
+        raise RunError(f"{error}; {whole_ones(path.parent)}") from None
+
+
 def whole_ones(root: Path) -> str:
     """Which checkpoints are whole, and how to choose one."""
-    steps = [found.step for path in _folders(root) if (found := _if_whole(path))]
-    choices = {f"step:{step}": f"step {step}" for step in steps}
-    if best := _if_whole(root / "best"):
-        choices["best"] = f"best (step {best.step})"
+    choices = {}
+    for path in (*_folders(root), root / "best"):
+        with suppress(Damaged):
+            after = f"step {load(path).step}"
+            if path.name == "best":
+                choices["best"] = f"best ({after})"
+            else:
+                choices[after.replace(" ", ":")] = after
     if not choices:
         return "no other checkpoint is whole"
     whole = ", ".join(choices.values())
     return f"whole: {whole}. Choose one, for instance with --which {next(iter(choices))}"
-
-
-def _if_whole(path: Path) -> Checkpoint | None:
-    try:
-        return load(path)
-    except Damaged:
-        return None
 
 
 def any_saved(root: Path) -> bool:
@@ -220,11 +209,8 @@ def _files(
     # A copy of its own for every name: safetensors refuses tensors that share memory.
     plain = {key: value.detach().cpu().contiguous().clone() for key, value in model.items()}
     parts = {MODEL: save_tensors(plain), _STATE: save_tensors(tensors)}
-    index = {
-        "format": FORMAT,
-        **index,
-        "files": {name: _digest(data) for name, data in parts.items()},
-    }
+    checksums = {name: _digest(data) for name, data in parts.items()}
+    index = {"format": FORMAT, **index, "files": checksums}
     return {**parts, _INDEX: _dump({**index, "checksum": _digest(_dump(index))})}
 
 
@@ -238,9 +224,7 @@ def _digest(data: bytes) -> str:
 
 def _write(path: Path, files: Mapping[str, bytes]) -> None:
     """A folder with these files, in place of the one that may be there, durably."""
-    temporary, replaced = (
-        path.parent / f"{prefix}{path.name}" for prefix in (_TEMPORARY, _REPLACED)
-    )
+    temporary, replaced = (path.with_name(p + path.name) for p in (_TEMPORARY, _REPLACED))
     for left_over in (temporary, replaced):
         shutil.rmtree(left_over, ignore_errors=True)
     with full_disk_explained(path):
@@ -274,7 +258,7 @@ def _step(path: Path) -> int:
 
 def _remove(path: Path) -> None:
     # Renamed first: a kill in the middle leaves rubbish that `clean` knows, not half a checkpoint.
-    doomed = path.parent / f"{_TEMPORARY}removed-{path.name}"
+    doomed = path.with_name(f"{_TEMPORARY}removed-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -12,20 +12,24 @@ from pydantic import ValidationError
 
 from steppe.algorithms import algorithm_spec
 from steppe.averaging import averaging_spec
+from steppe.axes import AxisSpec
 from steppe.domains import DatasetSpec, dataset_spec, import_plugins
 from steppe.errors import LONGEST, UserError, shown, unknown
 from steppe.optim import optimizer_spec
 from steppe.search import DEFAULT_SPACE, get_space
 from steppe.strangers import parse
 
-from .config import KEYWORDS, VERSION, Named, RunConfig, read_config, refuse_monsters, refuse_newer
+from .config import Named, RunConfig, read_config, refuse_foreign
 from .draws import draw_hparams
 from .loggers import check_loggers
 
 _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
 """DomainBed's."""
 
-_GIVE = {
+_DATASETS = ("steps", "checkpoint_every", "batch_size", "backbone", "image_size", "augment")
+"""Keys whose defaults a dataset has."""
+
+_NEEDED = {
     "dataset": "--dataset NAME ('steppe data list' has them)",
     "targets": "--target DOMAIN, to hold out",
 }
@@ -47,8 +51,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         steppe.errors.UserError: unknown config key 'stepz', did you mean 'steps'? ...
     """
     given = dict(values)
-    refuse_monsters(given)
-    refuse_newer(given.get("version", VERSION))
+    refuse_foreign(given)
     for key in given:
         if key not in RunConfig.model_fields:
             raise UserError(unknown("config key", key, RunConfig.model_fields))
@@ -56,29 +59,29 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     check_loggers(_texts(given.get("loggers")))
     if isinstance(given.get("root"), str | os.PathLike):
         given["root"] = str(Path(given["root"]).resolve())  # to be found from another folder too
-    for key in ("dataset", "targets"):
+    for key, advice in _NEEDED.items():
         if given.get(key) in (None, "", (), []):  # 0 is a domain's name
-            raise UserError(f"config has no {key!r}: give {_GIVE[key]}")
+            raise UserError(f"config has no {key!r}: give {advice}")
     spec = dataset_spec(str(given["dataset"]))
     given["dataset"] = spec.name
-    given.setdefault("weights", "imagenet" if spec.pretrained else "none")
-    if isinstance(given["weights"], str | os.PathLike) and given["weights"] not in KEYWORDS:
-        given["weights"] = str(Path(given["weights"]).resolve())
-    pretrained = given["weights"] != "none"
+    weights = given.setdefault("weights", "imagenet" if spec.pretrained else "none")
+    if isinstance(weights, str | os.PathLike) and weights not in ("imagenet", "none"):
+        given["weights"] = str(Path(weights).resolve())
     given.setdefault("space", DEFAULT_SPACE)  # an older run has None, and options of its own
     space = given["space"] or DEFAULT_SPACE
     get_space(space if isinstance(space, str) else shown(space))
-    defaults = {
-        "freeze_bn": pretrained,
-        **{k: getattr(spec, k) for k in ("steps", "checkpoint_every", "batch_size")},
-        **{k: getattr(spec, k) for k in ("backbone", "image_size", "augment")},
-    }
-    given["algorithm"] = _complete_algorithm(given.get("algorithm", {}))
+    defaults = {"freeze_bn": weights != "none", **{key: getattr(spec, key) for key in _DATASETS}}
+    name, options = _split_name(given.get("algorithm", {}), "algorithm")
+    algorithm = algorithm_spec(name)
+    given["algorithm"] = _completed(algorithm, options, algorithm.default_options)
+    name, options = _split_name(given.get("averaging", {}), "averaging")
+    average = averaging_spec(name)
+    own = {"every": spec.validate_every, "tolerance": spec.validation_tolerance}
+    known = {key: own.get(key, default) for key, default in average.default_options.items()}
+    given["averaging"] = _completed(average, options, known)
     given["optimizer"] = _complete_optimizer(
-        given.get("optimizer", {}), space, _finetunes(space, spec, given["weights"])
+        given.get("optimizer", {}), space, _finetunes(space, spec, weights)
     )
-    given["averaging"] = _complete_averaging(given.get("averaging", {}), spec)
-    algorithm = algorithm_spec(given["algorithm"]["name"])
     if spec.pretrained:
         defaults |= {name: hyper.default for name, hyper in algorithm.run.items()}
     try:
@@ -127,19 +130,10 @@ def _plain(where: str, value: Any) -> Any:
         ) from None
 
 
-def _complete_algorithm(value: Any) -> dict[str, Any]:
-    name, options = _split_name(value, "algorithm")
-    spec = algorithm_spec(name)
+def _completed(
+    spec: AxisSpec, options: dict[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
     spec.check(options)
-    return {"name": spec.name, **spec.default_options, **options}
-
-
-def _complete_averaging(value: Any, dataset: DatasetSpec) -> dict[str, Any]:
-    name, options = _split_name(value, "averaging")
-    spec = averaging_spec(name)
-    spec.check(options)
-    own = {"every": dataset.validate_every, "tolerance": dataset.validation_tolerance}
-    defaults = {key: own.get(key, default) for key, default in spec.default_options.items()}
     return {"name": spec.name, **defaults, **options}
 
 
@@ -148,10 +142,9 @@ def _complete_optimizer(value: Any, space: str, pretrained: bool) -> dict[str, A
     import torch
 
     spec = optimizer_spec(name)
-    known = spec.keywords
     for key in options:
-        if key not in known:
-            raise UserError(unknown(f"option for optimizer {spec.name!r}:", key, known))
+        if key not in spec.keywords:
+            raise UserError(unknown(f"option for optimizer {spec.name!r}:", key, spec.keywords))
     chosen: dict[str, Any] = {**spec.defaults(space, pretrained), **options}
     try:  # what is wrong with a value, only the optimizer knows
         spec.build([torch.nn.Parameter(torch.zeros(1))], **chosen)
@@ -215,9 +208,8 @@ def configure(
     if resumed is not None:
         values = resumed.model_dump()
         # A name alone asks for nothing new: the run keeps the options it was begun with.
-        same = {axis for axis in _DEFAULTS if _names(options.get(axis), values[axis]["name"])}
-        options = {key: value for key, value in options.items() if key not in same}
-        kept = {f"{axis}={values[axis]['name'].lower()}" for axis in _DEFAULTS}
+        kept = {f"{axis}={values[axis]['name']}".lower() for axis in _DEFAULTS}
+        options = {k: v for k, v in options.items() if f"{k}={v}".lower() not in kept}
         texts = [text for text in texts if text.replace(" ", "").lower() not in kept]
     elif file is not None:
         values = read_config(file).model_dump(exclude={"version", "resolved"})  # written anew
@@ -238,14 +230,15 @@ def configure(
     config = make_config(apply_overrides(values, texts))
     if draw is None:
         return config
+    drawn_from, dataset = config.space or DEFAULT_SPACE, config.spec()
     drawn = draw_hparams(
-        config.spec(),
+        dataset,
         config.optimizer.name,
-        config.space or DEFAULT_SPACE,
+        drawn_from,
         draw,
         config.trial_seed,
         config.algorithm.name,
-        pretrained=_finetunes(config.space or DEFAULT_SPACE, config.spec(), config.weights),
+        pretrained=_finetunes(drawn_from, dataset, config.weights),
     )
     axes = ("optimizer", "algorithm")
     for axis in axes:
@@ -259,8 +252,3 @@ def configure(
 def _finetunes(space: str, dataset: DatasetSpec, weights: Any) -> bool:
     """Which version of a space holds: ours goes by the weights, the others by the dataset."""
     return weights != "none" if space == DEFAULT_SPACE else dataset.pretrained
-
-
-def _names(given: Any, name: str) -> bool:
-    """Whether what was given for an axis is this name and nothing else."""
-    return isinstance(given, str) and given.lower() == name.lower()

@@ -5,10 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.config import JsonDict
 
 from steppe.domains import DatasetSpec, dataset_spec
@@ -24,12 +33,12 @@ MACHINE: JsonDict = {"role": "machine"}
 """Marks the keys that say how a run is carried out: it is the same run with another value, and a
 resumed one may have it. A key without a mark is a hyperparameter."""
 
-KEYWORDS = ("imagenet", "none")
-"""What `weights` may be, other than a file."""
-
-
 _LONGEST_TEXT, _LONGEST_LIST, _DEEPEST = 4000, 10_000, 10
 """What no value exceeds: characters, items, and lists in lists."""
+
+_run_key = partial(Field, json_schema_extra=RUN)
+_machine_key = partial(Field, json_schema_extra=MACHINE)
+_seed_key = partial(_run_key, ge=0, lt=2**64)
 
 
 class Named(BaseModel):
@@ -54,45 +63,29 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    version: int = Field(VERSION, json_schema_extra=RUN)
-    dataset: str = Field(
-        description="A name ('steppe data list'), or a folder DOMAIN/CLASS/IMAGE",
-        json_schema_extra=RUN,
+    version: int = _run_key(VERSION)
+    dataset: str = _run_key(
+        description="A name ('steppe data list'), or a folder DOMAIN/CLASS/IMAGE"
     )
-    targets: tuple[str, ...] = Field(
-        min_length=1, description="A domain to hold out; may be repeated", json_schema_extra=RUN
+    targets: tuple[str, ...] = _run_key(
+        min_length=1, description="A domain to hold out; may be repeated"
     )
-    sources: tuple[str, ...] = Field(
-        (),
-        description="A domain to train on; all others by default; may be repeated",
-        json_schema_extra=RUN,
+    sources: tuple[str, ...] = _run_key(
+        (), description="A domain to train on; all others by default; may be repeated"
     )
     split: Literal["domainbed", "appendix"] = Field(
         "domainbed", description="domainbed, or appendix: the one of the FAD paper's appendix"
     )
-    trial_seed: int = Field(
-        0, ge=0, lt=2**64, description="Of the split, as in DomainBed", json_schema_extra=RUN
-    )
-    seed: int = Field(
-        0,
-        ge=0,
-        lt=2**64,
-        description="Of initial weights, batches, augmentation and dropout",
-        json_schema_extra=RUN,
-    )
+    trial_seed: int = _seed_key(0, description="Of the split, as in DomainBed")
+    seed: int = _seed_key(0, description="Of initial weights, batches, augmentation and dropout")
 
-    draw: int | None = Field(
-        None,
-        ge=0,
-        lt=2**64,
-        description="Draw hyperparameters, sample N; sample 0 is the defaults",
-        json_schema_extra=RUN,
+    draw: int | None = _seed_key(
+        None, description="Draw hyperparameters, sample N; sample 0 is the defaults"
     )
-    space: str | None = Field(
+    space: str | None = _run_key(
         None,
         description="Where defaults and draws come from: fair (tuned per optimizer), "
         "fad (the paper's) or domainbed",
-        json_schema_extra=RUN,
     )
 
     algorithm: Named = Field(Named(name="ERM"), description="How domains become a loss")
@@ -129,57 +122,46 @@ class RunConfig(BaseModel):
     )
     deterministic: bool = Field(False, description="The same bits again on a GPU, at some cost")
 
-    data: Literal["auto", "device", "stream", "host"] = Field(
+    data: Literal["auto", "device", "stream", "host"] = _machine_key(
         "auto",
         description="Where images live and are transformed: auto, device, stream or host; the "
         "pixels are the same",
-        json_schema_extra=MACHINE,
     )
-    packed: bool = Field(
-        True, description="Use the dataset's pack where there is one", json_schema_extra=MACHINE
+    packed: bool = _machine_key(True, description="Use the dataset's pack where there is one")
+    device: str = _machine_key("auto", description="auto, cpu, cuda or cuda:1")
+    workers: int | None = _machine_key(
+        None, ge=0, le=1024, description="Processes that read images"
     )
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:1", json_schema_extra=MACHINE)
-    workers: int | None = Field(
-        None,
-        ge=0,
-        le=1024,
-        description="Processes that read images",
-        json_schema_extra=MACHINE,
+    root: str | None = _machine_key(None, description="The data folder")
+    loggers: tuple[str, ...] = _machine_key(
+        (), description="tensorboard, wandb or mlflow; may be repeated"
     )
-    root: str | None = Field(None, description="The data folder", json_schema_extra=MACHINE)
-    loggers: tuple[str, ...] = Field(
-        (), description="tensorboard, wandb or mlflow; may be repeated", json_schema_extra=MACHINE
-    )
-    plugins: tuple[str, ...] = Field(
+    plugins: tuple[str, ...] = _run_key(
         (),
         description="A module that registers datasets, algorithms, optimizers or averages of your "
         "own; may be repeated",
-        json_schema_extra=RUN,
     )
 
-    resolved: dict[str, str] | None = Field(
-        None,
-        description="What auto stood for when the run last started; written by the run",
-        json_schema_extra=MACHINE,
+    resolved: dict[str, str] | None = _machine_key(
+        None, description="What auto stood for when the run last started; written by the run"
     )
 
     @field_validator("targets", "sources", "loggers", "plugins", mode="before")
     @classmethod
-    def _several(cls, value: Any) -> Any:
-        return tuple(v for v in value.split(",") if v) if isinstance(value, str) else value
+    def _several(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str):
+            return tuple(v for v in value.split(",") if v)
+        if info.field_name in ("loggers", "plugins"):
+            return value
+        # Domains may be called 0, 15, ...: numbers, once read from a command line.
+        if isinstance(value, int | float):
+            return (str(value),)
+        return tuple(map(str, value)) if isinstance(value, list | tuple) else value
 
     @field_validator("workers", mode="before")
     @classmethod
     def _automatic(cls, value: Any) -> Any:
         return None if value in ("none", "auto") else value
-
-    @field_validator("targets", "sources", mode="before")
-    @classmethod
-    def _as_names(cls, value: Any) -> Any:
-        # Domains may be called 0, 15, ...: numbers, once read from a command line.
-        if isinstance(value, int | float):
-            return (str(value),)
-        return tuple(map(str, value)) if isinstance(value, list | tuple) else value
 
     @field_validator("algorithm", "optimizer", "averaging", mode="before")
     @classmethod
@@ -191,11 +173,9 @@ class RunConfig(BaseModel):
     def _as_it_was(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        refuse_monsters(values)
+        refuse_foreign(values)
         # A run that was begun before there was an engine goes on without one.
-        if values.get("version", VERSION) in (1, 2):
-            return {"engine": "off", **values}
-        return values
+        return {"engine": "off", **values} if values.get("version", VERSION) <= 2 else values
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -211,7 +191,6 @@ class RunConfig(BaseModel):
         return self
 
     def spec(self) -> DatasetSpec:
-        """The dataset's record."""
         return dataset_spec(self.dataset)
 
     def to_json(self) -> str:
@@ -230,14 +209,30 @@ def keys(*marks: JsonDict) -> frozenset[str]:
     return frozenset(name for name, field in fields if field.json_schema_extra in marks)
 
 
-def refuse_monsters(values: Mapping[str, Any], above: str = "") -> None:
-    """Refuses values that no setting has, before anything computes with them or prints them."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and not above:
-            refuse_monsters(value, f"{key}.")
-        elif (wrong := _monster([key, value])) is not None:
-            where = f"{above}{key}"[:LONGEST]
-            raise UserError(f"config: {where}={shown(value)}: {wrong}")
+def refuse_foreign(values: Mapping[str, Any]) -> None:
+    """Refuses a newer format, and values that no setting has, before anything computes with them.
+
+    Raises:
+        UserError: says which one.
+    """
+    flat = dict(values)
+    for outer, options in values.items():
+        if isinstance(options, Mapping):
+            del flat[outer]
+            flat |= {f"{outer}.{key}": value for key, value in options.items()}
+    for key, value in flat.items():
+        if (wrong := _monster([key, value])) is not None:
+            raise UserError(f"config: {key[:LONGEST]}={shown(value)}: {wrong}")
+    version = values.get("version", VERSION)
+    if not isinstance(version, int) or version < 1:
+        raise UserError(
+            f"config has version={shown(version)}: expected a number from 1 to {VERSION}"
+        )
+    if version > VERSION:
+        raise UserError(
+            f"this config was written by a newer steppe (format {version}; this one reads up to "
+            f"{VERSION}): pip install -U steppe"
+        )
 
 
 def _monster(value: Any, depth: int = 0) -> str | None:
@@ -258,18 +253,6 @@ def _monster(value: Any, depth: int = 0) -> str | None:
     return next((wrong for item in value if (wrong := _monster(item, depth + 1))), None)
 
 
-def refuse_newer(version: Any) -> None:
-    if not isinstance(version, int) or version < 1:
-        raise UserError(
-            f"config has version={shown(version)}: expected a number from 1 to {VERSION}"
-        )
-    if version > VERSION:
-        raise UserError(
-            f"this config was written by a newer steppe (format {version}; this one reads up to "
-            f"{VERSION}): pip install -U steppe"
-        )
-
-
 def read_config(path: Path) -> RunConfig:
     """Read a `config.json`; the dataset of a complete one need not be there any more."""
     try:
@@ -277,12 +260,10 @@ def read_config(path: Path) -> RunConfig:
     except ValueError as error:  # not JSON, or no text at all
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
-        hint = (
-            ": of a list of chosen configs, take one's 'config'" if isinstance(values, list) else ""
-        )
+        chosen = ": of a list of chosen configs, take one's 'config'"
+        hint = chosen if isinstance(values, list) else ""
         raise UserError(f"{path} holds no config: expected an object with keys{hint}")
     try:
-        refuse_newer(values.get("version", VERSION))
         with suppress(ValidationError):
             return RunConfig(**values)
         from .complete import make_config

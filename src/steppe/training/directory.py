@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from steppe.durable import full_disk_explained, replace
 from steppe.errors import RunError, UserError
@@ -25,24 +26,15 @@ VOLATILE = ("seconds_per_step", "evaluation_seconds", "memory_gb")
 
 _LONGEST_STATE = 1000
 """Bytes; it is one word."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+class _Facts(BaseModel, strict=True):
+    """What every `data.json` says, among other things."""
 
-
-_FACTS: dict[str, Callable[[Any], bool]] = {
-    "dataset": lambda value: isinstance(value, str),
-    "classes": lambda value: _names(value) and bool(value),
-    "channels": lambda value: type(value) is int and 0 < value < 1000,
-    "sources": lambda value: _names(value) and bool(value),
-}
-"""What every `data.json` says, and how it is told from damage."""
-
-
-def _entry(facts: Any, key: str) -> Any:
-    return facts.get(key) if isinstance(facts, dict) else None
+    dataset: str
+    classes: list[str] = Field(min_length=1)
+    channels: int = Field(gt=0, lt=1000)
+    sources: list[str] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -89,17 +81,17 @@ class RunDirectory:
             _replace(self.config_file, config.model_copy(update={"resolved": resolved}).to_json())
 
     def data(self) -> dict[str, Any]:
-        """What the run learns from."""
         if not self.data_file.exists():
             raise UserError(f"{self.path} was not begun yet: it has no data.json")
         try:
-            facts: dict[str, Any] = parse(read(self.data_file))
+            facts = parse(read(self.data_file))
+            _Facts.model_validate(facts if isinstance(facts, dict) else {})
+        except ValidationError as error:
+            wrong = ", no ".join(dict.fromkeys(str(each["loc"][0]) for each in error.errors()))
+            raise UserError(f"{self.data_file} is damaged: it has no {wrong}") from None
         except ValueError as error:
             raise UserError(f"{self.data_file} is damaged, not JSON: {error}") from None
-        wrong = [key for key, check in _FACTS.items() if not check(_entry(facts, key))]
-        if wrong:
-            raise UserError(f"{self.data_file} is damaged: it has no {', no '.join(wrong)}")
-        return facts
+        return dict(facts)
 
     def write_data(self, facts: Mapping[str, Any]) -> None:
         _replace(self.data_file, json.dumps(facts, indent=2) + "\n")
@@ -143,12 +135,11 @@ class RunDirectory:
                 raise
 
     def records(self) -> list[dict[str, Any]]:
-        """All complete records; a last line cut off by a crash is left out.
-
-        Raises:
-            RunError: a line is damaged.
-        """
-        *lines, rest = self._lines()
+        """All complete records; a last line cut off by a crash is left out."""
+        try:
+            *lines, rest = read(self.records_file).split(b"\n")
+        except FileNotFoundError:
+            return []
         if rest and self.state == "done":  # nothing was cut off
             lines.append(rest)
         records = []
@@ -163,13 +154,6 @@ class RunDirectory:
                     f"from a copy, or remove {self.path} to start over."
                 ) from None
         return records
-
-    def _lines(self) -> list[bytes]:
-        """The lines of the records; the last one is empty unless it was cut off."""
-        try:
-            return read(self.records_file).split(b"\n")
-        except FileNotFoundError:
-            return [b""]
 
     def records_size(self) -> int:
         """The length of the records in bytes, which a checkpoint remembers."""

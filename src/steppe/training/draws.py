@@ -31,16 +31,8 @@ def draw_hparams(
     """Draw what a search varies: batch size, dropout, the options of optimizer and algorithm.
 
     Each name has a generator of its own, seeded by (hparams_seed, trial_seed, name), so that a new
-    name leaves the draws of the others alone; seed 0 gives the defaults.
-
-    Args:
-        dataset: its record.
-        optimizer: a name.
-        space: a name.
-        hparams_seed: DomainBed's.
-        trial_seed: of the split.
-        algorithm: a name.
-        pretrained: whether the network is fine-tuned (default: as the dataset has it).
+    name leaves the draws of the others alone; seed 0 gives the defaults. `pretrained` says whether
+    the network is fine-tuned (default: as the dataset has it).
 
     Examples:
         >>> from steppe.domains import dataset_spec
@@ -62,31 +54,21 @@ def draw_hparams(
         run |= spec.run
     own = search_space(optimizer, space, pretrained)
 
-    def draw(name: str, default: float | int | None, distribution: Distribution) -> Any:
-        if hparams_seed == 0:
-            return default
-        return _sample(distribution, seed_hash(seed_hash(hparams_seed, trial_seed), name))
+    def draw(hypers: Mapping[str, Hyperparameter | Option], names: Mapping[str, str]) -> Any:
+        drawn = {}
+        for name, hyper in hypers.items():
+            found = hyper.distribution
+            if isinstance(found, Like):
+                found = own[found.option].distribution
+            seed = seed_hash(seed_hash(hparams_seed, trial_seed), names.get(name, name))
+            drawn[name] = hyper.default if hparams_seed == 0 else _sample(found, seed)
+        return drawn
 
-    def draw_all(hypers: Mapping[str, Hyperparameter], names: Mapping[str, str]) -> dict[str, Any]:
-        return {
-            name: draw(names.get(name, name), hyper.default, hyper.distribution)
-            for name, hyper in hypers.items()
-        }
-
-    def searched(option: Option) -> Distribution:
-        like = option.distribution
-        return own[like.option].distribution if isinstance(like, Like) else like
-
+    seeded_as = {name: option.drawn_as or name for name, option in spec.options.items()}
     return {
-        **draw_all(run, _SEED_NAMES),
-        "optimizer": {"name": optimizer, **draw_all(own, spec.drawn_as)},
-        "algorithm": {
-            "name": spec.name,
-            **{
-                name: draw(option.drawn_as or name, option.default, searched(option))
-                for name, option in spec.options.items()
-            },
-        },
+        **draw(run, _SEED_NAMES),
+        "optimizer": {"name": optimizer, **draw(own, spec.drawn_as)},
+        "algorithm": {"name": spec.name, **draw(spec.options, seeded_as)},
     }
 
 

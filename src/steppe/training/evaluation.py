@@ -25,11 +25,9 @@ class Scores:
     """How well a model does on some images.
 
     Attributes:
-        accuracy: the share of images whose class is the most likely one.
         cross_entropy: the mean, in nats.
         calibration_error: the expected calibration error, over 15 bins of equal width: the mean
             over images of the difference between confidence and accuracy in the image's bin.
-        images: how many there were.
         step: after which the weights were saved, where they are a checkpoint's.
     """
 
@@ -92,14 +90,7 @@ def evaluate(
     device: torch.device,
     reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Scores:
-    """The scores of a model over batches.
-
-    Args:
-        predict: maps images to logits.
-        batches: images, uint8, and labels.
-        device: where to compute.
-        reduce: adds the sums of several processes.
-    """
+    """The scores of a model over batches; `reduce` adds the sums of several processes."""
     tally = Tally(device)
     for images, labels in batches:
         logits = predict(images.to(device, non_blocking=True))

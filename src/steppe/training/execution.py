@@ -40,13 +40,7 @@ after that it would go on without compiled code, and without a word.)"""
 
 @dataclass(frozen=True)
 class Gears:
-    """Which gears a run may use, and why not the others.
-
-    Attributes:
-        compiled: whether the backbone is compiled.
-        captured: whether updates are recorded and replayed.
-        reasons: for every gear that the run does without, one line.
-    """
+    """Which gears a run may use, and why not the others, one line for each."""
 
     compiled: bool
     captured: bool
@@ -64,13 +58,8 @@ def choose_gears(
 ) -> Gears:
     """The gears for a run.
 
-    Args:
-        engine: as in a config.
-        device: where it is trained.
-        image_size: height and width of the images.
-        needs_graph: whether the optimizer differentiates gradients.
-        world: the number of processes.
-        differentiates: whether the algorithm takes gradients inside its loss.
+    The optimizer may need the graph of a gradient, to differentiate it; the algorithm may
+    differentiate inside its loss.
 
     Examples:
         >>> choose_gears("auto", torch.device("cpu"), 224, needs_graph=False, world=1).compiled
@@ -81,21 +70,20 @@ def choose_gears(
     if needs_graph:
         why = "not compiled: the optimizer differentiates twice, which compiled code does not allow"
         return Gears(compiled=False, captured=False, reasons=(why,))
-    reasons = []
-    compiled = engine != "auto" or image_size >= COMPILED_FROM
-    if not compiled:
-        reasons.append(f"not compiled: images of {image_size} pixels are too small to gain by it")
+    not_compiled = not_captured = ""
+    if engine == "auto" and image_size < COMPILED_FROM:
+        not_compiled = f"images of {image_size} pixels are too small to gain by it"
     elif differentiates:
-        compiled = False
-        reasons.append("not compiled: the algorithm takes gradients inside its loss")
-    captured = engine != "compile"
-    if captured and device.type != "cuda":
-        captured = False
-        reasons.append(f"not captured: a {device.type.upper()} has no CUDA graphs")
-    elif captured and world > 1:
-        captured = False
-        reasons.append("not captured: gradients are shared between processes in every pass")
-    return Gears(compiled, captured, tuple(reasons))
+        not_compiled = "the algorithm takes gradients inside its loss"
+    if device.type != "cuda":
+        not_captured = f"a {device.type.upper()} has no CUDA graphs"
+    elif world > 1:
+        not_captured = "gradients are shared between processes in every pass"
+    wanted = {"compiled": not_compiled, "captured": not_captured}
+    if engine == "compile":
+        del wanted["captured"]
+    reasons = (f"not {gear}: {why}" for gear, why in wanted.items() if why)
+    return Gears(not not_compiled, engine != "compile" and not not_captured, tuple(reasons))
 
 
 class Engine:
@@ -108,7 +96,7 @@ class Engine:
         batch: images of a pass, if code is to be compiled for that number alone, which is faster:
             sums over a number of images that is left open take twice as long. None: for any.
         deterministic: whether kernels are chosen without timing them.
-        say: is given each line about a gear that is not used.
+        say: receives each line about a gear that is not used.
     """
 
     def __init__(
@@ -267,21 +255,15 @@ class Engine:
 
 @dataclass(frozen=True)
 class _Graph:
-    """One recorded update.
-
-    Attributes:
-        graph: the recording.
-        prepared: where it reads its batch.
-        losses: where it leaves its losses.
-        gradients: where it leaves gradients; held, so that nobody else is given their memory.
-        whole: whether it makes the optimizer's step too.
-    """
+    """One recorded update: where it reads its batch, and where it leaves its losses."""
 
     graph: torch.cuda.CUDAGraph
     prepared: Sequence[Any]
     losses: list[Losses]
     gradients: list[tuple[nn.Parameter, Tensor]]
+    """Held, so that nobody else is given their memory."""
     whole: bool
+    """Whether it makes the optimizer's step too."""
 
 
 def _settings(optimizer: Optimizer) -> Hashable:
@@ -308,12 +290,8 @@ def _kind(tree: Any) -> Hashable:
     """A tree with the shapes of its tensors, and everything else as it is."""
     if isinstance(tree, Tensor):
         return (tuple(tree.shape), tree.dtype)
-    if is_dataclass(tree):
-        return tuple(_kind(getattr(tree, field.name)) for field in fields(tree))
-    if isinstance(tree, Mapping):
-        return tuple((key, _kind(value)) for key, value in tree.items())
-    if isinstance(tree, list | tuple):
-        return tuple(map(_kind, tree))
+    if (inside := _inside(tree)) is not None:
+        return tuple((key, _kind(value)) for key, value in inside)
     plain = tree is None or isinstance(tree, bool | int | float | str)
     return repr(tree) if plain else id(tree)  # nobody can say whether it has changed
 
@@ -322,15 +300,17 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     """The tensors of a tree, in a fixed order."""
     if isinstance(tree, Tensor):
         yield tree
-    elif is_dataclass(tree):
-        for field in fields(tree):
-            yield from _tensors(getattr(tree, field.name))
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _tensors(value)
+    for _, value in _inside(tree) or ():
+        yield from _tensors(value)
+
+
+def _inside(tree: Any) -> list[tuple[Any, Any]] | None:
+    """What a tree has below it, by name; None for a leaf."""
+    if is_dataclass(tree):
+        return [(field.name, getattr(tree, field.name)) for field in fields(tree)]
+    if isinstance(tree, Mapping):
+        return list(tree.items())
+    return list(enumerate(tree)) if isinstance(tree, list | tuple) else None
 
 
 def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from steppe.errors import UserError, unknown
 
@@ -158,10 +158,10 @@ class _MLflow:
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
-        named = {self._name(name): value for name, value in values.items()}
+        named = ((self._name(name), value) for name, value in values.items())
         new = [
             self._metric(name, value, now, step)
-            for name, value in named.items()
+            for name, value in named
             if step > self._last.get(name, -1)
         ]
         if new:
@@ -178,16 +178,13 @@ def _experiment(client: MlflowClient) -> str:
     from mlflow.exceptions import MlflowException
 
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        try:
-            return str(client.create_experiment(name))
-        except MlflowException:
-            found = client.get_experiment_by_name(name)
-            if found is None:
-                raise
-            # Otherwise another worker of a sweep was quicker.
-    return str(found.experiment_id)
+    try:
+        return str(client.create_experiment(name))
+    except MlflowException:
+        found = client.get_experiment_by_name(name)  # of an earlier run, or a quicker worker's
+        if found is None:
+            raise
+        return str(found.experiment_id)
 
 
 def _remembered(file: Path, resume: bool) -> str | None:
@@ -195,18 +192,11 @@ def _remembered(file: Path, resume: bool) -> str | None:
     return (file.read_text().strip() or None) if resume and file.exists() else None
 
 
-class Tracker(Protocol):
-    """Where the records of one run also go."""
-
-    def record(self, step: int, values: Mapping[str, float], /) -> None:
-        """Show `values`, as `flatten` makes them, at `step`; steps only rise."""
-
-    def close(self, state: str, /) -> None:
-        """End with the run's state: ``done``, ``failed``, or ``running`` where it may resume."""
-
+Tracker = _TensorBoard | _WandB | _MLflow
+"""Where the records of one run also go; it is closed with the run's state, or as ``running``."""
 
 # The names are also those of the packages.
-_BACKENDS: dict[str, Callable[[Path, Mapping[str, Any], bool], Tracker]] = {
+_BACKENDS: dict[str, type[Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WandB,
     "mlflow": _MLflow,
@@ -241,17 +231,8 @@ def open_loggers(
     """Start the trackers of a run; only their packages are imported.
 
     A tracker that cannot be started is an error for a new run, while its user is there to fix it.
-    A resumed run goes on without it: a cluster may have restarted it at night.
-
-    Args:
-        names: of trackers.
-        directory: the run's, which exists.
-        config: the run's, as plain values.
-        resume: whether the run goes on; the caller then sends again the records it has so far.
-
-    Raises:
-        UserError: for an unknown name, or a tracker that cannot be started.
-        ModuleNotFoundError: for a package that is not installed; says how to get it.
+    A resumed run goes on without it: a cluster may have restarted it at night. It sends again the
+    records it has so far.
     """
     check_loggers(names)
     trackers = Trackers()
@@ -270,17 +251,12 @@ def check_loggers(names: Sequence[str]) -> None:
     for name in names:
         if name not in _BACKENDS:
             raise UserError(unknown("logger", name, _BACKENDS))
-        if not _installed(name):
+        # A folder of that name, such as the `wandb` that W&B makes, is a package without an origin.
+        if getattr(find_spec(name), "origin", None) is None:
             raise ModuleNotFoundError(
                 f"the logger {name!r} needs the package {name!r}: pip install 'steppe[loggers]'",
                 name=name,
             )
-
-
-def _installed(package: str) -> bool:
-    # A folder of that name, such as the `wandb` that W&B makes, is a package without an origin.
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None
 
 
 @contextmanager
@@ -296,11 +272,7 @@ def _contained(name: str, fatal: bool) -> Iterator[None]:
         reason = f"{type(error).__name__}: {error}"
         if fatal:
             raise UserError(f"the logger {name!r} could not be started: {reason}") from error
-        _log.warning(
-            "the logger %r failed and is left out from here on (records.jsonl has every record): "
-            "%s",
-            name,
-            reason,
-        )
+        left_out = "failed and is left out from here on (records.jsonl has every record)"
+        _log.warning("the logger %r %s: %s", name, left_out, reason)
     finally:
         random.setstate(state)

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from . import checkpoint, setup
 from .backbones import library_state
 from .config import MACHINE, keys
 from .directory import RunDirectory
-from .evaluation import BATCH, EnsembleScores, Scores, Tally, evaluate
+from .evaluation import BATCH, EnsembleScores, Scores, Tally
 from .processes import find_device
 from .which import Which, chosen_step
 
@@ -43,11 +42,10 @@ class TrainedModel(nn.Module):
     logits.
 
     Attributes:
+        algorithm: the algorithm that trained it, with the network inside.
         classes: the class names, in the order of the logits.
-        image_size: height and width it was trained at.
         step: the step after which its weights were saved.
         averaged: whether they are an average.
-        algorithm: the algorithm that trained it, with the network inside.
     """
 
     def __init__(
@@ -139,11 +137,7 @@ def _checkpoint(directory: RunDirectory, which: Which) -> checkpoint.Checkpoint:
         path = directory.checkpoints / "best"
         if not path.exists():
             raise UserError(f"{directory.path} has no best checkpoint: use the last one")
-        try:
-            return checkpoint.load(path)
-        except checkpoint.Damaged as error:
-            whole = checkpoint.whole_ones(directory.checkpoints)
-            raise RunError(f"{error}; {whole}") from None
+        return checkpoint.load_this(path)
     found = checkpoint.load_chosen(directory.checkpoints, step)
     if found is None:
         raise UserError(f"{directory.path} has no checkpoint yet: continue it with --resume")
@@ -175,16 +169,9 @@ def evaluate_run(
         which: ``last``, ``best`` or ``step:N``, as in `load_model`.
         device: where to compute.
         root: the data folder, for datasets by name.
-
-    Returns:
-        The scores by domain.
     """
-    where = find_device(device)
-    model = load_model(run, which).to(where)
-    return {
-        domain.name: replace(evaluate(model, batches, where), step=model.step)
-        for domain, batches in _whole_domains(run, model, data, root)
-    }
+    found = _evaluate([run], [load_model(run, which, device)], data, root)
+    return {domain: scores.members[0] for domain, scores in found.items()}
 
 
 def evaluate_ensemble(
@@ -199,64 +186,60 @@ def evaluate_ensemble(
 
     With runs that average their weights (`sma`), this is the ensemble of averages of Arpit et al.
     (NeurIPS 2022). All runs must know the same classes and take the same images; those evaluated
-    by default are the first run's targets.
-
-    Args:
-        runs: the runs' folders.
-        data: as in `evaluate_run`.
-        which: of each, ``last``, ``best`` or ``step:N``, as in `load_model`.
-        device: where to compute.
-        root: the data folder, for datasets by name.
-
-    Returns:
-        The scores by domain.
+    by default are the first run's targets. The other arguments are those of `evaluate_run`.
     """
     if not runs:
         raise UserError("an ensemble has at least one run: give their folders")
-    where = find_device(device)
-    models = [load_model(run, which).to(where) for run in runs]
-    _check_ensemble(runs, models, data is not None)
+    models = [load_model(run, which, device) for run in runs]
+    _check_ensemble([Path(run) for run in runs], models, data is not None)
+    return _evaluate(runs, models, data, root)
+
+
+def _check_ensemble(runs: Sequence[Path], models: Sequence[TrainedModel], elsewhere: bool) -> None:
+    """Refuses runs that cannot be summed, or that were trained on what they are to be tested on."""
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise UserError("a run is in the ensemble twice: name each once")
+    configs = [RunDirectory(run).config() for run in runs]
+    for run, model, config in zip(runs, models, configs, strict=True):
+        if not model.averaged and config.averaging.name != "none":
+            log.warning("%s is not finished: its weights are not averaged yet", run)
+        for what in ("classes", "image_size", "channels"):
+            ours, theirs = getattr(models[0], what), getattr(model, what)
+            if ours != theirs:
+                raise UserError(
+                    f"{run} cannot be in an ensemble with {runs[0]}: their {what} differ, {theirs} "
+                    f"and {ours}"
+                )
+        if not elsewhere and {*config.targets} != {*configs[0].targets}:
+            raise UserError(
+                f"{run} held out {', '.join(config.targets)} and {runs[0]} "
+                f"{', '.join(configs[0].targets)}: choose runs with the same targets, or give "
+                "--data"
+            )
+
+
+def _evaluate(
+    runs: Sequence[str | os.PathLike[str]],
+    models: Sequence[TrainedModel],
+    data: str | os.PathLike[str] | None,
+    root: str | None,
+) -> dict[str, EnsembleScores]:
+    device = models[0].algorithm.network.mean.device
     results = {}
     for domain, batches in _whole_domains(runs[0], models[0], data, root):
-        tallies = [Tally(where) for _ in range(len(models) + 1)]
+        tallies = [Tally(device) for _ in range(len(models) + 1)]
         for images, labels in batches:
-            images, labels = images.to(where), labels.to(where)
+            images, labels = images.to(device), labels.to(device)
             with torch.no_grad():
                 logits = [model(images) for model in models]
             for tally, of_one in zip(tallies, (*logits, sum(logits)), strict=True):
                 tally.add(of_one, labels)
         *alone, ensemble = (tally.scores() for tally in tallies)
-        steps = (model.step for model in models)
-        members = (replace(one, step=step) for one, step in zip(alone, steps, strict=True))
-        results[domain.name] = EnsembleScores(ensemble, tuple(members))
+        members = (
+            replace(scores, step=model.step) for scores, model in zip(alone, models, strict=True)
+        )
+        results[domain] = EnsembleScores(ensemble, tuple(members))
     return results
-
-
-def _check_ensemble(
-    runs: Sequence[str | os.PathLike[str]], models: Sequence[TrainedModel], elsewhere: bool
-) -> None:
-    """Refuses runs that cannot be summed, or that were trained on what they are to be tested on."""
-    first, *others = zip(runs, models, strict=True)
-    if len({Path(run).resolve() for run in runs}) < len(runs):
-        raise UserError("a run is in the ensemble twice: name each once")
-    for run, model in zip(runs, models, strict=True):
-        if not model.averaged and RunDirectory(Path(run)).config().averaging.name != "none":
-            log.warning("%s is not finished: its weights are not averaged yet", os.fspath(run))
-    for run, model in others:
-        for what in ("classes", "image_size", "channels"):
-            ours, theirs = getattr(first[1], what), getattr(model, what)
-            if ours != theirs:
-                raise UserError(
-                    f"{os.fspath(run)} cannot be in an ensemble with {os.fspath(first[0])}: their "
-                    f"{what} differ, {theirs} and {ours}"
-                )
-        configs = [RunDirectory(Path(each)).config() for each in (first[0], run)]
-        if not elsewhere and {*configs[0].targets} != {*configs[1].targets}:
-            raise UserError(
-                f"{os.fspath(run)} held out {', '.join(configs[1].targets)} and "
-                f"{os.fspath(first[0])} {', '.join(configs[0].targets)}: choose runs with the same "
-                "targets, or give --data"
-            )
 
 
 def _whole_domains(
@@ -264,21 +247,36 @@ def _whole_domains(
     model: TrainedModel,
     data: str | os.PathLike[str] | None,
     root: str | None,
-) -> Iterator[tuple[Domain, Iterator[Batch]]]:
+) -> Iterator[tuple[str, Iterator[Batch]]]:
     """The domains to evaluate a model on, and their images in batches."""
-    config = RunDirectory(Path(run)).config()
+    config, classes = RunDirectory(Path(run)).config(), model.classes
     if data is None:
         dataset = load(config.dataset, root or config.root, packed=config.packed)
         found, domains = dataset.classes, dataset.domains
         domains = tuple(domain for domain in domains if domain.name in config.targets)
     else:
-        found, domains = _find(data, model.classes, root or config.root)
+        found, domains = _find(data, classes, root or config.root)
+    strange = [name for name in found if name not in classes]
+    if strange:
+        raise UserError(
+            f"the data has classes that the model does not know: {', '.join(strange[:5])}. It "
+            f"knows {', '.join(classes[:10])}" + (", ..." if len(classes) > 10 else "")
+        )
+    to_model = np.array([classes.index(name) for name in found])
     view = View(model.image_size, augment=False)
-    for domain in _renumbered(domains, found, model.classes):
-        seen = _in_channels(domain, model.channels)
+    for domain in domains:
+        channels, images = domain.images[0].shape[2], domain.images
+        if (channels, model.channels) == (3, 1):
+            images = _Grey(images)
+        elif channels != model.channels:
+            raise UserError(
+                f"the images of {domain.name!r} have {channels} channels, and the model takes "
+                f"{model.channels}"
+            )
+        seen = replace(domain, images=images, labels=to_model[domain.labels])
         # Files come class by class, and some algorithms look at a batch as a whole.
         shuffled = np.random.default_rng(0).permutation(len(seen))
-        yield domain, evaluation_batches(seen, shuffled, view, batch_size=BATCH)
+        yield domain.name, evaluation_batches(seen, shuffled, view, batch_size=BATCH)
 
 
 def _find(
@@ -299,20 +297,6 @@ def _find(
     return tuple(below), (read_domain(path, path.resolve().name, below),)
 
 
-def _renumbered(
-    domains: Sequence[Domain], found: Sequence[str], classes: Sequence[str]
-) -> list[Domain]:
-    """The domains with their labels numbered as the model's classes."""
-    strange = [name for name in found if name not in classes]
-    if strange:
-        raise UserError(
-            f"the data has classes that the model does not know: {', '.join(strange[:5])}. It "
-            f"knows {', '.join(classes[:10])}" + (", ..." if len(classes) > 10 else "")
-        )
-    to_model = np.array([classes.index(name) for name in found])
-    return [replace(domain, labels=to_model[domain.labels]) for domain in domains]
-
-
 @dataclass(frozen=True)
 class _Grey:
     """Images in color, seen by a model for gray ones."""
@@ -327,18 +311,6 @@ class _Grey:
 
     def name(self, index: int, /) -> str:
         return self.images.name(index)
-
-
-def _in_channels(domain: Domain, channels: int) -> Domain:
-    """The domain's images with as many channels as a model takes."""
-    found = domain.images[0].shape[2]
-    if (found, channels) == (3, 1):
-        return replace(domain, images=_Grey(domain.images))
-    if found != channels:
-        raise UserError(
-            f"the images of {domain.name!r} have {found} channels, and the model takes {channels}"
-        )
-    return domain
 
 
 def export_run(
@@ -357,6 +329,9 @@ def export_run(
             "its network. Use it with steppe.training.load_model."
         )
     weights = library_state(config.backbone, network, config.image_size)
+    # Without where things lie on this machine; a plugin may lie here alone.
+    public = config.model_dump(mode="json", exclude={*keys(MACHINE), "plugins"})
+    public |= {key: Path(public[key]).name for key in ("dataset", "weights")}
     metadata = {
         "backbone": config.backbone,
         "classes": json.dumps(model.classes),
@@ -365,7 +340,7 @@ def export_run(
         "averaging": config.averaging.name if model.averaged else "none",
         "mean": json.dumps(network.mean.flatten().tolist()),
         "std": json.dumps(network.std.flatten().tolist()),
-        "config": json.dumps(_public(config.model_dump(mode="json"))),
+        "config": json.dumps(public),
     }
     plain = {name: value.contiguous().clone() for name, value in weights.items()}
     try:
@@ -373,10 +348,3 @@ def export_run(
     except OSError as error:
         raise UserError(f"{os.fspath(out)} could not be written: {error.strerror}") from None
     return metadata
-
-
-def _public(config: dict[str, Any]) -> dict[str, Any]:
-    """A config without where things lie on this machine."""
-    hidden = keys(MACHINE) | {"plugins"}  # which may lie here alone
-    kept = {key: value for key, value in config.items() if key not in hidden}
-    return {**kept, **{key: Path(kept[key]).name for key in ("dataset", "weights")}}

@@ -33,8 +33,8 @@ MEASURED: dict[float, dict[str, tuple[float, float]]] = {
 """The cosine of h0 and of h1 to float64 at each rho: ``benchmarks/fidelity-h200.json``."""
 
 
-def resolve(precision: str, device: torch.device, optimizer: Named, needs_graph: bool) -> str:
-    """The precision that `auto` stands for; any other stands for itself.
+def resolve(precision: str, device: torch.device, optimizer: Named) -> str:
+    """The precision that `auto` stands for; any other stands for itself, if it can work.
 
     On a CPU it is fp32. On a GPU it is fp16, with a scale: as fast as bf16, and better at the
     differences of gradients that flatness lives in. Where the measured fidelity of those at the
@@ -46,16 +46,23 @@ def resolve(precision: str, device: torch.device, optimizer: Named, needs_graph:
     Examples:
         >>> from .config import Named
         >>> cuda = torch.device("cuda")
-        >>> resolve("auto", cuda, Named(name="fad", rho=0.05), needs_graph=False)
+        >>> resolve("auto", cuda, Named(name="fad", rho=0.05))
         'fp16'
-        >>> resolve("auto", cuda, Named(name="fad", rho=2.0), needs_graph=False)
+        >>> resolve("auto", cuda, Named(name="fad", rho=2.0))
         'fp32'
     """
+    spec = optimizer_spec(optimizer.name)
+    if device.type == "cpu" and precision in ("fp16", "tf32"):
+        raise UserError(f"precision={precision} needs a GPU: on a CPU, use auto, fp32 or bf16")
+    if spec.needs_graph and precision == "fp16":
+        raise UserError(
+            "precision=fp16 does not suit an optimizer that differentiates twice (adahessian, "
+            "gam-exact): its scaled gradients would be squared. Use fp32, tf32 or bf16."
+        )
     if precision != "auto":
         return precision
-    if device.type != "cuda" or needs_graph or optimizer.options.get("adaptive"):
+    if device.type != "cuda" or spec.needs_graph or optimizer.options.get("adaptive"):
         return "fp32"
-    spec = optimizer_spec(optimizer.name)
     if spec.passes > 1 and not spec.radii:
         return "fp32"
     options = {**spec.defaults(), **optimizer.options}
@@ -74,17 +81,6 @@ def _fidelity(precision: str, rho: float, order: int) -> float:
     if not below or not above:
         return 0.0
     return min(MEASURED[r][precision][order] for r in (max(below), min(above)))
-
-
-def check(precision: str, device: torch.device, needs_graph: bool) -> None:
-    """Refuses what cannot work, before anything starts."""
-    if device.type == "cpu" and precision in ("fp16", "tf32"):
-        raise UserError(f"precision={precision} needs a GPU: on a CPU, use auto, fp32 or bf16")
-    if needs_graph and precision == "fp16":
-        raise UserError(
-            "precision=fp16 does not suit an optimizer that differentiates twice (adahessian, "
-            "gam-exact): its scaled gradients would be squared. Use fp32, tf32 or bf16."
-        )
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:

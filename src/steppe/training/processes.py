@@ -17,13 +17,7 @@ from steppe.errors import UserError
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among the others.
-
-    Attributes:
-        device: what this process computes on.
-        rank: its number; process 0 writes the files and talks.
-        world: how many there are.
-    """
+    """This process among the others; process 0 writes the files and talks."""
 
     device: torch.device
     rank: int = 0
@@ -57,9 +51,7 @@ class Processes:
 def join(device: str) -> Iterator[Processes]:
     """Joins the processes that torchrun started; alone otherwise.
 
-    Args:
-        device: ``auto``, ``cpu``, ``cuda`` or a device such as ``cuda:1``. With several processes,
-            each takes the GPU of its local rank.
+    With several processes, each takes the GPU of its local rank.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:

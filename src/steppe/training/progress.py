@@ -14,46 +14,33 @@ if TYPE_CHECKING:
     from .evaluation import EnsembleScores, Scores
 
 
-class Remaining:
-    """The time that is left: steps and evaluations cost what the last ones did.
-
-    Examples:
-        >>> remaining = Remaining(steps=101, records=3)
-        >>> remaining.note({"step": 0, "seconds_per_step": 2.0, "evaluation_seconds": 10.0})
-        >>> remaining.text(done=1)
-        '0:03:40 left'
-    """
-
-    def __init__(self, steps: int, records: int) -> None:
-        self._steps, self._records = steps, records
-        self._step = self._evaluation = 0.0
-
-    def note(self, record: Mapping[str, Any]) -> None:
-        self._records -= 1
-        self._step, self._evaluation = record["seconds_per_step"], record["evaluation_seconds"]
-
-    def text(self, done: int) -> str:
-        """The time left after so many steps; not known before the first record."""
-        if not self._step:
-            return "? left"
-        left = self._step * (self._steps - done) + self._evaluation * self._records
-        return f"{timedelta(seconds=round(left))} left"
-
-
 class Display:
     """Where a run's progress goes: a bar on a terminal, lines elsewhere, a line for each record.
 
+    The time that is left supposes that steps and evaluations cost what the last ones did.
+
     Args:
         console: where it is shown; None: nowhere.
+
+    Examples:
+        >>> import sys
+        >>> display = Display(Console(file=sys.stdout, width=80))
+        >>> display.start("digits", done=0, steps=101, records=3)
+        digits: 101 steps
+        >>> display.step(1)
+        >>> scores = {"step": 0, "loss": {}, "domains": {}}
+        >>> display.record({**scores, "seconds_per_step": 2.0, "evaluation_seconds": 10.0})
+        step     0  0:03:40 left
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console
-        self._done = 0
+        self._done = self._steps = self._records = 0
+        self._step = self._evaluation = 0.0
 
     def start(self, title: str, done: int, steps: int, records: int) -> None:
         """The run begins, or goes on after `done` steps; so many records are still to be made."""
-        self._done, self._remaining = done, Remaining(steps, records)
+        self._done, self._steps, self._records = done, steps, records
         self._meter = Meter(title, steps, console=self._console, done=done)
         self._meter.__enter__()
         if self._console is not None and not self._console.is_terminal:
@@ -61,18 +48,25 @@ class Display:
 
     def step(self, done: int) -> None:
         self._done = done
-        self._meter.update(done, note=self._remaining.text(done))
+        self._meter.update(done, note=self._left())
 
     def evaluating(self, images: int, total: int) -> None:
         self._meter.update(self._done, note=f"evaluating {images:,} of {total:,} images")
 
     def record(self, record: Mapping[str, Any]) -> None:
-        self._remaining.note(record)
-        self._meter.say(f"{summary(record)}  {self._remaining.text(self._done)}")
+        self._records -= 1
+        self._step, self._evaluation = record["seconds_per_step"], record["evaluation_seconds"]
+        self._meter.say(f"{summary(record)}  {self._left()}")
 
     def stop(self) -> None:
         """The run is over, in whatever way."""
         self._meter.__exit__(None, None, None)
+
+    def _left(self) -> str:
+        if not self._step:  # before the first record
+            return "? left"
+        left = self._step * (self._steps - self._done) + self._evaluation * self._records
+        return f"{timedelta(seconds=round(left))} left"
 
 
 def weights(which: str, scores: Iterable[Scores]) -> str:
@@ -90,36 +84,26 @@ def weights(which: str, scores: Iterable[Scores]) -> str:
 
 def score_table(scores: Mapping[str, Scores], title: str) -> Table:
     """Scores by domain, accuracies in percent."""
-    return _score_table(("domain",), [((domain,), s) for domain, s in scores.items()], title)
+    rows = [(domain, *_cells(s)) for domain, s in scores.items()]
+    return table(("domain", *_HEADINGS), rows, title=title)
 
 
 def ensemble_table(scores: Mapping[str, EnsembleScores], runs: Sequence[str], title: str) -> Table:
     """Scores of an ensemble by domain, below those of its members."""
     rows = [
-        ((domain, name), s)
-        for domain, of_domain in scores.items()
-        for name, s in zip(
-            (*runs, "ensemble"), (*of_domain.members, of_domain.ensemble), strict=True
-        )
+        (domain, name, *_cells(s))
+        for domain, found in scores.items()
+        for name, s in zip((*runs, "ensemble"), (*found.members, found.ensemble), strict=True)
     ]
-    return _score_table(("domain", "run"), rows, title)
+    return table(("domain", "run", *_HEADINGS), rows, title=title, labels=2)
 
 
-def _score_table(
-    labels: Sequence[str], rows: Sequence[tuple[Sequence[str], Scores]], title: str
-) -> Table:
-    headings = (*labels, "images", "accuracy", "cross-entropy", "calibration error")
-    cells = [
-        (
-            *of_row,
-            s.images,
-            f"{100 * s.accuracy:.1f}",
-            f"{s.cross_entropy:.3f}",
-            f"{100 * s.calibration_error:.1f}",
-        )
-        for of_row, s in rows
-    ]
-    return table(headings, cells, title=title, labels=len(labels))
+_HEADINGS = ("images", "accuracy", "cross-entropy", "calibration error")
+
+
+def _cells(s: Scores) -> tuple[object, ...]:
+    accuracy, calibration = (f"{100 * v:.1f}" for v in (s.accuracy, s.calibration_error))
+    return s.images, accuracy, f"{s.cross_entropy:.3f}", calibration
 
 
 def summary(record: Mapping[str, Any]) -> str:

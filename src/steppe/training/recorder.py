@@ -1,4 +1,4 @@
-"""The records of a run: made, appended to its file, shown, and sent to its trackers."""
+"""The records of a run: appended to its file, shown, and sent to its trackers."""
 
 from __future__ import annotations
 
@@ -6,37 +6,26 @@ import logging
 import math
 import resource
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from steppe.errors import RunError
 from steppe.validation import first_best
 
-from . import checkpoint
 from .config import RunConfig
 from .directory import RunDirectory, validation_accuracy
 from .loggers import Trackers, flatten, open_loggers
 from .processes import Processes
 from .progress import Display, summary
-from .scoring import worst
 
 log = logging.getLogger("steppe")
 
 
 class Recorder:
-    """Keeps the records of a run, and which of them validates best.
-
-    Args:
-        config: the run.
-        run: its folder, which the first process writes.
-        processes: this process among the others.
-        display: shows every record.
-    """
+    """Keeps the records of a run, and which of them validates best."""
 
     def __init__(
         self, config: RunConfig, run: RunDirectory, processes: Processes, display: Display
@@ -46,7 +35,6 @@ class Recorder:
         self.best: tuple[float, int] | None = None
         """The best validation accuracy so far, and its step."""
         self._trackers = Trackers()
-        self._clock, self._clocked = 0.0, 0  # when the last record was made, and after how many
 
     @contextmanager
     def recording(self, resumed: bool) -> Iterator[None]:
@@ -62,39 +50,6 @@ class Recorder:
             state = "done"
         finally:
             self._trackers.close(state)
-
-    def start_clock(self, done: int) -> None:
-        """The next steps are timed from here."""
-        self._clock, self._clocked = time.perf_counter(), done
-
-    def time(self, done: int) -> tuple[float, float]:
-        """When this evaluation began, and the seconds of each step before it."""
-        now = time.perf_counter()
-        return now, (now - self._clock) / max(done - self._clocked, 1)
-
-    def make(
-        self,
-        step: int,
-        timing: tuple[float, float],
-        *,
-        smallest: int,
-        losses: Mapping[str, float],
-        domains: dict[str, Any],
-        averaged: bool,
-    ) -> dict[str, Any]:
-        """A record as the file has it; `smallest` is the number of images that make an epoch."""
-        began, seconds = timing
-        return {
-            "step": step,
-            "epoch": step * self._config.batch_size / smallest,
-            "loss": losses,
-            "domains": domains,
-            "worst_accuracy": worst(domains),
-            "averaged": averaged,
-            "seconds_per_step": seconds,
-            "evaluation_seconds": time.perf_counter() - began,
-            "memory_gb": _peak_memory(self._processes.device),
-        }
 
     def not_finite(self, record: Mapping[str, Any]) -> str | None:
         """What of a record became NaN or infinite, if anything.
@@ -115,21 +70,16 @@ class Recorder:
             return what
         raise RunError(f"{what}, on the held-out domain alone: that cannot be recorded")
 
-    def add(self, record: Mapping[str, Any], candidate: bool) -> bool:
-        """Appends a record; says whether it validates best, among those that are candidates."""
-        value = validation_accuracy(record) if candidate else None
-        so_far = None if self.best is None else self.best[0]
-        better = value is not None and first_best([so_far, value]) == 1
-        if value is not None and better:
-            self.best = (value, record["step"])
+    def add(self, record: Mapping[str, Any], candidate: bool) -> float | None:
+        """Appends a record; gives its validation accuracy if it is the best of the candidates."""
         if self._processes.first:
             self._dir.append(record)
-        return better
-
-    def keep_best(self, weights: Mapping[str, Tensor]) -> None:
-        assert self.best is not None
-        value, step = self.best
-        checkpoint.save_best(self._dir.checkpoints, step, weights, value)
+        value = validation_accuracy(record) if candidate else None
+        so_far = None if self.best is None else self.best[0]
+        if value is None or first_best([so_far, value]) == 0:
+            return None
+        self.best = (value, record["step"])
+        return value
 
     def tell(self, record: Mapping[str, Any]) -> None:
         """Shows a record, and sends it to the trackers."""
@@ -155,7 +105,7 @@ def records_due(first: int, steps: int, every: int) -> int:
     return regular + ((steps - 1) % every > 0)
 
 
-def _peak_memory(device: torch.device) -> float:
+def peak_memory(device: torch.device) -> float:
     """Gigabytes: of the GPU where there is one, of the process otherwise."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30

@@ -22,7 +22,6 @@ from .directory import RunDirectory
 from .interrupts import Interrupts
 from .processes import Processes, join
 from .progress import Display
-from .setup import resolved_precision
 from .trainer import Trainer
 
 log = logging.getLogger("steppe")
@@ -59,7 +58,7 @@ def train(
     run = RunDirectory(Path(out))
     with ExitStack() as stack:
         processes = stack.enter_context(join(config.device))
-        number_format = resolved_precision(config, processes.device)
+        number_format = precision.resolve(config.precision, processes.device, config.optimizer)
         stack.enter_context(precision.settings(number_format, config.deterministic))
         if processes.first:
             stack.enter_context(_lock(run))

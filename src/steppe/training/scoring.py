@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from steppe.domains.store import Store
 from steppe.errors import Interrupted
 
 from .config import RunConfig
-from .evaluation import BATCH, Scores, evaluate
+from .evaluation import Scores, evaluate
 from .interrupts import Interrupts
 from .processes import Processes
 from .progress import Display
@@ -26,14 +26,9 @@ VALIDATION = "val"
 
 @dataclass
 class Watch:
-    """Shows how far an evaluation is, and stops it when the run is interrupted.
+    """Shows how far an evaluation of `total` images is, and stops it when the run is interrupted.
 
-    Attributes:
-        total: images to see, in all processes.
-        world: how many processes there are; each sees its share.
-        display: where it is shown.
-        interrupts: what may stop it. Several processes agree on that between steps, not here.
-        seen: images seen so far.
+    Several processes, which each see their share, agree on that between steps, not here.
     """
 
     total: int
@@ -56,16 +51,12 @@ class Watch:
 
 
 class Scoring:
-    """Scores of the parts of every domain in use.
+    """Scores of the parts of every domain in use; each process evaluates its share.
 
     Args:
-        config: the run.
-        splits: its domains.
-        processes: this process among the others; each evaluates its share.
-        store: where images come from.
         predict: maps images, as they were read, to logits.
         watch: makes the watch over an evaluation of so many images.
-        batch_size: images that are predicted together.
+        batch: images that are predicted together.
     """
 
     def __init__(
@@ -77,12 +68,12 @@ class Scoring:
         predict: Callable[[Tensor], Tensor],
         *,
         watch: Callable[[int], Watch],
-        batch_size: int = BATCH,
+        batch: int,
     ) -> None:
         self._config, self._splits, self._processes = config, splits, processes
         self._store, self._predict, self._watch = store, predict, watch
-        self._batch_size = batch_size
-        self._known: dict[str, Scores] = {}
+        self._batch_size = batch
+        self._known: dict[tuple[str, str], Scores] = {}
         self._known_after = -1
 
     @property
@@ -92,20 +83,8 @@ class Scoring:
     def everything(self, done: int, averaged: bool) -> dict[str, Any]:
         """The scores of every part after so many updates, as records have them."""
         known = {} if averaged or self._known_after != done else self._known
-        chosen = [
-            (split, part)
-            for split in self._splits
-            for part, images in split.parts.items()
-            if len(images)
-        ]
-        watch = self._watch_over(chosen)
         scores: dict[str, Any] = {split.domain.name: {} for split in self._splits}
-        for split, part in chosen:
-            name = split.domain.name
-            if part == VALIDATION and name in known:
-                found = known[name]
-            else:
-                found = self._score(split, part, done, watch)
+        for (name, part), found in self._score_all(done, known).items():
             scores[name][part] = found.to_json()
         return scores
 
@@ -114,18 +93,24 @@ class Scoring:
 
         Remembered, in case everything is evaluated after the same update.
         """
-        chosen = [
-            (split, VALIDATION) for split in self._splits if len(split.parts.get(VALIDATION, ()))
-        ]
-        watch = self._watch_over(chosen)
-        self._known = {
-            split.domain.name: self._score(split, part, done, watch) for split, part in chosen
-        }
-        self._known_after = done
+        self._known, self._known_after = self._score_all(done, {}, VALIDATION), done
         return sum(s.cross_entropy for s in self._known.values()) / len(self._known)
 
-    def _watch_over(self, chosen: Sequence[tuple[Split, str]]) -> Watch:
-        return self._watch(sum(len(split.parts[part]) for split, part in chosen))
+    def _score_all(
+        self, done: int, known: Mapping[tuple[str, str], Scores], only: str | None = None
+    ) -> dict[tuple[str, str], Scores]:
+        """The scores of every part of every domain that has images, or of one part."""
+        chosen = {
+            (split.domain.name, part): (split, part)
+            for split in self._splits
+            for part, images in split.parts.items()
+            if len(images) and only in (None, part)
+        }
+        watch = self._watch(sum(len(split.parts[part]) for split, part in chosen.values()))
+        return {
+            name: known.get(name) or self._score(*which, done, watch)
+            for name, which in chosen.items()
+        }
 
     def _score(self, split: Split, part: str, done: int, watch: Watch) -> Scores:
         config, rank, world = self._config, self._processes.rank, self._processes.world

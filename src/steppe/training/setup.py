@@ -16,7 +16,6 @@ from steppe.domains import Dataset, Split, data_folder, load, split_dataset
 from steppe.errors import UserError
 from steppe.optim import build_optimizer, optimizer_spec
 
-from . import precision
 from .backbones import build_network
 from .config import Named, RunConfig
 from .execution import Gears, choose_gears
@@ -96,14 +95,6 @@ def optimizer(
     return build_optimizer(chosen.name, groups, model=model, **options)
 
 
-def resolved_precision(config: RunConfig, device: torch.device) -> str:
-    """The precision of a run, once its device is known; refuses what cannot work."""
-    needs_graph = optimizer_spec(config.optimizer.name).needs_graph
-    chosen = precision.resolve(config.precision, device, config.optimizer, needs_graph)
-    precision.check(chosen, device, needs_graph)
-    return chosen
-
-
 def describe(config: RunConfig, n_sources: int, resolved: Mapping[str, str]) -> str:
     """The settings of a run in one line, with everything that was left to be chosen.
 
@@ -130,17 +121,18 @@ def _spelled(axis: Named) -> str:
     return f"{axis.name} ({options})" if options else axis.name
 
 
-def check_processes(config: RunConfig, processes: Processes) -> None:
+def part_size(config: RunConfig, processes: Processes) -> int:
+    """How many images of a domain a process sees at once.
+
+    Raises:
+        UserError: the optimizer does not work in several processes, or the batch cannot be cut so.
+    """
     name = config.optimizer.name
     if processes.world > 1 and optimizer_spec(name).needs_graph:
         raise UserError(
             f"{name} differentiates its gradient, which cannot be done once several processes have "
             "averaged it: use one process, or another optimizer"
         )
-
-
-def part_size(config: RunConfig, processes: Processes) -> int:
-    """How many images of a domain a process sees at once; refuses a batch that cannot be cut so."""
     share = config.batch_size // processes.world
     if share % config.accumulate:
         raise UserError(
@@ -152,12 +144,11 @@ def part_size(config: RunConfig, processes: Processes) -> int:
 
 
 def gears(config: RunConfig, processes: Processes) -> Gears:
-    needs_graph = optimizer_spec(config.optimizer.name).needs_graph
     return choose_gears(
         config.engine,
         processes.device,
         config.image_size,
-        needs_graph=needs_graph,
+        needs_graph=optimizer_spec(config.optimizer.name).needs_graph,
         world=processes.world,
         differentiates=algorithm_spec(config.algorithm.name).cls.differentiates,
     )

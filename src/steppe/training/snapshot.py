@@ -69,13 +69,8 @@ def restore(trainer: Trainer) -> None:
         trainer.scaler.load_state_dict(state["scaler"])
     before = state.get("precision", trainer.precision)
     if before != trainer.precision and processes.first:
-        log.warning(
-            "%s was trained in %s so far and goes on in %s, which precision=auto is on %s",
-            trainer.dir.path,
-            before,
-            trainer.precision,
-            trainer.device,
-        )
+        said = "%s was trained in %s so far and goes on in %s, which precision=auto is on %s"
+        log.warning(said, trainer.dir.path, before, trainer.precision, trainer.device)
     losses = state["losses"]
     if found.format > 1:  # before, there was no averaging, and the first process's losses
         trainer.averaging.load_state_dict(state["averaging"])

@@ -29,8 +29,8 @@ from .interrupts import Interrupts
 from .means import Means
 from .processes import Processes
 from .progress import Display
-from .recorder import Recorder, records_due
-from .scoring import Scoring, Watch
+from .recorder import Recorder, peak_memory, records_due
+from .scoring import Scoring, Watch, worst
 from .update import Passes, cut, forget, mean_state, share_statistics
 
 log = logging.getLogger("steppe")
@@ -48,12 +48,7 @@ STATISTICS_STEPS = 500
 class Trainer:
     """The state of a run, and what is done to it.
 
-    Args:
-        config: the run.
-        run: its folder.
-        processes: this process among the others.
-        number_format: its precision, as `setup.resolved_precision` gives it.
-        display: where progress goes (default: nowhere).
+    Its `number_format` is what `precision.resolve` gives; progress goes nowhere by default.
     """
 
     def __init__(
@@ -68,14 +63,13 @@ class Trainer:
         self.display = display if display is not None and processes.first else Display()
         self.device, self.precision = processes.device, number_format
         self.interrupts = Interrupts()
-        setup.check_processes(config, processes)
+        part = setup.part_size(config, processes)
         self.dataset, self.splits = setup.open_data(config)
         sources = tuple(split for split in self.splits if split.source)
         view = View(config.image_size, config.augment)
         self.sampling = Sampling(
             sources, config.batch_size, view, config.seed, processes.rank, processes.world
         )
-        part = setup.part_size(config, processes)
         gears = setup.gears(config, processes)
         self.store = open_store(
             config.data,
@@ -117,7 +111,7 @@ class Trainer:
             self.store,
             self._predict,
             watch=self._watch,
-            batch_size=batch,
+            batch=batch,
         )
         if self.averaging.follows_loss and not self.scoring.validates:
             raise UserError(
@@ -191,17 +185,13 @@ class Trainer:
         }
         self.dir.note(resolved)
         log.info(setup.describe(self.config, len(self.sampling.sources), resolved))
-        log.debug(
-            "steppe %s; split %s, validation %s",
-            __version__,
-            self.config.split,
-            "augmented" if self.config.augment_validation else "not augmented",
-        )
+        how = "augmented" if self.config.augment_validation else "not augmented"
+        log.debug("steppe %s; split %s, validation %s", __version__, self.config.split, how)
 
     def _train(self) -> None:
         if self.interrupts.number is not None and self.processes.world == 1:
             raise Interrupted(self.interrupts.number)  # during the set-up: nothing is new
-        self.recorder.start_clock(self.done)
+        self._start_clock()
         self._settle()
         if self.averaging.finished:
             return
@@ -218,6 +208,10 @@ class Trainer:
             if self.averaging.finished:
                 log.info("the average is complete after step %d: training ends here", step)
                 return
+
+    def _start_clock(self) -> None:
+        """The next steps are timed from here."""
+        self._clock, self._clocked = time.perf_counter(), self.done
 
     @property
     def _last(self) -> bool:
@@ -312,33 +306,38 @@ class Trainer:
         """Evaluates, appends the record and saves the state."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # updates that are under way are no evaluation
-        timing = self.recorder.time(self.done)
+        began = time.perf_counter()
+        seconds = (began - self._clock) / max(self.done - self._clocked, 1)
         if self._last:
             self._finish_average()
         averaged = self.averaging.serving
         with self._evaluation_mode(), self.averaging.applied():
             domains = self.scoring.everything(self.done, averaged)
-        means = self.losses.take(lambda sums: self.processes.sum(sums) / self.processes.world)
         smallest = min(len(split.larger) for split in self.splits)
-        record = self.recorder.make(
-            self.done - 1,
-            timing,
-            smallest=smallest,
-            losses=means,
-            domains=domains,
-            averaged=averaged,
-        )
+        record = {
+            "step": self.done - 1,
+            "epoch": (self.done - 1) * self.config.batch_size / smallest,
+            "loss": self.losses.take(lambda sums: self.processes.sum(sums) / self.processes.world),
+            "domains": domains,
+            "worst_accuracy": worst(domains),
+            "averaged": averaged,
+            "seconds_per_step": seconds,
+            "evaluation_seconds": time.perf_counter() - began,
+            "memory_gb": peak_memory(self.device),
+        }
         if (wrong := self.recorder.not_finite(record)) is not None:
             self._diverged(wrong)
         self.recorded = True
         # An average that is only made at the end is what the run is for, whatever came before it.
         candidate = averaged or not self.averaging.follows_loss
-        if self.recorder.add(record, candidate) and self.processes.first:
+        best = self.recorder.add(record, candidate)
+        if best is not None and self.processes.first:
             with self.averaging.applied():
-                self.recorder.keep_best(self.algorithm.state_dict())
+                weights = self.algorithm.state_dict()
+                checkpoint.save_best(self.dir.checkpoints, self.done - 1, weights, best)
         snapshot.save(self)
         self.recorder.tell(record)
-        self.recorder.start_clock(self.done)
+        self._start_clock()
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:

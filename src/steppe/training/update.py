@@ -35,11 +35,6 @@ class Passes:
     `prepared` is what the algorithm's `prepare` made of each part of the batch, `objective` which
     of its losses is meant. Losses that are returned are those of the weights before the update, one
     for each part.
-
-    Attributes:
-        module: the algorithm, or what wraps it for several processes.
-        autocast: makes the context of forward passes.
-        scaler: for fp16.
     """
 
     module: nn.Module
@@ -92,6 +87,7 @@ class Passes:
     ) -> Callable[[], Tensor]:
         """One pass, as a function; the first call's losses are put into `firsts`."""
         module, needs_graph = self.module, getattr(optimizer, "needs_graph", False)
+        shared = module if isinstance(module, DistributedDataParallel) else None
         share = 1 / len(prepared)
 
         def closure() -> Tensor:
@@ -99,7 +95,8 @@ class Passes:
             losses_at_point = []
             for i, part in enumerate(prepared):
                 # Gradients are summed over processes once, with the last part's.
-                with nullcontext() if i + 1 == len(prepared) else _no_sync(module):
+                last = i + 1 == len(prepared)
+                with nullcontext() if last or shared is None else shared.no_sync():
                     with self.autocast(), _twice(module) if needs_graph else nullcontext():
                         aux = firsts[i].aux if again else None
                         losses: Losses = module(part, objective=objective, first=aux)
@@ -148,9 +145,7 @@ def take_up(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def mean_state(firsts: Sequence[Mapping[str, Losses]], processes: Processes) -> dict[str, Losses]:
     """What `commit` gets: the first part's losses, with the mean state of all parts and processes.
 
-    Args:
-        firsts: for each part of the batch, the losses of every objective.
-        processes: this process among the others.
+    `firsts` has the losses of every objective, for each part of the batch.
     """
 
     def mean(values: Sequence[Tensor]) -> Tensor:
@@ -172,8 +167,7 @@ def share_statistics(algorithm: nn.Module, processes: Processes) -> None:
     """Gives all processes the mean of their batch-norm statistics: a run has one network."""
     if processes.world == 1:
         return
-    norms = unfrozen(algorithm)
-    found = [t for norm in norms for t in (norm.running_mean, norm.running_var)]
+    found = (t for norm in unfrozen(algorithm) for t in (norm.running_mean, norm.running_var))
     shared = [t for t in found if t is not None]
     if shared:
         flat = torch.cat([t.flatten() for t in shared]) / processes.world
@@ -210,14 +204,7 @@ def _twice(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _no_sync(module: nn.Module) -> AbstractContextManager[object]:
-    return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
-
-
 def _detached(losses: Losses) -> Losses:
-    return Losses(
-        losses.total.detach(),
-        {name: value.detach() for name, value in losses.parts.items()},
-        {name: value.detach() for name, value in losses.aux.items()},
-        {name: value.detach() for name, value in losses.state.items()},
-    )
+    kept = (losses.parts, losses.aux, losses.state)
+    parts, aux, state = ({name: value.detach() for name, value in d.items()} for d in kept)
+    return Losses(losses.total.detach(), parts, aux, state)
