@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from steppe.algorithms import Algorithm
 from steppe.domains import Domain, Images, dataset_names, import_plugins, load
 from steppe.domains.augment import resize
-from steppe.domains.batches import Batch, View, evaluation_batches
+from steppe.domains.batches import Batch, View
 from steppe.domains.dataset import Pixels
 from steppe.domains.folder import read_domain, read_folder, subfolders
+from steppe.domains.store import Host
 from steppe.durable import replace as replace_file
 from steppe.errors import RunError, UserError
 
@@ -278,7 +279,7 @@ def _whole_domains(
         seen = _in_channels(domain, model.channels)
         # Files come class by class, and some algorithms look at a batch as a whole.
         shuffled = np.random.default_rng(0).permutation(len(seen))
-        yield domain, evaluation_batches(seen, shuffled, view, batch_size=BATCH)
+        yield domain, Host(torch.device("cpu")).evaluation(seen, shuffled, view, BATCH)
 
 
 def _find(

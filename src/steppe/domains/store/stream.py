@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,21 +30,14 @@ class Stream(OnDevice):
 
     def made(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
         pin = self._device.type == "cuda"
-        for raw in read_ahead(Reading(plan, _read), numbers, self.workers, pin):
-            stack = Stack(*map(self.moved, raw.stack))
+        for pixels, todo in read_ahead(Reading(plan, _read), numbers, self.workers, pin):
+            stack = Stack(*map(self.moved, pixels))
             mark_dynamic(stack)  # of another length in every batch
-            yield self.transformed(stack, Work(*map(self.moved, raw.work)), plan.view)
+            yield self.transformed(stack, Work(*map(self.moved, todo)), plan.view)
 
 
-class _Read(NamedTuple):
-    """Pixels of images as they were read, and what is to become of them."""
-
-    stack: Stack
-    work: Work
-
-
-def _read(drawn: Sequence[Drawn]) -> _Read:
-    """The pixels of images of several domains, one after another."""
+def _read(drawn: Sequence[Drawn]) -> tuple[Stack, Work]:
+    """The pixels of images of several domains, one after another, and what becomes of them."""
     stacks = [stacked(domain.images, chosen) for domain, chosen, _ in drawn]
     begins = np.cumsum([0, *(len(stack.pixels) for stack in stacks)]).tolist()
     offsets = [stack.offsets + begin for stack, begin in zip(stacks, begins, strict=False)]
@@ -54,7 +46,5 @@ def _read(drawn: Sequence[Drawn]) -> _Read:
     )
     pixels = torch.cat([stack.pixels for stack in stacks])
     positions = np.arange(len(heights))
-    return _Read(
-        Stack(pixels, torch.cat(offsets), heights, widths, stacks[0].channels),
-        work(drawn, positions, heights.numpy(), widths.numpy()),
-    )
+    stack = Stack(pixels, torch.cat(offsets), heights, widths, stacks[0].channels)
+    return stack, work(drawn, positions, heights.numpy(), widths.numpy())
