@@ -238,7 +238,7 @@ class _Check:
 
     def check_pack(self, console: Console | None) -> None:
         spec = self.spec
-        if spec.folder is None or (path := pack.present(spec, self.home)) is None:
+        if (path := pack.present(spec, self.home)) is None:
             return
         files = [domain for domain, _ in self._files()]
         problems = pack.verify(path, (self.classes, files) if files else None, console)
