@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from steppe.domains import device
+from steppe.domains.augment import crop_boxes
 from steppe.domains.batches import Batch, Drawn, Plan, Reading, View, read_ahead
 from steppe.domains.dataset import Arrays, Domain, Images, Indices
 from steppe.domains.device import Stack, stacked
@@ -195,7 +196,7 @@ def _work(drawn: Sequence[Drawn], positions: Indices, heights: Indices, widths: 
     if not found:
         return _Work(where, classes, None, None, sizes)
     draws = np.concatenate(found)
-    boxes = device.crop_boxes(heights, widths, draws)
+    boxes = crop_boxes(heights, widths, draws)
     return _Work(where, classes, torch.from_numpy(draws), torch.from_numpy(boxes), sizes)
 
 
