@@ -44,24 +44,22 @@ def make(
 ) -> Path:
     """Decodes every image of a dataset into a pack, and returns the pack's folder.
 
-    The pack appears whole or not at all, and an unreadable image means not at all: all such images
-    are named in one error.
-
-    Args:
-        dataset: the dataset, opened from its files (``load(..., packed=False)``).
-        home: the data folder.
-        size: images whose shorter side is longer are made smaller, to this length.
-        force: replace a pack that is there.
-        jobs: processes that decode (default: one per core).
-        console: where to show progress (default: nowhere).
+    The dataset is one opened from its files (``load(..., packed=False)``); images whose shorter
+    side is longer than `size` are made smaller. The pack appears whole or not at all, and an
+    unreadable image means not at all: all such images are named in one error.
     """
     path = pack.location(dataset.spec, home)
     if size < 1:
         raise UserError(f"the size of a pack is a length in pixels, not {size}")
     if pack.present(dataset.spec, home) and not force:
         raise UserError(f"there is a pack in {path} already: replace it with --force")
-    files = [_files(domain) for domain in dataset.domains]
-    paths = [f"{file.root}/{name}" for file in files for name in file.names]
+    paths = []
+    for domain in dataset.domains:
+        if not isinstance(images := domain.images, Files):
+            raise UserError(
+                f"domain {domain.name!r} is not kept as image files: only those can be packed"
+            )
+        paths += [f"{images.root}/{name}" for name in images.names]
     unreadable: list[str] = []
     title, load = f"packing {dataset.spec.name}", partial(_load, size=size)
     mapped = map_files(load, paths, title=title, jobs=jobs, console=console)
@@ -123,14 +121,6 @@ def _shrink(pixels: Pixels, size: int) -> Pixels:
     return np.asarray(Image.fromarray(pixels).resize(target, Image.Resampling.BILINEAR))
 
 
-def _files(domain: Domain) -> Files:
-    if not isinstance(domain.images, Files):
-        raise UserError(
-            f"domain {domain.name!r} is not kept as image files: only those can be packed"
-        )
-    return domain.images
-
-
 def _write_domain(
     folder: Path, domain: Domain, loaded: Iterable[_Loaded | str], unreadable: list[str]
 ) -> PackedDomain:
@@ -151,7 +141,8 @@ def _write_domain(
             yield image.pixels
 
     shards = _write_shards(folder, stem, images())
-    listed = {"names": list(_files(domain).names), "subsets": pack.plain_subsets(domain.subsets)}
+    names = [domain.images.name(index) for index in range(len(domain))]
+    listed = {"names": names, "subsets": pack.plain_subsets(domain.subsets)}
     with durable(folder / f"{stem}.npy") as out:
         np.save(out, rows, allow_pickle=False)
     return PackedDomain(
