@@ -58,9 +58,10 @@ def google_drive(identifier: str, key: str = "") -> str:
     return f"{base}?id={identifier}&export=download&confirm=t" + (key and f"&resourcekey={key}")
 
 
-def same_file(file: str, checksum: str, *bases: str) -> Download:
-    """A file that several servers have under the same name."""
-    return Download(file, tuple(Mirror(base + file, checksum) for base in bases))
+def same_file(file: str, checksum: str, *places: str) -> Download:
+    """A file that several servers have, where a place ends in a slash under the same name."""
+    urls = (place + file if place.endswith("/") else place for place in places)
+    return Download(file, tuple(Mirror(url, checksum) for url in urls))
 
 
 @dataclass(frozen=True)
