@@ -33,11 +33,11 @@ from harness import (
 from images import name_of, packed_images
 
 from steppe.domains import Dataset, Split, load
-from steppe.domains.batches import Sampling, View, evaluation_batches
+from steppe.domains.batches import Sampling, View
 from steppe.domains.dataset import Indices
 from steppe.domains.pack import Packed
 from steppe.domains.pool import cores
-from steppe.domains.store import SHARE, Store, open_store, size as store_size
+from steppe.domains.store import SHARE, Host, Store, open_store, size as store_size
 from steppe.errors import UserError
 from steppe.training.execution import choose_gears
 
@@ -229,7 +229,7 @@ def _evaluate(dataset: Dataset, sample: Sample) -> int:
     return sum(
         len(batch.labels)
         for domain, which in zip(dataset.domains, sample.chosen, strict=True)
-        for batch in evaluation_batches(domain, which, view, size)
+        for batch in Host(torch.device("cpu")).evaluation(domain, which, view, size)
     )
 
 

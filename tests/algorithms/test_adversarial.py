@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from steppe.algorithms import Algorithm, Prepared, build_algorithm
-from steppe.domains.batches import planned_batches
+from steppe.domains.store import Host
 from steppe.training import RunDirectory, make_config
 from steppe.training.processes import Processes
 from steppe.training.trainer import Trainer
@@ -262,7 +262,7 @@ def trained_featurizer(folder: Path, penalty: float) -> Tensor:
     trainer = Trainer(config, run, Processes(torch.device("cpu")), "fp32")
     sagnet: Any = trainer.algorithm
     style_before = sagnet.style.weight.clone()
-    for batches in planned_batches(trainer.sampling, range(config.steps)):
+    for batches in Host(torch.device("cpu")).batches(trainer.sampling, range(config.steps)):
         trainer.step(batches)
     assert not torch.equal(sagnet.style.weight, style_before)
     return torch.cat([p.detach().flatten() for p in sagnet.network.featurizer.parameters()])

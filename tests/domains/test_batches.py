@@ -23,13 +23,8 @@ from torch.utils.data._utils import signal_handling
 
 from steppe.domains import Arrays, Domain, Files, Split, UnreadableImage
 from steppe.domains.augment import DRAWS, augment, resize
-from steppe.domains.batches import (
-    Batch,
-    Sampling,
-    View,
-    evaluation_batches,
-    planned_batches,
-)
+from steppe.domains.batches import Batch, Plan, Sampling, View
+from steppe.domains.store import Host
 from steppe.errors import RunError, UserError
 from tests.limits import seconds
 
@@ -40,6 +35,14 @@ SIZE = 16
 PLAIN, AUGMENTED = View(SIZE, augment=False), View(SIZE, augment=True)
 UNLIKELY = 1e-3
 """A p-value below it fails a test; seeds are fixed."""
+
+
+def planned_batches(plan: Plan, numbers: range, workers: int = 0) -> Iterator[list[Batch]]:
+    return Host(torch.device("cpu"), workers).batches(plan, numbers)
+
+
+def evaluation_batches(*args: Any, workers: int = 0) -> Iterator[Batch]:
+    return Host(torch.device("cpu"), workers).evaluation(*args)
 
 
 def files(root: Path, name: str, n: int, seed: int) -> Domain:
@@ -108,7 +111,11 @@ def test_a_batch_depends_on_seed_domain_and_step_only(sampling, workers):
     for step, batches in enumerate(planned_batches(sampling, range(6), workers)):
         found.append(batches)
         domain = sampling.sources[0].domain
-        list(evaluation_batches(domain, np.arange(3), AUGMENTED, 2, (1, 2), workers % (step + 1)))
+        list(
+            evaluation_batches(
+                domain, np.arange(3), AUGMENTED, 2, (1, 2), workers=workers % (step + 1)
+            )
+        )
         random.seed(step), np.random.seed(step), torch.manual_seed(step)
     assert same(found, expected), "with evaluations and other people's seeds in between"
 
@@ -174,7 +181,7 @@ def test_loaders_leave_the_global_generators_alone(sampling, workers):
     domain = sampling.sources[1].domain
     with generators_untouched():
         list(planned_batches(sampling, range(3), workers))
-        list(evaluation_batches(domain, np.arange(9), AUGMENTED, 4, (0,), workers))
+        list(evaluation_batches(domain, np.arange(9), AUGMENTED, 4, (0,), workers=workers))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -190,7 +197,7 @@ def test_evaluation_goes_over_the_chosen_images_once_in_order(sources, workers):
     assert list(evaluation_batches(domain, chosen[:0], PLAIN, 2, workers=workers)) == []
 
     seen = [
-        list(evaluation_batches(domain, chosen, AUGMENTED, 2, seeds, workers))
+        list(evaluation_batches(domain, chosen, AUGMENTED, 2, seeds, workers=workers))
         for seeds in ((1, 0), (1, 0), (1, 1))
     ]
     assert same(seen[0], seen[1])

@@ -62,7 +62,7 @@ def augmented(
 ) -> Tensor:
     stack = device.stacked(images, np.arange(len(images)))
     heights, widths = stack.heights.numpy(), stack.widths.numpy()
-    boxes = device.crop_boxes(heights[chosen], widths[chosen], draws)
+    boxes = augment.crop_boxes(heights[chosen], widths[chosen], draws)
     reach = device.crop_reach(heights, widths, size)
     inputs = (torch.from_numpy(x).to(where) for x in (chosen, draws, boxes))
     return transform(stack.to(where), *inputs, size, reach).cpu()
@@ -101,7 +101,7 @@ def test_augment_at_the_size_of_networks():
     draws[12:, :20:2] = np.linspace(0.85, EDGE, 12)[:, None]
     draws[12:, 1:20:2] = np.linspace(0.45, 0.5, 12)[:, None]
     chosen = np.arange(24) % 2
-    boxes = device.crop_boxes(np.full(24, 227), np.full(24, 227), draws)
+    boxes = augment.crop_boxes(np.full(24, 227), np.full(24, 227), draws)
     down = device._goes_down_first(boxes[:, 2], boxes[:, 3], 224)
     assert 0 < down.sum() < 24
     found = augmented(images, chosen, draws, 224)
@@ -213,19 +213,6 @@ def test_what_is_asked_of_pillow_matters(name: str, monkeypatch: pytest.MonkeyPa
     assert (found.numpy() != expected(images, chosen, draws, SIZE * 3)).any()
 
 
-def test_crop_boxes_are_those_of_single_images():
-    rng = np.random.default_rng(0)
-    shapes = np.concatenate([np.array(SHAPES * 500), rng.integers(1, 700, (14_000, 2))])
-    draws = rows(len(shapes))
-    draws[::5] = rng.choice([0.0, EDGE, 0.5], draws[::5].shape)
-    found = device.crop_boxes(shapes[:, 0], shapes[:, 1], draws)
-    assert found.dtype == np.int64
-    single = [
-        augment.crop_box(*shape, row) for shape, row in zip(shapes.tolist(), draws, strict=True)
-    ]
-    np.testing.assert_array_equal(found, single)
-
-
 @given(height=st.integers(1, 900), width=st.integers(1, 900), size=st.integers(1, 300))
 def test_reach_covers_the_work_and_little_more(height, width, size):
     shape = (np.array([height]), np.array([width]))
@@ -242,7 +229,7 @@ def test_reach_covers_the_work_and_little_more(height, width, size):
     assert whole.rows == (width if device._goes_down_first(*shape, size) else height)
     # The tallest and the widest crop there can be, and that of the fallback.
     draws = np.tile(np.array([[EDGE] * 2, [EDGE, 0.0]]).repeat(10, axis=0).reshape(2, 20), (1, 2))
-    boxes = device.crop_boxes(*(np.repeat(side, 2) for side in shape), draws[:, : augment.DRAWS])
+    boxes = augment.crop_boxes(*(np.repeat(side, 2) for side in shape), draws[:, : augment.DRAWS])
     crop = device.crop_reach(*shape, size)
     assert boxes[:, 2].max() <= crop.rows <= height
     assert all(needed(length) <= crop.taps for length in boxes[:, 2:].ravel().tolist())
@@ -345,7 +332,7 @@ def test_crops_are_distributed_as_torchvisions(shape):
     theirs = [
         T.RandomResizedCrop.get_params(image, [0.7, 1.0], [3 / 4, 4 / 3]) for _ in range(2000)
     ]
-    ours = device.crop_boxes(*(np.full(2000, side) for side in shape), rows(2000))
+    ours = augment.crop_boxes(*(np.full(2000, side) for side in shape), rows(2000))
     for a, b in zip(ours.T, np.array(theirs).T, strict=True):
         assert close(a, b)
     (top, left, h, w), (top2, left2, h2, w2) = ours.T, np.array(theirs).T

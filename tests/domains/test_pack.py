@@ -440,10 +440,11 @@ def set_lists(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], No
     return damage
 
 
-def set_rows(column: str, value: int) -> Callable[[Path], None]:
+def set_rows(column: str | list[str], value: int) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         rows = np.load(path / "ink.npy")
-        rows[column][1] = value
+        for name in [column] if isinstance(column, str) else column:
+            rows[name][1] = value
         np.save(path / "ink.npy", rows)
         forge(path, lambda index: None)
 
@@ -514,6 +515,7 @@ ESCAPE = "is not the name of a file in the pack's folder"
         (set_rows("height", 0), "impossible shape"),
         (set_rows("width", -40), "impossible shape"),
         (set_rows("width", 2**31 - 1), "do not fill"),
+        (set_rows(["height", "width"], 2**31 - 1), "impossible shape"),
         (other_array, "ink.npy is not valid"),
         (giant_array, "holds other values"),
         (not_an_array, "ink.npy is not valid"),

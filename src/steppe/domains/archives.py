@@ -9,9 +9,8 @@ import shutil
 import stat
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 from typing import IO, cast
 
@@ -26,41 +25,21 @@ MEMBERS = 5_000_000
 """Members that no dataset's archive has."""
 _HEADER = 2**24
 """Bytes that no header of a tar has; they are read into memory in one piece."""
-_OURS = frozenset(
-    {
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EFBIG,
-        errno.EROFS,
-        errno.EACCES,
-        errno.EPERM,
-        errno.EIO,
-        errno.ENOENT,
-        errno.EMFILE,
-    }
-)
+_OURS = ["ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ENOENT", "EMFILE"]
 """Errors of this system. Any other means that an archive asks for what no system can do."""
 
 
 class UnsafeArchive(UserError):
     """An archive with a member that no dataset needs: outside the folder, a link, a device."""
 
+    def __init__(self, archive: Path, name: str, why: str) -> None:
+        super().__init__(
+            f"archive {archive} is not safe to unpack: its member {name!r} {why}. Delete it."
+        )
 
-@dataclass
-class _Room:
-    """The bytes that an archive may still expand to."""
 
-    archive: Path
-    folder: Path
-    left: int
-
-    def take(self, size: int) -> None:
-        if size > self.left:
-            raise UserError(
-                f"archive {self.archive} does not fit into the free space of {self.folder} when "
-                "unpacked. Make room there, or delete the archive if it should be smaller."
-            )
-        self.left -= size
+class _TooLarge(Exception):
+    """An archive expands to more than there is room for."""
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -71,30 +50,38 @@ def unpack(archive: Path, folder: Path) -> None:
     archive unsafe, and what was unpacked so far is the caller's to throw away. An archive that
     would fill the disk is refused before it does.
     """
-    read = next((read for suffix, read in _READERS if archive.name.endswith(suffix)), _read_plain)
     folder.mkdir(parents=True, exist_ok=True)
-    room = _Room(archive, folder, int(SHARE * shutil.disk_usage(folder).free))
+    room = int(SHARE * shutil.disk_usage(folder).free)
     try:
-        for number, (name, contents) in enumerate(read(archive, room)):
+        for number, (name, contents) in enumerate(_members(archive, room)):
             if number >= MEMBERS:
                 raise UserError(f"archive {archive} has more than {MEMBERS:,} members. Delete it.")
-            with contents if contents is not None else nullcontext():
-                path = _inside(archive, name)
-                if _is_junk(path):
-                    continue
-                target = folder / path
+            with contents or nullcontext():
+                path = PureWindowsPath(name)  # knows drives, and both kinds of slash
+                if path.anchor or ".." in path.parts or "\0" in name:
+                    raise UnsafeArchive(archive, name, "leaves the folder")
+                if "__MACOSX" in path.parts or path.name.startswith("._"):
+                    continue  # macOS put it there: ._dog.jpg would pass for an image
+                target = folder.joinpath(*path.parts)
                 if contents is None:
                     target.mkdir(parents=True, exist_ok=True)
                     continue
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with target.open("wb") as file:
                     while chunk := contents.read(1 << 20):
-                        room.take(len(chunk))
+                        room -= len(chunk)
+                        if room < 0:
+                            raise _TooLarge
                         file.write(chunk)
     except UserError:
         raise
+    except _TooLarge:
+        raise UserError(
+            f"archive {archive} does not fit into the free space of {folder} when unpacked. Make "
+            "room there, or delete the archive if it should be smaller."
+        ) from None
     except Exception as error:  # the readers raise anything when the bytes are wrong
-        if isinstance(error, OSError) and error.errno in _OURS:
+        if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in _OURS:
             raise
         raise UserError(
             f"archive {archive} is damaged: {reason(error)}. Delete it and run the same command "
@@ -111,39 +98,31 @@ def find_folder(root: Path, contents: Sequence[str]) -> Path | None:
     return None
 
 
-def _inside(archive: Path, name: str) -> Path:
-    """A member's path below the folder; an error if it would be elsewhere on any system."""
-    path = PureWindowsPath(name)  # knows drives, and both kinds of slash
-    if path.anchor or ".." in path.parts or "\0" in name:
-        raise _unsafe(archive, name, "leaves the folder")
-    return Path(*path.parts)
+def _members(archive: Path, room: int) -> Iterator[Member]:
+    if archive.name.endswith(".zip"):
+        yield from _read_zip(archive, room)
+    elif archive.name.endswith((".tar", ".tar.gz", ".tgz")):
+        yield from _read_tar(archive)
+    else:
+        with gzip.open(archive) if archive.suffix == ".gz" else archive.open("rb") as file:
+            yield archive.name.removesuffix(".gz"), cast(IO[bytes], file)
 
 
-def _is_junk(path: Path) -> bool:
-    """Whether macOS put a member there: ``._dog.jpg`` would pass for an image, and is none."""
-    return "__MACOSX" in path.parts or path.name.startswith("._")
-
-
-def _unsafe(archive: Path, name: str, why: str) -> UnsafeArchive:
-    return UnsafeArchive(
-        f"archive {archive} is not safe to unpack: its member {name!r} {why}. Delete it."
-    )
-
-
-def _read_zip(archive: Path, room: _Room) -> Iterator[Member]:
+def _read_zip(archive: Path, room: int) -> Iterator[Member]:
     with zipfile.ZipFile(archive) as file:
         # None expands to more than it announces, so that a bomb is seen before the first byte.
-        replace(room).take(sum(info.file_size for info in file.infolist()))
+        if sum(info.file_size for info in file.infolist()) > room:
+            raise _TooLarge
         for info in file.infolist():
             kind = stat.S_IFMT(info.external_attr >> 16)  # 0 where made on Windows
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
-                raise _unsafe(archive, info.filename, "is a link or a device")
+                raise UnsafeArchive(archive, info.filename, "is a link or a device")
             if info.flag_bits & 1:
                 raise zipfile.BadZipFile(f"{info.filename} is encrypted")
             yield info.filename, None if info.is_dir() else file.open(info)
 
 
-def _read_tar(archive: Path, room: _Room) -> Iterator[Member]:
+def _read_tar(archive: Path) -> Iterator[Member]:
     with archive.open("rb") as raw:
         compressed = raw.read(2) == b"\x1f\x8b"
     with (
@@ -161,7 +140,7 @@ def _read_tar(archive: Path, room: _Room) -> Iterator[Member]:
             except (KeyError, RecursionError):  # it names no member, or itself
                 contents = None
             if contents is None:
-                raise _unsafe(archive, info.name, "is a link or a device")
+                raise UnsafeArchive(archive, info.name, "is a link or a device")
             yield info.name, contents
 
 
@@ -175,21 +154,3 @@ class _Headers:
         if not 0 <= size <= _HEADER:
             raise tarfile.ReadError(f"it has a header of {size:,} bytes")
         return self._read(size)
-
-
-def _read_gzip(archive: Path, room: _Room) -> Iterator[Member]:
-    with gzip.open(archive) as file:
-        yield archive.name.removesuffix(".gz"), cast(IO[bytes], file)
-
-
-def _read_plain(path: Path, room: _Room) -> Iterator[Member]:
-    yield path.name, path.open("rb")
-
-
-_READERS: tuple[tuple[str, Callable[[Path, _Room], Iterator[Member]]], ...] = (
-    (".zip", _read_zip),
-    (".tar", _read_tar),
-    (".tar.gz", _read_tar),
-    (".tgz", _read_tar),
-    (".gz", _read_gzip),  # after .tar.gz
-)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torchvision.transforms import functional as F
 
-from .dataset import Pixels
+from .dataset import Indices, Pixels
 
 SCALE = (0.7, 1.0)
 """The crop's share of the area."""
@@ -48,19 +48,15 @@ _ADJUST: tuple[Callable[..., Image.Image], ...] = (
 
 
 def augment(pixels: Pixels, draws: Draws, size: int) -> Pixels:
-    """The training transform of an RGB image.
-
-    Args:
-        pixels: height x width x 3, uint8.
-        draws: the image's row of `DRAWS` numbers from U[0, 1).
-        size: height and width of the result.
+    """The training transform of an RGB image to `size` x `size`.
 
     Examples:
         >>> image = np.zeros((40, 30, 3), dtype=np.uint8)
         >>> augment(image, np.random.default_rng(0).random(DRAWS), 24).shape
         (24, 24, 3)
     """
-    top, left, height, width = crop_box(pixels.shape[0], pixels.shape[1], draws)
+    sides = np.array(pixels.shape[:2])
+    top, left, height, width = crop_boxes(sides[:1], sides[1:], draws[None])[0].tolist()
     image = Image.fromarray(np.ascontiguousarray(pixels[top : top + height, left : left + width]))
     image = image.resize((size, size), Image.Resampling.BILINEAR)
     if draws[_FLIP] < FLIP:
@@ -73,24 +69,33 @@ def augment(pixels: Pixels, draws: Draws, size: int) -> Pixels:
     return np.asarray(image)
 
 
-def crop_box(height: int, width: int, draws: Draws) -> tuple[int, int, int, int]:
-    """Top, left, height and width of the crop, as torchvision's RandomResizedCrop draws them."""
+def crop_boxes(heights: Indices, widths: Indices, draws: Draws) -> Indices:
+    """N rows of top, left, height and width, as torchvision's RandomResizedCrop draws them.
+
+    On the host, because devices differ in the last bit of an exponential.
+
+    Examples:
+        >>> crop_boxes(np.array([40]), np.array([40]), np.full((1, DRAWS), 0.5))
+        array([[ 2,  2, 37, 37]])
+    """
+    height, width = heights[:, None], widths[:, None]
     low, high = (math.log(r) for r in RATIO)
-    for i in range(_TRIES):
-        area = height * width * (SCALE[0] + (SCALE[1] - SCALE[0]) * draws[2 * i])
-        ratio = math.exp(low + (high - low) * draws[2 * i + 1])
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            top = int(draws[_POSITION] * (height - h + 1))
-            left = int(draws[_POSITION + 1] * (width - w + 1))
-            return top, left, h, w
+    area = height * width * (SCALE[0] + (SCALE[1] - SCALE[0]) * draws[:, 0 : 2 * _TRIES : 2])
+    exponents = low + (high - low) * draws[:, 1 : 2 * _TRIES : 2]
+    # Not numpy's exponential, for the same reason.
+    ratio = np.array([math.exp(x) for x in exponents.ravel().tolist()]).reshape(exponents.shape)
+    w, h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+    each, first = np.arange(len(draws)), fits.argmax(axis=1)
+    w, h = w[each, first].astype(np.int64), h[each, first].astype(np.int64)
+    top = (draws[:, _POSITION] * (heights - h + 1)).astype(np.int64)
+    left = (draws[:, _POSITION + 1] * (widths - w + 1)).astype(np.int64)
     # None fits: the largest centred crop whose ratio is allowed.
-    w, h = width, height
-    if width / height < RATIO[0]:
-        h = round(width / RATIO[0])
-    elif width / height > RATIO[1]:
-        w = round(height * RATIO[1])
-    return (height - h) // 2, (width - w) // 2, h, w
+    aspect = widths / heights
+    tall = np.where(aspect < RATIO[0], np.rint(widths / RATIO[0]), heights).astype(np.int64)
+    wide = np.where(aspect > RATIO[1], np.rint(heights * RATIO[1]), widths).astype(np.int64)
+    centred = np.stack([(heights - tall) // 2, (widths - wide) // 2, tall, wide], axis=1)
+    return np.where(fits.any(axis=1)[:, None], np.stack([top, left, h, w], axis=1), centred)
 
 
 def jitter_factors(draws: Draws) -> tuple[float, float, float, float]:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,13 +139,6 @@ def read_all(drawn: Sequence[Drawn], view: View) -> list[Batch]:
     return [read(domain, chosen, view, draws) for domain, chosen, draws in drawn]
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An error in a worker, as a value: torch would wrap its text in a traceback."""
-
-    error: UserError
-
-
 class Reading(Dataset[Any]):
     """What a plan draws, read by a function, possibly in another process."""
 
@@ -156,41 +148,12 @@ class Reading(Dataset[Any]):
     def __getitem__(self, number: int) -> Any:
         try:
             return self._read(self._plan.drawn(number))
-        except UserError as error:
-            return Failure(error)
+        except UserError as error:  # as a value: torch would wrap its text in a traceback
+            return error
 
 
-def planned_batches(
-    plan: Plan, numbers: range, workers: int = 0, pin: bool = False
-) -> Iterator[list[Batch]]:
-    """The batches of a plan that these numbers stand for, a list of one per domain each."""
-    reading = Reading(plan, partial(read_all, view=plan.view))
-    yield from read_ahead(reading, numbers, workers, pin)
-
-
-def evaluation_batches(
-    domain: Domain,
-    chosen: Indices,
-    view: View,
-    batch_size: int,
-    seeds: Sequence[int] = (),
-    workers: int = 0,
-    pin: bool = False,
-) -> Iterator[Batch]:
-    """The chosen images of a domain, once each, in order.
-
-    `seeds` determine the augmentation, where `view` asks for it.
-    """
-    plan = Evaluation(domain, chosen, view, batch_size, seeds)
-    for (batch,) in planned_batches(plan, range(len(plan)), workers, pin):
-        yield batch
-
-
-def read_ahead(dataset: Dataset[Any], numbers: range, workers: int, pin: bool) -> Iterator[Any]:
-    """The items of a dataset that these numbers stand for, in order, read ahead by workers.
-
-    An item that is a `Failure` is raised here.
-    """
+def read_ahead(dataset: Reading, numbers: range, workers: int, pin: bool) -> Iterator[Any]:
+    """What these numbers stand for, in order, read ahead by workers; 0: by this process."""
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=None,
@@ -204,13 +167,13 @@ def read_ahead(dataset: Dataset[Any], numbers: range, workers: int, pin: bool) -
         # Its own, because a loader draws a seed for its workers from the global one otherwise.
         generator=torch.Generator(),
     )
-    with _signals_held(), _deaths_unheard():
+    with _signals_held():
         items = iter(loader)
     item = None
     try:
         while (item := _next(items, workers)) is not _END:
-            if isinstance(item, Failure):
-                raise item.error
+            if isinstance(item, UserError):
+                raise item
             yield item
     finally:
         # The error's traceback holds this frame: without them it does not hold the workers too.
@@ -236,20 +199,6 @@ def _next(items: Iterator[Any], workers: int) -> Any:
         ) from None
 
 
-@contextmanager
-def _deaths_unheard() -> Iterator[None]:
-    """Keeps torch from handling SIGCHLD: it raises wherever the trainer is when a worker dies.
-
-    The next batch that is waited for tells as well, within seconds.
-    """
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGCHLD) is not before and before is not None:
-            signal.signal(signal.SIGCHLD, before)
-
-
 def _unchanged(item: Any) -> Any:
     return item
 
@@ -259,12 +208,16 @@ def _signals_held() -> Iterator[None]:
     """Holds signals back while workers are forked: they are born so, and never hear of them.
 
     A scheduler or a terminal signals the whole process group, and workers are to live until the
-    trainer has finished.
+    trainer has finished. Nor may torch handle SIGCHLD: it raises wherever the trainer is when a
+    worker dies. The next batch that is waited for tells as well, within seconds.
     """
+    death = signal.getsignal(signal.SIGCHLD)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     try:
         yield
     finally:
+        if signal.getsignal(signal.SIGCHLD) is not death and death is not None:
+            signal.signal(signal.SIGCHLD, death)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

@@ -31,10 +31,9 @@ def dataset_names() -> tuple[str, ...]:
 
 
 def dataset_spec(name: str | os.PathLike[str]) -> DatasetSpec:
-    """Return the record of a dataset, or one made for a folder `root/domain/class/image`.
+    """Return the record of a dataset by its name, in any case, or by the path of a folder.
 
-    Args:
-        name: a name, in any case, or the path of a folder.
+    A folder is one of yours, laid out as `root/domain/class/image`.
 
     Examples:
         >>> dataset_spec("pacs").domains
@@ -46,8 +45,7 @@ def dataset_spec(name: str | os.PathLike[str]) -> DatasetSpec:
     try:
         return DATASETS[name]
     except UserError as error:
-        hint = "; or give the path of a folder DOMAIN/CLASS/IMAGE"
-        raise UserError(f"{error}{hint}") from None
+        raise UserError(f"{error}; or give the path of a folder DOMAIN/CLASS/IMAGE") from None
 
 
 def _folder_spec(path: Path) -> DatasetSpec:
@@ -89,7 +87,7 @@ def register_dataset(
         name: what users will call it.
         domains: the names of its domains, in order.
         n_classes: how many classes it has.
-        labels: short names for tables; the domains' own unless given.
+        labels: short names for tables (default: the domains' own).
         citation: where it comes from.
         **facts: any other field of `DatasetSpec`.
 
@@ -174,7 +172,7 @@ def load(
 
     Args:
         name: a name from `dataset_names()`, or the path of a folder `root/domain/class/image`.
-        root: the data folder; `data_folder()` unless given.
+        root: the data folder (default: `data_folder()`).
         packed: whether to use a pack made by ``steppe data pack`` where there is a valid one.
 
     Examples:
@@ -189,8 +187,7 @@ def load(
     if packed and spec.folder is not None:
         from . import pack  # slow to import, and naming datasets does not need it
 
-        found = pack.find(spec, home)
-        if found is not None:
+        if (found := pack.find(spec, home)) is not None:
             return found
     where = spec.where(home)
     classes, domains = spec.read(where)

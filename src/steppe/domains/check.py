@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from steppe.console import Console, RenderableType, table, text
-from steppe.errors import UserError, reason
+from steppe.errors import UserError
 from steppe.strangers import command, plain
 
 from . import pack
 from .dataset import Domain, Files, UnreadableImage, decode
-from .folder import SUFFIXES, read_folder, subfolders
+from .folder import SUFFIXES, class_names, read_domain, subfolders
 from .pool import map_files
 from .spec import DatasetSpec
 
@@ -78,22 +78,10 @@ def check(
     where = found.open()
     counts = found.check_counts()
     found.check_layout()
-    unreadable = found.look_at_images(jobs, console)
-    copies = found.check_copies()
+    unreadable, copies = found.check_images(jobs, console)
     found.check_pack(console)
     problems, notes = tuple(found.problems), tuple(found.notes)
     return CheckResult(spec.name, where, counts, unreadable, copies, problems, notes)
-
-
-@dataclass(frozen=True)
-class _Listed:
-    """A domain with the classes that its labels count."""
-
-    classes: Sequence[str]
-    domain: Domain
-
-    def class_of(self, index: int) -> str:
-        return self.classes[int(self.domain.labels[index])]
 
 
 class _Check:
@@ -103,44 +91,43 @@ class _Check:
         self.spec, self.home, self.folder = spec, home, spec.where(home)
         self.problems: list[str] = []
         self.notes: list[str] = []
-        self.listed: list[_Listed] = []
+        self.classes: Sequence[str] = ()
+        self.domains: list[Domain] = []
         self.published = False
-        self.same: dict[bytes, list[tuple[_Listed, int]]] = defaultdict(list)
-        """Images by the checksum of their bytes."""
 
     def open(self) -> str:
         """Lists the images of all domains, of those that are there, or of the pack; says where."""
         spec, folder = self.spec, self.folder
         try:
-            classes, domains = spec.read(folder)
+            self.classes, domains = spec.read(folder)
         except UserError as error:
             if folder.is_dir() or (packed := pack.find(spec, self.home)) is None:
                 return self._open_partly(error)
-            classes, domains, where = packed.classes, packed.domains, packed.origin
+            self.classes, self.domains = packed.classes, [*packed.domains]
             self.notes.append(
                 f"{folder} is not there: the pack serves alone, its images are not checked again"
             )
-        else:
-            where = f"files in {folder}" if spec.folder is not None else "in memory"
-        self.listed = [_Listed(classes, domain) for domain in domains]
-        return where
+            return packed.origin
+        self.domains = [*domains]
+        return f"files in {folder}" if spec.folder is not None else "in memory"
 
     def _open_partly(self, error: UserError) -> str:
         spec, folder = self.spec, self.folder
-        here = subfolders(folder) if folder.is_dir() else []
-        missing = [name for name in spec.domains if name not in here]
-        if len(missing) == len(spec.domains):
+        there = subfolders(folder) if folder.is_dir() else []
+        here = [name for name in spec.domains if name in there]
+        if not here:
             named = str(error).replace("'steppe data get'", f"'steppe data get {spec.name}'")
             self.problems.append(named)
             return f"not found in {folder}"
-        if missing:
+        if missing := [name for name in spec.domains if name not in here]:
             self.problems.append(f"domain folders are missing in {folder}: {', '.join(missing)}")
-        for name in (name for name in spec.domains if name in here):
+        for name in here:
             try:
-                classes, (domain,) = read_folder(folder, [name])
-                self.listed.append(_Listed(classes, domain))
+                self.classes = self.classes or class_names(folder, here)
+                self.domains.append(read_domain(folder / name, name, self.classes))
             except UserError as said:
-                self.problems.append(str(said))
+                if str(said) not in self.problems:
+                    self.problems.append(str(said))
         if not self.problems:  # each domain can be read, and still the whole cannot
             self.problems.append(str(error))
         return f"files in {folder}"
@@ -149,13 +136,12 @@ class _Check:
         """Compares the images of each domain and class with what the dataset should have."""
         spec = self.spec
         expected = dict(zip(spec.domains, spec.counts or (), strict=False))
-        everywhere = sorted({name for item in self.listed for name in item.classes})
         counts = []
-        for item in self.listed:
-            name, found = item.domain.name, Counter(item.domain.labels.tolist())
-            by_class = {of_class: found[label] for label, of_class in enumerate(item.classes)}
-            by_class |= {of_class: 0 for of_class in everywhere if of_class not in by_class}
-            counts.append(DomainCount(name, len(item.domain), expected.get(name), by_class))
+        for domain in self.domains:
+            found = Counter(domain.labels.tolist())
+            by_class = {name: found[label] for label, name in enumerate(self.classes)}
+            count = DomainCount(domain.name, len(domain), expected.get(domain.name), by_class)
+            counts.append(count)
         self.published = bool(spec.counts) and spec.counts == tuple(c.images for c in counts)
         hint = ""
         if spec.left_out is not None:
@@ -166,33 +152,35 @@ class _Check:
             for c in counts
             if c.expected is not None and c.images != c.expected
         ]
-        if counts and len(everywhere) != spec.n_classes:
-            names = _some(list(counts[0].classes), 8)
+        if counts and len(self.classes) != spec.n_classes:
+            names = _some(self.classes, 8)
             self.problems.append(
-                f"there are {len(everywhere)} classes instead of {spec.n_classes}: {names}"
+                f"there are {len(self.classes)} classes instead of {spec.n_classes}: {names}"
             )
         for count in counts:
-            lacking = [name for name, images in count.classes.items() if not images]
-            if lacking:
-                names = _some(lacking, 8)
-                self._unless_published(f"domain {count.name!r} has no images of {names}")
+            if lacking := [name for name, images in count.classes.items() if not images]:
+                finding = f"domain {count.name!r} has no images of {_some(lacking, 8)}"
+                self._unless_published(finding)
         return tuple(counts)
 
     def _unless_published(self, finding: str) -> None:
         (self.notes if self.published else self.problems).append(finding)
+
+    def _files(self) -> list[tuple[Domain, Files]]:
+        """The domains that are kept as image files."""
+        return [(d, d.images) for d in self.domains if isinstance(d.images, Files)]
 
     def check_layout(self) -> None:
         """Names files and folders that reading a dataset passes over."""
         images: dict[Path, set[str]] = defaultdict(set)
         for _, files in self._files():
             images[files.root].update(files.names)
-        classes = {name for item in self.listed for name in item.classes}
         if self.folder / self.spec.domains[0] in images:  # else it is laid out in another way
             for name in subfolders(self.folder):
                 if name in self.spec.domains:
                     continue
                 # A folder with the same classes was meant as a domain, any other as something else.
-                if classes.intersection(subfolders(self.folder / name)):
+                if set(self.classes).intersection(subfolders(self.folder / name)):
                     self.problems.append(f"the folder {self.folder / name} is an unexpected domain")
                 else:
                     self.notes.append(
@@ -222,47 +210,38 @@ class _Check:
             if found:
                 findings.append(f"{what}, {len(found):,} in {root}: {_some(sorted(found))}")
 
-    def _files(self) -> list[tuple[_Listed, Files]]:
-        """The domains that are kept as image files."""
-        return [
-            (item, item.domain.images)
-            for item in self.listed
-            if isinstance(item.domain.images, Files)
-        ]
-
-    def look_at_images(self, jobs: int | None, console: Console | None) -> tuple[str, ...]:
-        """Decodes every image; returns the paths of those that cannot be read."""
+    def check_images(
+        self, jobs: int | None, console: Console | None
+    ) -> tuple[tuple[str, ...], tuple[Copies, ...]]:
+        """Decodes every image: the paths of those that cannot be read, and identical ones."""
         images = [
-            (item, index, f"{files.root}/{name}")
-            for item, files in self._files()
+            (domain, index, f"{files.root}/{name}")
+            for domain, files in self._files()
             for index, name in enumerate(files.names)
         ]
         paths, title = [path for _, _, path in images], f"checking {self.spec.name}"
         looks = map_files(_look, paths, title=title, jobs=jobs, console=console)
         unreadable = []
-        for (item, index, path), (checksum, error) in zip(images, looks, strict=True):
+        same: dict[bytes, list[tuple[Domain, int]]] = defaultdict(list)
+        for (domain, index, path), (checksum, error) in zip(images, looks, strict=True):
             if error:
                 unreadable.append(path)
                 self.problems.append(error)
             else:
-                self.same[checksum].append((item, index))
-        return tuple(unreadable)
-
-    def check_copies(self) -> tuple[Copies, ...]:
-        copies = tuple(_copies(same) for same in self.same.values() if len(same) > 1)
-        for kind in sorted({same.kind for same in copies}):
-            found = [" = ".join(same.files) for same in copies if same.kind == kind]
-            times = "once" if len(found) == 1 else f"{len(found):,} times"
-            self._unless_published(f"identical images {kind}, {times}: {_some(found)}")
-        return copies
+                same[checksum].append((domain, index))
+        copies = tuple(_copies(found) for found in same.values() if len(found) > 1)
+        for kind in sorted({copy.kind for copy in copies}):
+            of_kind = [" = ".join(copy.files) for copy in copies if copy.kind == kind]
+            times = "once" if len(of_kind) == 1 else f"{len(of_kind):,} times"
+            self._unless_published(f"identical images {kind}, {times}: {_some(of_kind)}")
+        return tuple(unreadable), copies
 
     def check_pack(self, console: Console | None) -> None:
         spec = self.spec
-        if spec.folder is None or (path := pack.present(spec, self.home)) is None:
+        if (path := pack.present(spec, self.home)) is None:
             return
-        files = [item for item, _ in self._files()]
-        listed = (files[0].classes, [item.domain for item in files]) if files else None
-        problems = pack.verify(path, listed, console)
+        files = [domain for domain, _ in self._files()]
+        problems = pack.verify(path, (self.classes, files) if files else None, console)
         again = command("steppe", "data", "pack", spec.name, "--force")
         self.problems += [f"{found}. Delete it, or make it again: {again}" for found in problems]
         if not problems:
@@ -280,29 +259,26 @@ def _look(path: str) -> tuple[bytes, str]:
         decode(Path(path))
         with plain(path) as file:
             return hashlib.file_digest(file, "blake2b").digest(), ""
-    except UnreadableImage as error:
+    except (UnreadableImage, OSError) as error:  # or deleted this moment
         return b"", str(error)
-    except OSError as error:  # deleted this moment
-        return b"", f"image {path} cannot be read: {reason(error)}"
 
 
-def _copies(same: Sequence[tuple[_Listed, int]]) -> Copies:
-    if len({item.domain.name for item, _ in same}) > 1:
+def _copies(same: Sequence[tuple[Domain, int]]) -> Copies:
+    if len({domain.name for domain, _ in same}) > 1:
         kind = "across domains"
-    elif len({item.class_of(index) for item, index in same}) > 1:
+    elif len({int(domain.labels[index]) for domain, index in same}) > 1:
         kind = "under different classes"
     else:
         kind = "within a class"
     return Copies(
-        kind, tuple(f"{item.domain.name}/{item.domain.images.name(index)}" for item, index in same)
+        kind, tuple(f"{domain.name}/{domain.images.name(index)}" for domain, index in same)
     )
 
 
 def tables(report: CheckResult) -> list[RenderableType]:
     """A check for a terminal: counts, what was found, and the verdict."""
     shown: list[RenderableType] = [text(f"{report.dataset}: {report.where}", style="bold")]
-    domains = report.domains
-    if domains:
+    if domains := report.domains:
         counts = (
             (
                 domain.name,

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,8 +66,7 @@ class Arrays:
         return len(self.pixels)
 
     def __getitem__(self, index: int, /) -> Pixels:
-        image: Pixels = self.pixels[index]
-        return image
+        return cast(Pixels, self.pixels[index])
 
     def name(self, index: int, /) -> str:
         return str(index)
@@ -116,20 +115,14 @@ def decode(path: Path) -> Pixels:
 
 @dataclass(frozen=True)
 class Domain:
-    """One domain of a dataset.
-
-    Attributes:
-        name: what configs and records call it; the folder's name where there is one.
-        images: the images.
-        labels: the class of each, as an index.
-        subsets: official subsets (``train``, ``val``, ``test``) as indices, where the dataset has
-            them; they then replace the random split.
-    """
+    """One domain of a dataset: its images, and the class of each as an index."""
 
     name: str
+    """What configs and records call it; the folder's name where there is one."""
     images: Images
     labels: Indices
     subsets: Mapping[str, Indices] = field(default_factory=dict)
+    """Official ``train``, ``val`` and ``test``, as indices: they replace the random split."""
 
     def __post_init__(self) -> None:
         if len(self.images) != len(self.labels):
@@ -147,22 +140,15 @@ Contents = tuple[Sequence[str], Sequence[Domain]]
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset that is ready to be read.
-
-    Attributes:
-        spec: what is known about it beforehand.
-        classes: the class names, in the order of their indices.
-        domains: the domains in their fixed order.
-        origin: where the images come from, for people: ``"files in data/PACS"``.
-        shrunk_to: the length of the shorter side that a pack made larger images smaller to; None
-            where pixels are those of the files.
-    """
+    """A dataset that is ready to be read; classes are in the order of their indices."""
 
     spec: DatasetSpec
     classes: tuple[str, ...]
     domains: tuple[Domain, ...]
     origin: str
+    """Where the images come from, for people: ``"files in data/PACS"``."""
     shrunk_to: int | None = None
+    """The shorter side that a pack shrank larger images to; None: the pixels are the files'."""
 
     def fingerprint(self) -> str:
         """A checksum of the names and labels of all images, in order.

@@ -13,7 +13,6 @@ from Python: the functions compile and can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,22 +24,7 @@ from torch import Tensor
 
 from steppe.errors import UserError
 
-from .augment import (
-    _FACTORS,
-    _FLIP,
-    _GREY,
-    _ORDER,
-    _ORDERS,
-    _POSITION,
-    _TRIES,
-    DRAWS,
-    FLIP,
-    GREY,
-    JITTER,
-    RATIO,
-    SCALE,
-    Draws,
-)
+from .augment import _FACTORS, _FLIP, _GREY, _ORDER, _ORDERS, DRAWS, FLIP, GREY, JITTER, RATIO
 from .dataset import Images, Indices
 
 _BITS = 22
@@ -158,37 +142,6 @@ def _most_taps(length: int, size: int) -> int:
     return -(-2 * max(int(length), size) // size)
 
 
-def crop_boxes(
-    heights: NDArray[np.int64], widths: NDArray[np.int64], draws: Draws
-) -> NDArray[np.int64]:
-    """`augment.crop_box` of many images: N rows of top, left, height and width.
-
-    On the host, because devices differ in the last bit of an exponential.
-
-    Examples:
-        >>> crop_boxes(np.array([40]), np.array([40]), np.full((1, DRAWS), 0.5))
-        array([[ 2,  2, 37, 37]])
-    """
-    height, width = heights[:, None], widths[:, None]
-    low, high = (math.log(r) for r in RATIO)
-    area = height * width * (SCALE[0] + (SCALE[1] - SCALE[0]) * draws[:, 0 : 2 * _TRIES : 2])
-    exponents = low + (high - low) * draws[:, 1 : 2 * _TRIES : 2]
-    # Not numpy's exponential, for the same reason.
-    ratio = np.array([math.exp(x) for x in exponents.ravel().tolist()]).reshape(exponents.shape)
-    w, h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
-    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
-    each, first = np.arange(len(draws)), fits.argmax(axis=1)
-    w, h = w[each, first].astype(np.int64), h[each, first].astype(np.int64)
-    top = (draws[:, _POSITION] * (heights - h + 1)).astype(np.int64)
-    left = (draws[:, _POSITION + 1] * (widths - w + 1)).astype(np.int64)
-    # None fits: the largest centred crop whose ratio is allowed.
-    aspect = widths / heights
-    tall = np.where(aspect < RATIO[0], np.rint(widths / RATIO[0]), heights).astype(np.int64)
-    wide = np.where(aspect > RATIO[1], np.rint(heights * RATIO[1]), widths).astype(np.int64)
-    centred = np.stack([(heights - tall) // 2, (widths - wide) // 2, tall, wide], axis=1)
-    return np.where(fits.any(axis=1)[:, None], np.stack([top, left, h, w], axis=1), centred)
-
-
 def augment(
     stack: Stack, chosen: Tensor, draws: Tensor, boxes: Tensor, size: int, reach: Reach
 ) -> Tensor:
@@ -198,7 +151,7 @@ def augment(
         stack: the images.
         chosen: which of them, N, int64.
         draws: a row of `DRAWS` numbers from U[0, 1) for each, N x `DRAWS`, float64.
-        boxes: the `crop_boxes` of the same draws, N x 4, int64.
+        boxes: the `augment.crop_boxes` of the same draws, N x 4, int64.
         size: height and width of the results.
         reach: the `crop_reach` of the images.
 
@@ -207,6 +160,7 @@ def augment(
 
     Examples:
         >>> from steppe.domains import Arrays
+        >>> from steppe.domains.augment import crop_boxes
         >>> heights, widths = np.full(5, 40), np.full(5, 30)
         >>> stack = stacked(Arrays(np.zeros((5, 40, 30, 3), np.uint8)), np.arange(5))
         >>> draws = np.random.default_rng(0).random((5, DRAWS))

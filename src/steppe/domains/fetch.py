@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import itertools
 import json
 import os
-import queue
 import re
 import socket
 import threading
@@ -19,11 +19,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from email.message import Message
 from pathlib import Path
-from typing import Any, cast
 
 from steppe import __version__
 from steppe.console import Console, Meter, decimal
@@ -42,22 +42,18 @@ _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to try a mirror.
-
-    Attributes:
-        timeout: seconds without a byte, and seconds until an answer begins.
-        attempts: attempts without progress.
-        pause: seconds between two attempts.
-        rate: bytes a second, on average, that a mirror must deliver to be tried any longer; with a
-            file's `limit` this bounds the whole time.
-        grace: seconds before that counts.
-    """
+    """How long to try a mirror."""
 
     timeout: float = 30.0
+    """Seconds without a byte, and seconds until an answer begins."""
     attempts: int = 4
+    """Attempts without progress."""
     pause: float = 1.0
+    """Seconds between two attempts."""
     rate: float = 2000.0
+    """Average bytes per second below which a mirror is given up; bounds the whole time."""
     grace: float = 300.0
+    """Seconds before that counts."""
 
 
 PATIENCE = Patience()
@@ -82,32 +78,41 @@ def download(
 
     A file with no published checksum is believed the first time: its sha256 is noted beside it, in
     ``FILE.sha256``, and later downloads must match.
-
-    Returns:
-        The path of the checked file.
     """
     final = folder / item.file
-    with _writing(folder):
+    part = _beside(final, ".part")
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-    here = _size(_beside(final, ".part"))
-    with Meter(item.file, console=console, unit="bytes", done=here, every=10) as meter:
-        if final.exists():
-            # Published checksums first: a file that has one needs no note.
-            mirrors = sorted(item.mirrors, key=lambda mirror: mirror.checksum is None)
-            if any(_complaint(final, final, mirror.checksum, meter) is None for mirror in mirrors):
-                meter.say(f"{final} is already there")
+        with Meter(item.file, console=console, unit="bytes", done=_size(part), every=10) as meter:
+            if final.exists() and _is_expected(final, item, meter):
                 return final
-            aside = _beside(final, ".bad")
-            os.replace(final, aside)
-            meter.say(f"{final} is not the file expected: set aside as {aside.name}")
-        failures = []
-        for mirror in item.mirrors:
-            reason = _Transfer(mirror, final, item.limit, meter, patience).run()
-            if reason is None:
-                return final
-            failures.append(f"{mirror.url}: {reason}")
-            meter.say(failures[-1])
+            failures = []
+            for mirror in item.mirrors:
+                try:
+                    _Transfer(mirror, final, item.limit, meter, patience).run()
+                    return final
+                except _Failed as failed:
+                    failures.append(f"{mirror.url}: {failed}")
+                    meter.say(failures[-1])
+    except OSError as error:  # this disk's: those of the network are `_Failed`
+        raise UserError(
+            f"cannot write {error.filename or part}: {error.strerror}. Fix that and run the same "
+            "command again: it goes on from where it stopped."
+        ) from None
     raise Unavailable(item.file, failures)
+
+
+def _is_expected(final: Path, item: Download, meter: Meter) -> bool:
+    """Whether a file that is already there is the one to download; any other is set aside."""
+    # Published checksums first: a file that has one needs no note.
+    mirrors = sorted(item.mirrors, key=lambda mirror: mirror.checksum is None)
+    if any(_complaint(final, final, mirror.checksum, meter) is None for mirror in mirrors):
+        meter.say(f"{final} is already there")
+        return True
+    aside = _beside(final, ".bad")
+    os.replace(final, aside)
+    meter.say(f"{final} is not the file expected: set aside as {aside.name}")
+    return False
 
 
 @dataclass(frozen=True)
@@ -138,63 +143,60 @@ class _Transfer:
         self.meter, self.patience = meter, patience
         self.part, self.note = _beside(final, ".part"), _beside(final, ".part.json")
         self.received, self.start = 0, time.monotonic()
+        self.pieced = False  # whether the part was put together from several answers
 
-    def run(self) -> str | None:
-        """Downloads the file; returns why it failed, or None."""
-        url, patience = self.mirror.url, self.patience
-        best = failures = 0
-        pieced = False  # whether the part was put together from several answers
+    def run(self) -> None:
+        """Downloads the file, or raises `_Failed`."""
+        url, best, failures = self.mirror.url, 0, 0
         while True:
             try:
-                self._count(0)
-                pieced |= self._request()
+                self._request()
             except _Failed as failed:
                 size = _size(self.part)
                 failures = 0 if size > best else failures + 1
                 best = max(best, size)
-                if not failed.passing or failures >= patience.attempts:
-                    return str(failed)
+                if not failed.passing or failures >= self.patience.attempts:
+                    raise
                 self.meter.say(f"{url}: {failed}; trying again")
-                time.sleep(patience.pause * 2**failures)
+                time.sleep(self.patience.pause * 2**failures)
                 continue
             complaint = _complaint(self.part, self.final, self.mirror.checksum, self.meter)
             if complaint is None:
                 os.replace(self.part, self.final)
                 self.note.unlink(missing_ok=True)
-                return None
+                return
             self.part.unlink()
-            if not pieced:
-                return f"{complaint}; deleted"
+            if not self.pieced:
+                raise _Failed(f"{complaint}; deleted")
             self.meter.say(f"{url}: {complaint} after resuming; starting over")
-            pieced, best = False, 0
+            self.pieced, best = False, 0
 
-    def _count(self, received: int) -> None:
-        """Counts bytes that have arrived, and gives up a mirror that is too slow."""
-        self.received += received
-        elapsed = time.monotonic() - self.start
-        if elapsed > self.patience.grace + self.received / self.patience.rate:
-            raise _Failed(f"it is too slow: {decimal(self.received)} in {elapsed:.0f} s")
-
-    def _request(self) -> bool:
-        """Asks for what is missing of the part and adds it; whether there was a part before."""
+    def _request(self) -> None:
+        """Asks for what is missing of the part and adds it."""
         size = _size(self.part)
         origin = self._origin() if size else None
         if origin is not None and origin.total == size:
-            return True  # complete, but not yet checked and named
+            self.pieced = True  # complete, but not yet checked and named
+            return
         headers = {"User-Agent": f"steppe/{__version__}", "Accept-Encoding": "identity"}
         if origin is not None:
             headers["Range"] = f"bytes={size}-"
             if origin.url == self.mirror.url and origin.validator is not None:
                 headers["If-Range"] = origin.validator  # all of it if it has changed
-        request = urllib.request.Request(self.mirror.url, headers=headers)
+        with self._network():
+            response = self._answer(urllib.request.Request(self.mirror.url, headers=headers))
+        with response:
+            self._receive(response, size, origin)
+
+    @contextmanager
+    def _network(self) -> Iterator[None]:
+        """Turns what goes wrong at the other end into `_Failed`."""
         try:
-            with _answer(request, self.patience.timeout) as response:
-                return self._receive(response, size, origin)
+            yield
         except urllib.error.HTTPError as error:
             error.close()
-            if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and origin is not None:
-                self.part.unlink()
-                raise _Failed("its file has changed", passing=True) from None
+            if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+                raise self._changed() from None
             reason = f"HTTP {error.code} {error.reason}"
             raise _Failed(reason, passing=error.code in _PASSING) from None
         except TimeoutError:
@@ -202,33 +204,74 @@ class _Transfer:
         except urllib.error.URLError as error:
             unknown_host = isinstance(error.reason, socket.gaierror)
             raise _Failed(str(error.reason), passing=not unknown_host) from None
-        except UserError:  # this disk's
-            raise
-        except (OSError, http.client.HTTPException, ValueError) as error:  # the network's
+        except (OSError, http.client.HTTPException, ValueError) as error:
             raise _Failed(str(error) or type(error).__name__, passing=True) from None
+
+    def _answer(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        """The beginning of an answer, in time as a whole: Python counts from byte to byte."""
+        answer: Future[http.client.HTTPResponse] = Future()
+        timeout = self.patience.timeout
+
+        def ask() -> None:
+            try:
+                answer.set_result(urllib.request.urlopen(request, timeout=timeout))
+            except Exception as error:
+                answer.set_exception(error)
+
+        # Nobody waits for a thread whose answer comes too late, and what it brings is dropped.
+        threading.Thread(target=ask, daemon=True).start()
+        return answer.result(2 * timeout)
+
+    def _changed(self) -> _Failed:
+        self.part.unlink(missing_ok=True)
+        return _Failed("its file has changed", passing=True)
 
     def _receive(
         self, response: http.client.HTTPResponse, size: int, origin: _Origin | None
-    ) -> bool:
-        """Adds an answer to the part, or begins the part with it; whether it was added."""
-        added = bool(response.status == http.client.PARTIAL_CONTENT)
+    ) -> None:
+        """Adds an answer to the part, or begins the part with it."""
+        added = response.status == http.client.PARTIAL_CONTENT
         if added and (origin is None or not self._continues(response.headers, size, origin)):
-            self.part.unlink(missing_ok=True)
-            raise _Failed("its file has changed", passing=True)
-        head = b""
-        while len(head) < _HEAD and (chunk := response.read1(_HEAD - len(head))):
+            raise self._changed()
+        chunks, head = self._chunks(response), b""
+        while len(head) < _HEAD and (chunk := next(chunks, b"")):
             head += chunk
-            self._count(0)
+        self.pieced |= added
         if not added or origin is None:  # the whole file, asked for or not
             reason = _not_the_file(self.final.name, head, response.headers)
             if reason is not None:  # before what is there is thrown away
                 raise _Failed(reason)
             size, origin = 0, self._begun(response.headers)
-            with _writing(self.part):
-                self.part.unlink(missing_ok=True)
-                self.note.write_text(json.dumps(asdict(origin)))
-        self._store(response, head, size, origin.total)
-        return added
+            self.part.unlink(missing_ok=True)
+            self.note.write_text(json.dumps(asdict(origin)))
+        total = origin.total
+        most = self.limit if total is None else total
+        with self.part.open("ab", buffering=0) as file:  # what has arrived is on the disk
+            for chunk in itertools.chain([head], chunks):
+                size += len(chunk)
+                if size > most:
+                    self.part.unlink()
+                    raise _Failed(f"it sent more than {decimal(most)}; deleted")
+                left = memoryview(chunk)
+                while left:
+                    left = left[file.write(left) :]
+                self.meter.update(size, total=total)
+            os.fsync(file.fileno())
+        if total is not None and size != total:
+            raise _Failed(f"the connection closed after {size} of {total} bytes", passing=True)
+
+    def _chunks(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        """What arrives; a mirror that is too slow is given up."""
+        while True:
+            with self._network():
+                chunk = response.read1(_CHUNK)
+            self.received += len(chunk)
+            elapsed = time.monotonic() - self.start
+            if elapsed > self.patience.grace + self.received / self.patience.rate:
+                raise _Failed(f"it is too slow: {decimal(self.received)} in {elapsed:.0f} s")
+            if not chunk:
+                return
+            yield chunk
 
     def _begun(self, headers: Message) -> _Origin:
         length = headers.get("Content-Length", "").strip()
@@ -239,31 +282,6 @@ class _Transfer:
                 "at most"
             )
         return _Origin(self.mirror.url, self.mirror.checksum, _validator(headers), total)
-
-    def _store(
-        self, response: http.client.HTTPResponse, chunk: bytes, size: int, total: int | None
-    ) -> None:
-        """Appends an answer to the part, unbuffered: what has arrived is on the disk."""
-        most = self.limit if total is None else total
-        with _writing(self.part):
-            file = self.part.open("ab", buffering=0)
-        with file:
-            while chunk:
-                if size + len(chunk) > most:
-                    self.part.unlink()
-                    raise _Failed(f"it sent more than {decimal(most)}; deleted")
-                left = memoryview(chunk)
-                with _writing(self.part):
-                    while left:
-                        left = left[file.write(left) :]
-                size += len(chunk)
-                self._count(len(chunk))
-                self.meter.update(size, total=total)
-                chunk = response.read1(_CHUNK)
-            with _writing(self.part):
-                os.fsync(file.fileno())
-        if total is not None and size != total:
-            raise _Failed(f"the connection closed after {size} of {total} bytes", passing=True)
 
     def _origin(self) -> _Origin | None:
         """The part's origin if this mirror may go on with it, or None.
@@ -289,39 +307,6 @@ class _Transfer:
         if match[2] != "*" and origin.total not in (None, int(match[2])):
             return False
         return origin.url != self.mirror.url or _validator(headers) in (None, origin.validator)
-
-
-def _answer(request: urllib.request.Request, timeout: float) -> http.client.HTTPResponse:
-    """The beginning of an answer, all of it within the time: Python counts from byte to byte."""
-    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def ask() -> None:
-        try:
-            answers.put(urllib.request.urlopen(request, timeout=timeout))
-        except Exception as error:
-            answers.put(error)
-
-    # Nobody waits for a thread whose answer comes too late, and what it brings is dropped.
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        answer = answers.get(timeout=2 * timeout)
-    except queue.Empty:
-        raise TimeoutError from None
-    if isinstance(answer, Exception):
-        raise answer
-    return cast(http.client.HTTPResponse, answer)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turns a full disk or a forbidden folder into an error for the user."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror}. Fix that and run the same command again: it "
-            "goes on from where it stopped."
-        ) from None
 
 
 def _beside(final: Path, suffix: str) -> Path:
@@ -360,8 +345,7 @@ def _complaint(path: Path, final: Path, checksum: str | None, meter: Meter) -> s
         return None if found == expected else f"its {algorithm} is {found}, expected {expected}"
     note = _beside(final, ".sha256")
     if not note.exists():
-        with _writing(note):
-            note.write_text(f"{found}  {final.name}\n")  # as sha256sum writes it
+        note.write_text(f"{found}  {final.name}\n")  # as sha256sum writes it
         meter.say(f"{final.name} has no published checksum; its sha256 {found} is noted in {note}")
         return None
     noted = note.read_text().partition(" ")[0]

@@ -29,10 +29,6 @@ def get(
 
     The archives are kept in ``root/downloads``, where an interrupted download goes on. The
     dataset's folder appears only when it is complete, and one that exists is never touched.
-
-    Raises:
-        UserError: with every URL and why it failed, where else to look and how to lay the files
-            out, where no mirror has a file; or with what else is to be done.
     """
     source = spec.source
     if spec.folder is None:
@@ -42,8 +38,7 @@ def get(
     folder = root / spec.folder
     holds = source.holds or spec.domains
     if folder.is_dir() and any(folder.iterdir()):
-        missing = _missing(folder, holds)
-        if missing:
+        if missing := _missing(folder, holds):
             raise UserError(
                 f"{folder} is there, but without {', '.join(missing)}. Move it away and run the "
                 f"same command again, or complete it, then: steppe data check {spec.name}"
@@ -117,12 +112,15 @@ def _advice(
     """What to do by hand, where `file` could not be downloaded or there is nothing to download."""
     lines = [reason, "Where else to look:", *(f"  {place}" for place in source.elsewhere)]
     lines.append(f"  the paper: {spec.citation}")
-    if file is not None:
+    if file is None:
+        lines.append("Lay the files out as")
+    else:
         lines.append(f"Put {file.name} in {file.parent} and run the same command again,")
-    lines.append("Lay the files out as" if file is None else "or lay the files out as")
-    below = "" if source.holds else "/CLASS/IMAGE"
-    lines += [f"  {folder / name}{below}" for name in source.holds or spec.domains]
-    if not source.holds:
+        lines.append("or lay the files out as")
+    if source.holds:
+        lines += [f"  {folder / name}" for name in source.holds]
+    else:
+        lines += [f"  {folder / name}/CLASS/IMAGE" for name in spec.domains]
         lines.append(f"with {spec.n_classes} classes in every domain,")
     lines.append(f"then: steppe data check {spec.name} --root {shlex.quote(str(folder.parent))}")
     return "\n".join(lines)

@@ -165,10 +165,9 @@ def location(spec: DatasetSpec, home: Path) -> Path:
 
 
 def present(spec: DatasetSpec, home: Path) -> Path | None:
-    """The pack's folder, if there is one.
-
-    One that a killed packer had moved aside to make place for its own is put back.
-    """
+    """The pack's folder, if there is one; what a killed packer had moved aside is put back."""
+    if spec.folder is None:
+        return None
     path = location(spec, home)
     if not path.is_dir():
         for workshop in workshops(path):
@@ -189,7 +188,7 @@ def find(spec: DatasetSpec, home: Path) -> Dataset | None:
     the folder of images, where it is there too, must still be as it was packed: the same names,
     labels and file sizes. A pack that fails is not used, and a warning says why.
     """
-    if spec.folder is None or (path := present(spec, home)) is None:
+    if (path := present(spec, home)) is None:
         return None
     try:
         index, domains = _open(path)
@@ -201,7 +200,7 @@ def find(spec: DatasetSpec, home: Path) -> Dataset | None:
         for shard in index.shards:
             if (wrong := _shard_problem(path, shard)) is not None:
                 raise _Unusable(wrong)
-        if (folder := home / spec.folder).is_dir():
+        if (folder := spec.where(home)).is_dir():
             _compare(spec, folder, index, domains)
     except _Unusable as error:
         log.warning("pack %s is not used: %s. %s", path, printable(error), remedy(spec.name))
@@ -236,11 +235,6 @@ def verify(path: Path, listed: Contents | None = None, console: Console | None =
 
 def _open(path: Path) -> tuple[Index, tuple[Domain, ...]]:
     """What a pack holds, but for the pixels; raises `_Unusable`."""
-    index = _read_index(path)
-    return index, tuple(_read_domain(path, index, entry) for entry in index.domains)
-
-
-def _read_index(path: Path) -> Index:
     text = _read(path / INDEX)
     noted = _read(path / INDEX_SUM).decode(errors="replace")
     try:
@@ -255,11 +249,12 @@ def _read_index(path: Path) -> Index:
     if noted.split()[:1] != [hashlib.sha256(text).hexdigest()]:
         raise _Unusable(f"{INDEX} is damaged: its checksum is not the one in {INDEX_SUM}")
     try:
-        return Index.model_validate_json(text)
+        index = Index.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise _Unusable(f"{INDEX} is not valid: {where}: {first['msg']}") from None
+    return index, tuple(_read_domain(path, index, entry) for entry in index.domains)
 
 
 def _read(file: Path) -> bytes:
@@ -272,13 +267,29 @@ def _read(file: Path) -> bytes:
 def _read_domain(path: Path, index: Index, entry: PackedDomain) -> Domain:
     names, subsets = _read_lists(path, f"{entry.stem}.json", entry.names_sha256)
     rows = _read_rows(path, f"{entry.stem}.npy", entry.rows_sha256)
-    sizes = 3 * rows["height"].astype(np.int64) * rows["width"]
-    _agree(index, entry, names, rows, subsets)
-    shard_of = np.repeat(np.arange(len(entry.shards)), [shard.images for shard in entry.shards])
-    begins = np.cumsum([0, *(shard.bytes for shard in entry.shards)])
-    offsets = np.cumsum(sizes) - sizes - begins[shard_of]
-    images = Packed(path, index.dataset, names, rows, entry.shards, shard_of, offsets)
-    return Domain(entry.name, images, rows["label"].astype(np.int64), subsets)
+    areas = rows["height"].astype(np.int64) * rows["width"]
+    labels = rows["label"].astype(np.int64)
+    counts = [shard.images for shard in entry.shards]
+    if not len(names) == len(rows) == sum(counts) or not len(rows):
+        wrong = f"has {len(names)} names and {len(rows)} rows"
+    elif min(rows["height"].min(), rows["width"].min()) < 1 or areas.max() > _LARGEST:
+        wrong = "has an image of an impossible shape"
+    elif labels.min() < 0 or labels.max() >= len(index.classes):
+        wrong = f"has labels that are not among its {len(index.classes)} classes"
+    elif any(len(c) and (c.min() < 0 or c.max() >= len(rows)) for c in subsets.values()):
+        wrong = "has official subsets with images that it does not have"
+    else:
+        sizes = 3 * areas
+        shard_of = np.repeat(np.arange(len(counts)), counts)
+        begins = np.cumsum([0, *(shard.bytes for shard in entry.shards)])
+        offsets = np.cumsum(sizes) - sizes - begins[shard_of]
+        filled = np.add.reduceat(sizes, np.cumsum([0, *counts[:-1]]))
+        odd = [s.file for s, n in zip(entry.shards, filled, strict=True) if n != s.bytes]
+        if not odd:
+            images = Packed(path, index.dataset, names, rows, entry.shards, shard_of, offsets)
+            return Domain(entry.name, images, labels, subsets)
+        wrong = f"has images that do not fill {odd[0]}"
+    raise _Unusable(f"domain {entry.name!r} {wrong}")
 
 
 def _checked(path: Path, file: str, expected: str) -> bytes:
@@ -327,34 +338,6 @@ def _read_rows(path: Path, file: str, sha256: str) -> NDArray[np.void]:
     if kind != ROW or shape != rows.shape:
         raise _Unusable(f"{file} is not valid: it holds other values than those of a pack")
     return rows
-
-
-def _agree(
-    index: Index,
-    entry: PackedDomain,
-    names: Sequence[str],
-    rows: NDArray[np.void],
-    subsets: Mapping[str, Indices],
-) -> None:
-    """Raises `_Unusable` where the parts of a domain contradict each other."""
-    areas, labels = rows["height"].astype(np.int64) * rows["width"], rows["label"]
-    counts = {len(names), len(rows), sum(shard.images for shard in entry.shards)}
-    if len(counts) > 1 or not len(rows):
-        wrong = f"has {len(names)} names and {len(rows)} rows"
-    elif min(rows["height"].min(), rows["width"].min()) < 1 or areas.max() > _LARGEST:
-        wrong = "has an image of an impossible shape"
-    elif labels.min() < 0 or labels.max() >= len(index.classes):
-        wrong = f"has labels that are not among its {len(index.classes)} classes"
-    elif any(len(c) and (c.min() < 0 or c.max() >= len(rows)) for c in subsets.values()):
-        wrong = "has official subsets with images that it does not have"
-    else:
-        starts = np.cumsum([0, *(shard.images for shard in entry.shards[:-1])])
-        filled = np.add.reduceat(3 * areas, starts)
-        odd = [s.file for s, n in zip(entry.shards, filled, strict=True) if n != s.bytes]
-        if not odd:
-            return
-        wrong = f"has images that do not fill {odd[0]}"
-    raise _Unusable(f"domain {entry.name!r} {wrong}")
 
 
 def _shard_problem(path: Path, shard: Shard) -> str | None:

@@ -10,31 +10,20 @@ import urllib.parse
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from steppe.console import Console
 from steppe.durable import durable, sync_folder
-from steppe.errors import UserError, reason
+from steppe.errors import UserError
 
+from . import pack
 from .dataset import Dataset, Domain, Files, Pixels, UnreadableImage, decode
-from .pack import (
-    FORMAT,
-    INDEX,
-    INDEX_SUM,
-    ROW,
-    Index,
-    PackedDomain,
-    Shard,
-    checksum,
-    location,
-    plain_subsets,
-    present,
-)
+from .pack import FORMAT, INDEX, INDEX_SUM, ROW, Index, PackedDomain, Shard
 from .pool import map_files
 from .workshop import OLD, workshop
 
@@ -55,24 +44,22 @@ def make(
 ) -> Path:
     """Decodes every image of a dataset into a pack, and returns the pack's folder.
 
-    The pack appears whole or not at all, and an unreadable image means not at all: all such images
-    are named in one error.
-
-    Args:
-        dataset: the dataset, opened from its files (``load(..., packed=False)``).
-        home: the data folder.
-        size: images whose shorter side is longer are made smaller, to this length.
-        force: replace a pack that is there.
-        jobs: processes that decode (default: one per core).
-        console: where to show progress (default: nowhere).
+    The dataset is one opened from its files (``load(..., packed=False)``); images whose shorter
+    side is longer than `size` are made smaller. The pack appears whole or not at all, and an
+    unreadable image means not at all: all such images are named in one error.
     """
-    path = location(dataset.spec, home)
+    path = pack.location(dataset.spec, home)
     if size < 1:
         raise UserError(f"the size of a pack is a length in pixels, not {size}")
-    if present(dataset.spec, home) and not force:
+    if pack.present(dataset.spec, home) and not force:
         raise UserError(f"there is a pack in {path} already: replace it with --force")
-    files = [_files(domain) for domain in dataset.domains]
-    paths = [f"{file.root}/{name}" for file in files for name in file.names]
+    paths = []
+    for domain in dataset.domains:
+        if not isinstance(images := domain.images, Files):
+            raise UserError(
+                f"domain {domain.name!r} is not kept as image files: only those can be packed"
+            )
+        paths += [f"{images.root}/{name}" for name in images.names]
     unreadable: list[str] = []
     title, load = f"packing {dataset.spec.name}", partial(_load, size=size)
     mapped = map_files(load, paths, title=title, jobs=jobs, console=console)
@@ -105,8 +92,7 @@ def make(
     return path
 
 
-@dataclass(frozen=True)
-class _Loaded:
+class _Loaded(NamedTuple):
     pixels: Pixels
     shrunk: bool
     crc: int
@@ -120,10 +106,8 @@ def _load(path: str, size: int) -> _Loaded | str:
         pixels = _shrink(decoded, size)
         shrunk = pixels.shape != decoded.shape
         return _Loaded(pixels, shrunk, zlib.crc32(pixels.data), os.stat(path).st_size)
-    except UnreadableImage as error:
+    except (UnreadableImage, OSError) as error:  # or deleted this moment
         return str(error)
-    except OSError as error:  # deleted this moment
-        return f"image {path} cannot be read: {reason(error)}"
 
 
 def _shrink(pixels: Pixels, size: int) -> Pixels:
@@ -135,14 +119,6 @@ def _shrink(pixels: Pixels, size: int) -> Pixels:
     # The longer side is rounded down, as torchvision's Resize does.
     target = (size * width // shorter, size * height // shorter)
     return np.asarray(Image.fromarray(pixels).resize(target, Image.Resampling.BILINEAR))
-
-
-def _files(domain: Domain) -> Files:
-    if not isinstance(domain.images, Files):
-        raise UserError(
-            f"domain {domain.name!r} is not kept as image files: only those can be packed"
-        )
-    return domain.images
 
 
 def _write_domain(
@@ -165,14 +141,15 @@ def _write_domain(
             yield image.pixels
 
     shards = _write_shards(folder, stem, images())
-    listed = {"names": list(_files(domain).names), "subsets": plain_subsets(domain.subsets)}
+    names = [domain.images.name(index) for index in range(len(domain))]
+    listed = {"names": names, "subsets": pack.plain_subsets(domain.subsets)}
     with durable(folder / f"{stem}.npy") as out:
         np.save(out, rows, allow_pickle=False)
     return PackedDomain(
         name=domain.name,
         stem=stem,
         names_sha256=_write(folder / f"{stem}.json", json.dumps(listed).encode()),
-        rows_sha256=checksum(folder / f"{stem}.npy"),
+        rows_sha256=pack.checksum(folder / f"{stem}.npy"),
         shrunk=shrunk,
         shards=shards,
     )

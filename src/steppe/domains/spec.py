@@ -21,19 +21,14 @@ class Mirror:
 
 @dataclass(frozen=True)
 class Download:
-    """A file and the places that have it.
-
-    Attributes:
-        file: the name it is given here.
-        mirrors: tried in this order.
-        into: the folder below the dataset's to unpack it in.
-        limit: bytes that it certainly does not have; a server that has more is not believed.
-    """
+    """A file, the name it is given here, and the places that have it, tried in order."""
 
     file: str
     mirrors: tuple[Mirror, ...]
     into: str = ""
+    """The folder below the dataset's to unpack it in."""
     limit: int = 200 * 10**9
+    """Bytes that it certainly does not have; a server that has more is not believed."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +58,10 @@ def google_drive(identifier: str, key: str = "") -> str:
     return f"{base}?id={identifier}&export=download&confirm=t" + (key and f"&resourcekey={key}")
 
 
-def same_file(file: str, checksum: str, *bases: str) -> Download:
-    """A file that several servers have under the same name."""
-    return Download(file, tuple(Mirror(base + file, checksum) for base in bases))
+def same_file(file: str, checksum: str, *places: str) -> Download:
+    """A file that several servers have, where a place ends in a slash under the same name."""
+    urls = (place + file if place.endswith("/") else place for place in places)
+    return Download(file, tuple(Mirror(url, checksum) for url in urls))
 
 
 @dataclass(frozen=True)
@@ -73,10 +69,8 @@ class DatasetSpec:
     """What is known about a dataset before its images are looked at.
 
     Attributes:
-        name: what users call it.
         domains: the domains in DomainBed's order, which numbers them; folder names.
         labels: the domains' short names in tables.
-        n_classes: how many classes it has.
         citation: the paper it comes from.
         read: returns the classes and the domains, given the dataset's folder.
         folder: its folder below the data folder, or None where it needs no files.
@@ -98,7 +92,6 @@ class DatasetSpec:
         appendix_holdout: the share of a domain that the split ``appendix`` keeps for validation.
         official_lists: the names of its own lists of images, for the split ``appendix``.
         left_out: a file in its folder that lists images to leave out.
-        source: where it comes from.
     """
 
     name: str

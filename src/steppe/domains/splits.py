@@ -82,7 +82,7 @@ def split_dataset(
         trial_seed: DomainBed's: another one gives another split.
         kind: ``domainbed`` (20 % of each domain), or ``appendix`` (the FAD paper's appendix: 30 %
             for VLCS, the official lists for PACS, and otherwise as ``domainbed``).
-        sources: the domains to train on; all that are not targets unless given.
+        sources: the domains to train on (default: all that are not targets).
         root: the dataset's folder, for its official lists.
     """
     if kind not in SPLITS:
@@ -98,7 +98,7 @@ def split_dataset(
     if not sources:
         raise UserError(f"all domains of {dataset.spec.name} are targets: none is left to train on")
     appendix, spec = kind == "appendix", dataset.spec
-    splits = []
+    splits: list[Split] = []
     for position, domain in enumerate(dataset.domains):
         if domain.name not in (*targets, *sources):
             continue
@@ -114,16 +114,14 @@ def split_dataset(
             share = spec.appendix_holdout if appendix else HOLDOUT
             seed = seed_hash(trial_seed, position)
             larger, held_out = split_indices(len(domain), share, seed)
-        keys = ("train", "val") if source else ("test", "oracle")
-        splits.append(
-            Split(domain, position, source, dict(zip(keys, (larger, held_out), strict=True)))
-        )
-    for split in splits:
-        if not len(split.larger):
+        if not len(larger):
             raise UserError(
-                f"domain {split.domain.name!r} has {len(split.domain)} images, and none is left "
-                f"for {'training' if split.source else 'testing'}"
+                f"domain {domain.name!r} has {len(domain)} images, and none is left for "
+                f"{'training' if source else 'testing'}"
             )
+        keys = ("train", "val") if source else ("test", "oracle")
+        parts = dict(zip(keys, (larger, held_out), strict=True))
+        splits.append(Split(domain, position, source, parts))
     return tuple(splits)
 
 

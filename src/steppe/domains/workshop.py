@@ -36,9 +36,7 @@ log = logging.getLogger("steppe")
 def workshop(path: Path) -> Iterator[Path]:
     """A new folder to build a pack in, near where it will be; gone at the end, whatever happens.
 
-    Folders of packers that were killed are removed, and a pack that one of them had moved aside is
-    put back. A living packer holds a lock on its own, which the system takes back however the
-    packer ends.
+    Folders of packers that were killed are removed, and what they had moved aside is put back.
     """
     for left in workshops(path):
         if abandoned(left) and put_back(left, path):
@@ -87,8 +85,7 @@ def abandoned(workshop: Path) -> bool:
 def put_back(workshop: Path, path: Path) -> bool:
     """Puts the pack that a packer moved aside back in its place, if that is empty.
 
-    Returns:
-        Whether the workshop has no pack that is needed.
+    Whether the workshop then has no pack that is needed.
     """
     try:
         os.rename(workshop / OLD, path)

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from steppe.domains import Dataset, Domain, Split
-from steppe.domains.batches import Batch, View, evaluation_batches
+from steppe.domains.batches import Batch, View
 from steppe.domains.dataset import Indices
+from steppe.domains.store import Host
 from steppe.errors import UserError, unknown
 
 from .stored import Sample
@@ -41,10 +42,8 @@ class Stream:
     def __iter__(self) -> Iterator[Batch]:
         for one in self.drawn:
             # Domain by domain: some algorithms look at a batch as a whole.
-            for images, labels in evaluation_batches(
-                one.domain, one.chosen, self.view, self.batch_size
-            ):
-                yield Batch(images.to(self.device), labels.to(self.device))
+            store = Host(self.device)
+            yield from store.evaluation(one.domain, one.chosen, self.view, self.batch_size)
 
 
 def draw(

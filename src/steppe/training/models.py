@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from steppe.algorithms import Algorithm
 from steppe.domains import Domain, Images, dataset_names, import_plugins, load
 from steppe.domains.augment import resize
-from steppe.domains.batches import Batch, View, evaluation_batches
+from steppe.domains.batches import Batch, View
 from steppe.domains.dataset import Pixels
 from steppe.domains.folder import read_domain, read_folder, subfolders
+from steppe.domains.store import Host
 from steppe.durable import replace as replace_file
 from steppe.errors import RunError, UserError
 
@@ -276,7 +277,7 @@ def _whole_domains(
         seen = replace(domain, images=images, labels=to_model[domain.labels])
         # Files come class by class, and some algorithms look at a batch as a whole.
         shuffled = np.random.default_rng(0).permutation(len(seen))
-        yield domain.name, evaluation_batches(seen, shuffled, view, batch_size=BATCH)
+        yield domain.name, Host(torch.device("cpu")).evaluation(seen, shuffled, view, BATCH)
 
 
 def _find(

@@ -19,7 +19,7 @@ from numpy.random import RandomState
 from numpy.typing import NDArray
 
 from steppe.domains.dataset import Arrays, Contents, Domain, Indices, Pixels
-from steppe.domains.spec import DatasetSpec, Download, Mirror, Source
+from steppe.domains.spec import DatasetSpec, Source, same_file
 from steppe.errors import UserError
 
 ANGLES = ("0", "15", "30", "45", "60", "75")
@@ -96,8 +96,7 @@ def rotate(images: Pixels, degrees: float) -> Pixels:
 def _shuffled(root: Path) -> tuple[Pixels, Indices, RandomState]:
     """All of MNIST in a fixed random order, and the generator to go on with."""
     paths = [_find(root, name) for name in FILES]
-    missing = [name for name, path in zip(FILES, paths, strict=True) if path is None]
-    if missing:
+    if missing := [name for name, path in zip(FILES, paths, strict=True) if path is None]:
         raise UserError(
             f"MNIST not found in {root} or {root / 'raw'}: {', '.join(missing)} missing (or the "
             "same with .gz). Try 'steppe data get RotatedMNIST'."
@@ -157,12 +156,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
 _BASES = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/")
 _SOURCE = Source(
     downloads=tuple(
-        Download(
-            f"{file}.gz",
-            tuple(Mirror(f"{base}{file}.gz", checksum) for base in _BASES),
-            into="raw",
-            limit=10**9,
-        )
+        replace(same_file(f"{file}.gz", checksum, *_BASES), into="raw", limit=10**9)
         for file, checksum in FILES.items()
     ),
     elsewhere=("torchvision.datasets.MNIST(DIR, download=True) makes the same MNIST/raw in DIR",),

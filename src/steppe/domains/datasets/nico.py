@@ -8,10 +8,8 @@ folders alone has random splits, and says so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,9 +31,17 @@ _log = logging.getLogger("steppe")
 
 def read(root: Path) -> Contents:
     """From list files where there are any, or else from folders; below `root` at several places."""
-    lists = _find_lists(root)
-    if lists is not None:
-        return _read_lists(root, lists)
+    names = [f"{domain}_{subset}.txt" for domain in DOMAINS for subset in SUBSETS]
+    for lists in (root / place for place in LIST_FOLDERS):
+        missing = [name for name in names if not (lists / name).is_file()]
+        if not missing:
+            return _read_lists(root, lists)
+        if len(missing) < len(names):
+            raise UserError(
+                f"NICO++ in {lists} has {len(names) - len(missing)} of its {len(names)} list "
+                f"files, missing are {', '.join(missing)}. Add them, or remove the others to have "
+                "random splits."
+            )
     for images in (root / place for place in IMAGE_FOLDERS):
         if (images / DOMAINS[0]).is_dir():
             _log.warning(
@@ -52,105 +58,69 @@ def read(root: Path) -> Contents:
     )
 
 
-class _Line(NamedTuple):
-    """What a line of a list says."""
+class _Classes:
+    """The classes by label, which all lists must agree on."""
 
-    where: str
-    path: str
-    label: int
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self.labels: dict[str, int] = {}
 
-    @property
-    def class_name(self) -> str:
-        return PurePosixPath(self.path).parent.name
-
-
-def _find_lists(root: Path) -> Path | None:
-    """The folder with the lists: all of them, or it is an error."""
-    names = [f"{domain}_{subset}.txt" for domain in DOMAINS for subset in SUBSETS]
-    for folder in (root / place for place in LIST_FOLDERS):
-        missing = [name for name in names if not (folder / name).is_file()]
-        if not missing:
-            return folder
-        if len(missing) < len(names):
+    def add(self, where: str, name: str, label: int) -> None:
+        known, number = self.names.setdefault(label, name), self.labels.setdefault(name, label)
+        if (known, number) != (name, label):
             raise UserError(
-                f"NICO++ in {folder} has {len(names) - len(missing)} of its {len(names)} list "
-                f"files, missing are {', '.join(missing)}. Add them, or remove the others to have "
-                "random splits."
+                f"{where}: class {name!r} has label {label}, but elsewhere "
+                f"{known!r} has label {self.labels[known]}"
             )
-    return None
+
+    def in_order(self) -> tuple[str, ...]:
+        for label in range(len(self.names)):
+            if label not in self.names:
+                raise UserError(
+                    f"the lists of NICO++ have {len(self.names)} classes, but none has label "
+                    f"{label}"
+                )
+        return tuple(self.names[label] for label in sorted(self.names))
 
 
 def _read_lists(root: Path, lists: Path) -> Contents:
-    parts = {
-        domain: {subset: _parse(lists / f"{domain}_{subset}.txt") for subset in SUBSETS}
-        for domain in DOMAINS
-    }
-    classes = _class_names(
-        line for domain in parts.values() for lines in domain.values() for line in lines
-    )
-    return classes, tuple(_domain(root, name, subsets) for name, subsets in parts.items())
+    classes, domains = _Classes(), []
+    for name in DOMAINS:
+        listed = {subset: _parse(lists / f"{name}_{subset}.txt", classes) for subset in SUBSETS}
+        # One entry for an image, however often it is listed.
+        labels = {path: label for lines in listed.values() for path, label in lines}
+        index = {path: i for i, path in enumerate(labels)}
+        subsets = {
+            subset: np.array([index[path] for path, _ in lines], dtype=np.int64)
+            for subset, lines in listed.items()
+        }
+        if repeated := sum(map(len, listed.values())) - len(index):
+            _log.warning("the lists of NICO++'s %s name %d images more than once", name, repeated)
+        # Paths start from where the first of them is found, or else from `root`.
+        first, places = next(iter(index)), (root / place for place in IMAGE_FOLDERS)
+        base = next((place for place in places if (place / first).is_file()), root)
+        numbers = np.array(list(labels.values()), dtype=np.int64)
+        domains.append(Domain(name, Files(base, tuple(index)), numbers, subsets))
+    return classes.in_order(), tuple(domains)
 
 
-def _parse(path: Path) -> list[_Line]:
+def _parse(path: Path, classes: _Classes) -> list[tuple[str, int]]:
     """The lines ``PATH LABEL`` of a list; a path may have blanks in it."""
     lines = []
     for number, text in enumerate(lines_of(path), start=1):
         if not text.strip():
             continue
-        *image, label = text.rsplit(maxsplit=1)
-        line = _Line(
-            f"{path}:{number}",
-            "".join(image),
-            int(label) if label.isdecimal() and len(label) < 9 else -1,
-        )
-        if line.label < 0 or not line.class_name:
-            raise UserError(f"{line.where}: expected 'CLASS/IMAGE LABEL', found {text!r}")
-        require_text(path.parent / line.class_name)
-        if not PurePosixPath(line.path).name.startswith("."):  # what a Mac leaves in every folder
-            lines.append(line)
+        *words, label = text.rsplit(maxsplit=1)
+        image = PurePosixPath("".join(words))
+        if not (label.isdecimal() and len(label) < 9 and image.parent.name):
+            raise UserError(f"{path}:{number}: expected 'CLASS/IMAGE LABEL', found {text!r}")
+        require_text(path.parent / image.parent.name)
+        if not image.name.startswith("."):  # what a Mac leaves in every folder
+            classes.add(f"{path}:{number}", image.parent.name, int(label))
+            lines.append(("".join(words), int(label)))
     if not lines:
         raise UserError(f"{path} lists no images")
     return lines
-
-
-def _class_names(lines: Iterable[_Line]) -> tuple[str, ...]:
-    """The classes in the order of their labels, which the lists must agree on."""
-    names: dict[int, str] = {}
-    labels: dict[str, int] = {}
-    for line in lines:
-        name, label = line.class_name, line.label
-        if names.setdefault(label, name) != name or labels.setdefault(name, label) != label:
-            raise UserError(
-                f"{line.where}: class {name!r} has label {label}, but elsewhere "
-                f"{names[label]!r} has label {labels[names[label]]}"
-            )
-    missing = sorted(set(range(len(names))) - set(names))
-    if missing:
-        raise UserError(
-            f"the lists of NICO++ have {len(names)} classes, but none has label {missing[0]}"
-        )
-    return tuple(names[label] for label in sorted(names))
-
-
-def _domain(root: Path, name: str, subsets: Mapping[str, Sequence[_Line]]) -> Domain:
-    # One entry for an image, however often it is listed.
-    labels = {line.path: line.label for lines in subsets.values() for line in lines}
-    index = {path: i for i, path in enumerate(labels)}
-    indices = {
-        subset: np.array([index[line.path] for line in lines], dtype=np.int64)
-        for subset, lines in subsets.items()
-    }
-    repeated = sum(map(len, subsets.values())) - len(index)
-    if repeated:
-        _log.warning("the lists of NICO++'s %s name %d images more than once", name, repeated)
-    files = Files(_base(root, next(iter(index))), tuple(index))
-    return Domain(name, files, np.array(list(labels.values()), dtype=np.int64), indices)
-
-
-def _base(root: Path, path: str) -> Path:
-    """The folder that listed paths start from: where the first of them is found, or else `root`."""
-    places = (root / place for place in IMAGE_FOLDERS)
-    return next((place for place in places if (place / path).is_file()), root)
 
 
 def _in_official_order(

@@ -1,14 +1,9 @@
 """OfficeHome: 65 classes of everyday things as art, clip art, product pictures and photos."""
 
 from steppe.domains.folder import reader
-from steppe.domains.spec import DatasetSpec, Download, Mirror, Source, google_drive
+from steppe.domains.spec import DatasetSpec, Source, google_drive, same_file
 
 _DOMAINS = ("Art", "Clipart", "Product", "Real World")
-_CHECKSUM = "md5:b1c14819770c4448fd5b6d931031c91c"
-_MIRRORS = (
-    google_drive("1uY0pj7oFsjMxRwaD3Sxy0jgel0fsYXLC"),
-    google_drive("0B81rNlvomiwed0V1YUxQdC1uOTg", "0-2SNWq0CDAuWOBRRBL7ZZsw"),
-)
 
 OFFICE_HOME = DatasetSpec(
     name="OfficeHome",
@@ -22,9 +17,11 @@ OFFICE_HOME = DatasetSpec(
     counts=(2427, 4365, 4439, 4357),
     source=Source(
         downloads=(
-            Download(
+            same_file(
                 "OfficeHomeDataset_10072016.zip",
-                tuple(Mirror(url, _CHECKSUM) for url in _MIRRORS),
+                "md5:b1c14819770c4448fd5b6d931031c91c",
+                google_drive("1uY0pj7oFsjMxRwaD3Sxy0jgel0fsYXLC"),
+                google_drive("0B81rNlvomiwed0V1YUxQdC1uOTg", "0-2SNWq0CDAuWOBRRBL7ZZsw"),
             ),
         ),
         elsewhere=(

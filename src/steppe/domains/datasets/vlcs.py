@@ -1,7 +1,7 @@
 """VLCS: five classes of photos from four collections."""
 
 from steppe.domains.folder import reader
-from steppe.domains.spec import DatasetSpec, Download, Mirror, Source, google_drive
+from steppe.domains.spec import DatasetSpec, Source, google_drive, same_file
 
 _DOMAINS = ("Caltech101", "LabelMe", "SUN09", "VOC2007")
 
@@ -19,14 +19,10 @@ VLCS = DatasetSpec(
     appendix_holdout=0.3,
     source=Source(
         downloads=(
-            Download(
+            same_file(
                 "VLCS.tar.gz",
-                (
-                    Mirror(
-                        google_drive("1skwblH1_okBwxWxmRsp9_qi15hyPpxg8"),
-                        "md5:8870171eba660927d9668f4e515928e4",
-                    ),
-                ),
+                "md5:8870171eba660927d9668f4e515928e4",
+                google_drive("1skwblH1_okBwxWxmRsp9_qi15hyPpxg8"),
             ),
         ),
         elsewhere=(

@@ -19,9 +19,7 @@ from steppe.domains.pack import Packed
 from steppe.domains.pool import cores
 
 from .host import Host, Store
-from .resident import Resident
-from .shapes import size
-from .stream import Stream
+from .ondevice import Resident, Stream, size
 
 __all__ = ["SHARE", "Host", "Resident", "Store", "Stream", "open_store", "size"]
 
@@ -47,7 +45,7 @@ def open_store(
             and the host for files.
         to: the device.
         domains: the domains of the run.
-        workers: processes that read; None: as many as are useful.
+        workers: processes that read (default: as many as are useful).
         processes: how many train on this machine.
         compiled: whether transforms on the device go through `torch.compile`.
     """
@@ -56,7 +54,10 @@ def open_store(
     if place == "auto" and to.type == "cuda" and not known:
         log.info("images are read as files; 'steppe data pack' would let them live on the device")
     if place == "auto":
-        place = "host" if to.type == "cpu" or not known else _fitting(to, size(domains))
+        place = "host"
+        if to.type != "cpu" and known:
+            free, _ = torch.cuda.mem_get_info(to)
+            place = "device" if size(domains) <= SHARE * free else "stream"
     if place == "device":
         return Resident(to, domains, compiled)
     if workers is None:
@@ -66,8 +67,3 @@ def open_store(
     if place == "stream":
         return Stream(to, domains, workers, compiled)
     return Host(to, workers)
-
-
-def _fitting(to: torch.device, needed: int) -> str:
-    free, _ = torch.cuda.mem_get_info(to)
-    return "device" if needed <= SHARE * free else "stream"

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
-from steppe.domains.batches import Batch, Evaluation, Plan, Sampling, View, planned_batches
+from steppe.domains.batches import (
+    Batch,
+    Evaluation,
+    Plan,
+    Reading,
+    Sampling,
+    View,
+    read_ahead,
+    read_all,
+)
 from steppe.domains.dataset import Domain, Indices
 
 
@@ -33,7 +43,10 @@ class Store(ABC):
         batch_size: int,
         seeds: Sequence[int] = (),
     ) -> Iterator[Batch]:
-        """The chosen images of a domain, once each, in order, as `evaluation_batches` has them."""
+        """The chosen images of a domain, once each, in order.
+
+        `seeds` determine the augmentation, where `view` asks for it.
+        """
         plan = Evaluation(domain, chosen, view, batch_size, seeds)
         for (batch,) in self.batches(plan, range(len(plan))):
             yield batch
@@ -42,14 +55,14 @@ class Store(ABC):
 class Host(Store):
     """Images that workers read and transform; 0: this process itself."""
 
-    def __init__(self, to: torch.device, workers: int) -> None:
+    def __init__(self, to: torch.device, workers: int = 0) -> None:
         self._device, self.workers = to, workers
         readers = f" in {workers} workers" if workers else ""
         self.where = f"on the host, transformed by Pillow{readers}"
 
     def batches(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
-        pin = self._device.type == "cuda"
-        for batches in planned_batches(plan, numbers, self.workers, pin):
+        reading = Reading(plan, partial(read_all, view=plan.view))
+        for batches in read_ahead(reading, numbers, self.workers, self._device.type == "cuda"):
             yield [
                 Batch(*(t.to(self._device, non_blocking=True) for t in batch)) for batch in batches
             ]
