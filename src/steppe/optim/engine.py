@@ -13,8 +13,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +25,7 @@ from . import distributed, frameworks, notices
 from .excursion import Excursion, Phase
 from .still import Models, StillState, rewinder
 from .vectors import differ
-from .walk import PLAIN, Held, Layout, Visit
+from .walk import Held, Layout, Visit
 from .wrapper import Wrapper
 
 Batch = TypeVar("Batch")
@@ -237,7 +235,7 @@ class FlatnessOptimizer(Wrapper, ABC):
                 f"{owner or 'another optimizer'}: "
                 "their hyper-parameters share its groups. Give each its own base."
             )
-        excursion = self._open = self._excursion(scaler)
+        excursion = self._open = Excursion(self, scaler)
         try:
             for index in range(len(excursion.visits)):
                 if index == len(excursion.visits):  # nothing got a gradient: fewer are needed
@@ -256,30 +254,13 @@ class FlatnessOptimizer(Wrapper, ABC):
             if self._open is excursion:
                 self._open = None
 
-    def _excursion(self, scaler: GradScaler | None) -> Excursion:
-        """The passes of the next step, with this step's hyper-parameters."""
-        groups, params = self.param_groups, self.parameters()
-        coefficients = [self.coefficients(self._values(g, self.steps + 1)) for g in groups]
-        visits = self.visits(coefficients) if self.due else PLAIN
-        if self.compile:
-            for then in {visit.then for visit in visits} - self._compiled.keys():
-                self._compiled[then] = torch.compile(then)
-            visits = tuple(replace(visit, then=self._compiled[visit.then]) for visit in visits)
-        several = len(visits) > 1 or self.needs_graph
-        local = self.models if several and self.perturbation == "local" else None
-        if local is not None:
-            distributed.check_local(local, params)
-        return Excursion(
-            method=type(self).__name__,
-            params=params,
-            visits=visits,
-            spans=partial(self._layout.spans, groups, coefficients),
-            xi=self.xi if scaler is None else self.xi * _scale(scaler, params),
-            memory=self._memory,
-            still=self._kept_still(params) if several else None,
-            local=local,
-            graph=self.needs_graph,
-        )
+    def _stage(self, visit: Visit) -> Callable[..., Held]:
+        """What becomes of a visit's gradient, compiled if it is to be."""
+        if not self.compile:
+            return visit.then
+        if visit.then not in self._compiled:
+            self._compiled[visit.then] = torch.compile(visit.then)
+        return self._compiled[visit.then]
 
     def _kept_still(self, params: list[Any]) -> StillState:
         """What keeps the models' state still; it knows what earlier steps have seen to change."""
@@ -361,12 +342,6 @@ class FlatnessOptimizer(Wrapper, ABC):
             scaler.step(self.base)  # the host does not learn whether it was skipped
         self._ready = False
         self.steps += 1
-
-
-def _scale(scaler: GradScaler, params: Sequence[Tensor]) -> float | Tensor:
-    """The loss scale; on an accelerator it stays there, unlike that of `get_scale`."""
-    scale = scaler.scale(torch.ones((), device=distributed.one_device(params)))
-    return scale.item() if scale.device.type == "cpu" else scale
 
 
 def _update_if_due(scaler: GradScaler, opt: Optimizer) -> None:
