@@ -285,14 +285,19 @@ def _build_over(
 
 def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises an error that shows the right call where another library's was written."""
-    first_name = next(iter(inspect.signature(cls).parameters), "")
+    if next(iter(inspect.signature(cls).parameters), "") != "base":
+        return
     first = args[0] if args else kwargs.get("base", kwargs.get("params"))
-    if first_name != "base":
-        return
-    if isinstance(first, Optimizer):
-        _check_options(cls, type(first), kwargs)
-        return
     method, known = cls.__name__, options_of(cls)
+    if isinstance(first, Optimizer):
+        base: type = type(first)
+        for name in kwargs:
+            if name in options_of(base) and name not in (*known, "base", "model"):
+                raise TypeError(
+                    f"{method} has no option {name!r}: it belongs to the base, "
+                    f"{base.__name__}(model.parameters(), {name}={kwargs[name]!r})"
+                )
+        return
     inner: Any = next((v for v in (*args, *kwargs.values()) if _makes_optimizers(v)), None)
     numbers = [v for v in args if isinstance(v, Real)]
     # By position, davda54's options follow the class of the base, in the order of ours; without
@@ -304,41 +309,25 @@ def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     rest = {**rate, **{k: v for k, v in kwargs.items() if k not in taken}}
     if isinstance(inner, partial):
         inner, rest = inner.func, {**inner.keywords, **rest}
+    made = type(inner) if isinstance(inner, Optimizer) else inner or torch.optim.SGD
+    prefix = "torch.optim." if made.__module__.startswith("torch.optim") else ""
+    name = f"{prefix}{made.__name__}"
+    inside = f"{name}(model.parameters(){_spelled(rest or {'lr': 1e-3})})"
+    line = f"{method}({inside}{_spelled(own)}, model=model)"
     if isinstance(inner, Optimizer):
-        line = f"{method}(optimizer{_spelled(own)}, model=model)  # the {type(inner).__name__}"
-        name = type(inner).__name__
-    else:
-        name = "SGD" if inner is None else inner.__name__
-        if inner is None or inner.__module__.startswith("torch.optim"):
-            name = f"torch.optim.{name}"
-        inside = f"model.parameters(){_spelled(rest or {'lr': 1e-3})}"
-        line = f"{method}({name}({inside}){_spelled(own)}, model=model)"
-    got = "nothing" if first is None else type(first).__name__
+        line = f"{method}(optimizer{_spelled(own)}, model=model)  # the {made.__name__}"
+    got = f"the class {first.__name__}" if isinstance(first, type) else type(first).__name__
     raise TypeError(
-        f"{method} wraps an optimizer instance, got "
-        f"{f'the class {first.__name__}' if isinstance(first, type) else got}. Write\n\n"
-        f"    {line}\n\n"
+        f"{method} wraps an optimizer instance, got {'nothing' if first is None else got}. Write"
+        f"\n\n    {line}\n\n"
         f"Where parameters are all you can pass, use {method}.over({name}), which takes them."
     )
-
-
-def _check_options(cls: type, base: type, options: Mapping[str, Any]) -> None:
-    """Refuses options of the base, which was built before it was wrapped."""
-    known = options_of(cls)
-    for name in options:
-        if name not in (*known, "base", "model") and name in options_of(base):
-            raise TypeError(
-                f"{cls.__name__} has no option {name!r}: it belongs to the base, "
-                f"{base.__name__}(model.parameters(), {name}={options[name]!r})"
-            )
 
 
 def _makes_optimizers(value: Any) -> bool:
     """Whether it is an optimizer, a class of them, or such a class with options."""
     value = value.func if isinstance(value, partial) else value
-    return isinstance(value, Optimizer) or (
-        isinstance(value, type) and issubclass(value, Optimizer)
-    )
+    return issubclass(value if isinstance(value, type) else type(value), Optimizer)
 
 
 def _spelled(options: Mapping[str, Any]) -> str:
