@@ -55,13 +55,9 @@ def ascend(
     quadratic, this is an eigenvalue solver with nearly the convergence of Lanczos, and it follows
     an indefinite Hessian to its positive side, where power iteration would not.
 
-    Args:
-        objective: the function.
-        start: where to begin; the objective was asked for it last.
-        radius: of the ball.
-        steps: the most points to try.
-        tol: stop when five steps together gain less than this, relative to the value.
-        report: called after each step with its number, from 1, and the best value.
+    At most `steps` points are tried; it stops when five together gain less than `tol`, relative to
+    the value. The objective was asked for `start` last. `report` is given the number of each step,
+    from 1, and the best value.
     """
     at, value, slope_at = start
     gradient = slope_at()

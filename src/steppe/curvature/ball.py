@@ -19,8 +19,7 @@ from .ascent import Objective, Point, Summit, ascend
 from .hessian import HessianOperator
 from .krylov import random_vector, seeded
 from .operator import LossFunction
-from .progress import Progress, Report
-from .results import Flatness, check_ball, lambda_max_from_flatness
+from .results import Flatness, Progress, Report, check_ball, lambda_max_from_flatness
 
 XI = 1e-12
 """The small constant of Algorithm 1, as the optimizers have it by default."""

@@ -24,14 +24,9 @@ def check_repeatable(
     after: Evaluation,
     batches: tuple[Any, Any],
 ) -> None:
-    """Refuse what differs between two evaluations of the same thing.
+    """Refuse two evaluations of a batch that differ, or two passes whose first batches do.
 
-    Args:
-        model: whose parts may be to blame.
-        evaluate: computes the loss once more, to find out which.
-        before: the loss and gradient of a batch.
-        after: the same, computed again.
-        batches: the first batch of two passes over the data.
+    `evaluate` computes the loss once more, to find out which part of the model is to blame.
     """
     if not same(*batches):
         raise UserError(

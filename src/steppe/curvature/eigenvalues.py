@@ -13,7 +13,7 @@ from torch import Tensor
 from steppe.errors import UserError, unknown
 
 from .krylov import Krylov, Ritz, random_vector, seeded
-from .progress import Progress, Report
+from .results import Progress, Report
 from .symmetric import Symmetric, check_matrix
 
 Which = Literal["LA", "LM", "SA"]

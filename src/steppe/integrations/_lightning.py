@@ -82,7 +82,7 @@ class Checks:
 
     def __init__(self, trainer: Any) -> None:
         self._counts: dict[str, int] = {}
-        self._check(trainer)
+        self.on_train_batch_start(trainer)
         for opt in _flat(trainer):
             if opt.model is None:  # or batch norm would count every pass
                 opt.model = trainer.lightning_module
@@ -91,7 +91,6 @@ class Checks:
         # In front of the method, until the fit is over; a copy of the module logs for itself.
         module = trainer.lightning_module
         module.__dict__["log"] = partial(_log_first, module)
-        self._taken = _steps(trainer) - trainer.global_step
         trainer.callbacks.append(self)
 
     @classmethod
@@ -127,9 +126,7 @@ class Checks:
             closure()
         return None
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, *rest: Any) -> None:
         """Checks again what a callback may change between epochs, such as accumulation."""
         self._check(trainer)
         self._taken = _steps(trainer) - trainer.global_step
@@ -153,9 +150,7 @@ class Checks:
                     f"        self.{name}.update(...)\n"
                 )
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
         """Raises if a step of manual optimization went past Lightning."""
         if _steps(trainer) - trainer.global_step > self._taken:
             raise UserError(
@@ -164,13 +159,12 @@ class Checks:
                 "optimization write:\n\n" + self._manual()
             )
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         # A new list: the old one is being gone through.
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
         pl_module.__dict__.pop("log", None)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.on_fit_end(trainer, pl_module)
+    on_exception = on_fit_end
 
     def _manual(self, arguments: str = "", more: str = "") -> str:
         return MANUAL.format(package=type(self).__module__, arguments=arguments, more=more)
