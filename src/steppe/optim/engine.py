@@ -10,9 +10,10 @@ needs before and after it, the method's own file what becomes of the gradient, i
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,24 @@ from .wrapper import Wrapper
 Batch = TypeVar("Batch")
 Hyper = float | Callable[[int], float]
 """A hyper-parameter: a number, or a schedule from the step (counted from 1) to a number."""
+
+
+@dataclass(frozen=True)
+class InverseSqrt:
+    r"""The schedule of Theorem 3.2: $\rho_t = \rho_0 / \sqrt{t}$ for $t = 1, 2, \dots$
+
+    A dataclass rather than a closure, so that an optimizer holding one can be pickled.
+
+    Examples:
+        >>> InverseSqrt(0.1)(4)
+        0.05
+    """
+
+    rho_0: float
+
+    def __call__(self, step: int) -> float:
+        return self.rho_0 / math.sqrt(step)
+
 
 USAGE = """\
 {method}.step() needs a closure, because it evaluates the loss {passes}:
@@ -52,7 +71,7 @@ In a loop that owns backward, step() without a closure follows the phases:
 steppe.integrations has this for Lightning, Hugging Face's Trainer and Accelerate."""
 
 
-class FlatnessOptimizer(Wrapper, ABC):
+class FlatnessOptimizer(Wrapper):
     """Wraps an optimizer instance and feeds it a direction gathered from several gradients.
 
     `param_groups`, `state` and `defaults` are those of the base, always: schedulers, edits of `lr`
@@ -77,14 +96,6 @@ class FlatnessOptimizer(Wrapper, ABC):
             `numpy.random.Generator`). Each pass then sees the same draws from them; the global ones
             need not be named.
     """
-
-    _ready: bool
-    """Whether the direction is in ``.grad`` and waits for the base's step."""
-    _looked: bool
-    _open: Excursion | None
-    _still: StillState
-    _compiled: dict[Callable[..., Held], Callable[..., Held]]
-    _layout: Layout
 
     def __init__(
         self,
@@ -122,15 +133,14 @@ class FlatnessOptimizer(Wrapper, ABC):
             distributed.check_local(self.models, self.parameters())
         self._share(hyper)  # last: a wrapper that is refused leaves the base as it was
 
-    def _fresh(self) -> dict[str, Any]:
-        return {
-            "_ready": False,
-            "_looked": False,
-            "_open": None,
-            "_still": StillState((), ()),
-            "_compiled": {},
-            "_layout": Layout(),
-        }
+    def _reset(self) -> None:
+        self._ready = False
+        """Whether the direction is in ``.grad`` and waits for the base's step."""
+        self._looked = False
+        self._open: Excursion | None = None
+        self._still = StillState((), ())
+        self._compiled: dict[Callable[..., Held], Callable[..., Held]] = {}
+        self._layout = Layout()
 
     @property
     def model(self) -> nn.Module | tuple[nn.Module, ...] | None:
@@ -222,8 +232,9 @@ class FlatnessOptimizer(Wrapper, ABC):
             scaler: if given, `xi` is scaled like the gradients; the rest is yours.
         """
         owner = self._owner()
-        if frameworks.is_handle(self, owner):
-            yield from owner.phases(scaler)
+        behind: Any = getattr(self, "optimizer", None)
+        if behind is not None and behind is owner:  # Lightning's handle has our methods, not state
+            yield from behind.phases(scaler)
             return
         frameworks.guard(self)
         self._ready = False

@@ -46,11 +46,3 @@ def _on_the_stack(opt: FlatnessOptimizer) -> Any:
             return getattr(importlib.import_module(module), name).of(opt, frame.f_locals["self"])
         frame = frame.f_back
     return None
-
-
-def is_handle(opt: FlatnessOptimizer, owner: FlatnessOptimizer | None) -> bool:
-    """Whether `opt` is what Lightning or Fabric hands out for `owner`.
-
-    Their handles are of a subclass of the optimizer's class: they have its methods, not its state.
-    """
-    return owner is not None and getattr(opt, "optimizer", None) is owner

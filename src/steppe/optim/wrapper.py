@@ -9,6 +9,7 @@ import copy
 import inspect
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from . import distributed
 
 
-class Wrapper(Optimizer):
+class Wrapper(Optimizer, ABC):
     """Holds a base optimizer and shows its groups, its state and its hooks as its own.
 
     Copies made by torch (`load_state_dict`, deepcopy and pickling rebind `param_groups`) cannot
@@ -75,11 +76,11 @@ class Wrapper(Optimizer):
         """Steps taken so far; one that a GradScaler skips counts under a fused base alone, whose
         kernels skip it without telling the host."""
         self._memory: dict[Tensor, dict[str, Tensor]] = {}
-        self.__dict__.update(self._fresh())
+        self._reset()
 
-    def _fresh(self) -> dict[str, Any]:
-        """The attributes that no copy takes along, as they are before a first step."""
-        return {}
+    @abstractmethod
+    def _reset(self) -> None:
+        """Sets the attributes that no copy takes along, as they are before a first step."""
 
     def parameters(self) -> list[Any]:
         """All parameters, in the order of their groups."""
@@ -235,11 +236,14 @@ class Wrapper(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything that lasts from step to step, the model included."""
-        transient = {"step", *self._fresh()}  # schedulers set `step` on the instance, as a closure
+        blank = object.__new__(type(self))
+        blank._reset()
+        transient = {"step", *blank.__dict__}  # schedulers set `step` on the instance, as a closure
         return {k: v for k, v in self.__dict__.items() if k not in transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | self._fresh())
+        self.__dict__.update(state)
+        self._reset()
         self._own()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
