@@ -1,8 +1,8 @@
-"""Phases: what happens around each pass of a step.
+"""An excursion: one step's passes in order.
 
-An excursion is one step's passes in order. Each is a `Phase` to the loop outside, and a `Visit` of
-the recipe inside: the phase clears gradients and rewinds randomness, the pass is the caller's
-forward and backward, and the visit's stage then does the arithmetic on the `Walk`.
+Each is a `Phase` to the loop outside, and a `Visit` of the recipe inside: the phase clears
+gradients and rewinds randomness, the pass is the caller's forward and backward, and the visit's
+stage then does the arithmetic on the `Walk`.
 """
 
 from __future__ import annotations
@@ -61,10 +61,7 @@ class Phase(AbstractContextManager["Phase"]):
 
 
 class Excursion:
-    """The passes of an optimizer's next step, from clearing the gradients to the direction.
-
-    It owns the points, the buffers and the way back.
-    """
+    """The next step of an optimizer: its points, its buffers and the way back."""
 
     def __init__(self, opt: FlatnessOptimizer, scaler: GradScaler | None) -> None:
         self._opt, self._method = opt, type(opt).__name__
