@@ -148,12 +148,7 @@ def _given_basis(op: Symmetric, eigenvalues: Eigenvalues) -> Basis:
             f"eigenvalues has vectors in {vectors.dtype} on {vectors.device}, and the operator is "
             f"in {op.dtype} on {op.device}: compute them with this operator"
         )
-    _check_pairs(op, eigenvalues, vectors)
-    return vectors.T, float(eigenvalues.values.sum()), 1
-
-
-def _check_pairs(op: Symmetric, eigenvalues: Eigenvalues, vectors: Tensor) -> None:
-    """Refuses pairs of another operator, or of other weights, by one product."""
+    # One product tells pairs of another operator, or of other weights.
     values, residuals = eigenvalues.values, eigenvalues.residuals
     # Of its own generator: the random signs are the same whether or not there are pairs to check.
     mix = torch.randn(len(values), generator=seeded(op, 0), dtype=op.dtype, device=op.device)
@@ -167,6 +162,7 @@ def _check_pairs(op: Symmetric, eigenvalues: Eigenvalues, vectors: Tensor) -> No
             "eigenvalues are not those of this operator: were they computed for other weights, "
             "another loss or other data? Compute them again."
         )
+    return vectors.T, float(values.sum()), 1
 
 
 def _left(value: float, stderr: float, samples: int, rtol: float) -> float:

@@ -258,10 +258,7 @@ class CurvatureOperator(ABC):
 
     def _probe(self) -> None:
         """Refuses batches, models and losses that differ from one time to the next."""
-        first = next(iter(self.batches), None)
-        if first is None:
-            raise UserError("batches is empty: curvature needs at least one sample")
-        batch_size(first)  # before the loss stumbles over what is no batch
+        first = next(self._read())
 
         def evaluate() -> tuple[Tensor, Parts]:
             loss = self._loss(first, 0)

@@ -193,8 +193,12 @@ class FlatnessOptimizer(Wrapper):
             return self._base_step()
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         stepped = self.base if skips_by_itself(self.base) else self
-        if scaler is not None:
-            _update_if_due(scaler, stepped)
+        if (
+            scaler is not None
+        ):  # update() is due if the loop took a step and has not called it since
+            state = scaler._per_optimizer_states.get(id(stepped), {})
+            if state.get("stage") is OptState.STEPPED:
+                scaler.update()
         loss = None
         for phase in self.phases(scaler):
             with phase, torch.enable_grad():
@@ -353,13 +357,6 @@ class FlatnessOptimizer(Wrapper):
             scaler.step(self.base)  # the host does not learn whether it was skipped
         self._ready = False
         self.steps += 1
-
-
-def _update_if_due(scaler: GradScaler, opt: Optimizer) -> None:
-    """Calls `scaler.update()` if the loop took a step with it and has not done so since."""
-    states = scaler._per_optimizer_states
-    if id(opt) in states and states[id(opt)]["stage"] is OptState.STEPPED:
-        scaler.update()
 
 
 def skips_by_itself(optimizer: Optimizer) -> bool:
