@@ -88,8 +88,7 @@ def _same(x: Any, y: Any) -> bool:
 def _close(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> bool:
     """Equal up to the order of sums, which some kernels leave to chance.
 
-    Measured by the largest number in any part: a part may be zero but for rounding, and then all of
-    it is left to chance.
+    Measured by the largest number in any part: one that is zero but for rounding is all chance.
     """
     gap = scale = tolerance = 0.0
     for x, y in zip(before, after, strict=True):

@@ -185,18 +185,14 @@ def _kept(values: Tensor, which: Which, k: int, number: int) -> Tensor:
 
 
 class _Lookout:
-    """Decides when to stop, and widens the space to look for what it may have missed.
-
-    Attributes:
-        wants_more: whether the space is to be widened now. The caller makes room for that first:
-            where it cannot, nobody has looked.
-    """
+    """Decides when to stop, and widens the space to look for what it may have missed."""
 
     def __init__(self, k: int, tol: float, verify: int) -> None:
         self._k, self._tol, self._verify = k, tol, verify
         self._until: int | None = None  # the products at which the present look ends
         self._found: Tensor | None = None  # the values when it began
         self.wants_more = False
+        """Whether to widen now; the caller makes room first: where it cannot, nobody has looked."""
 
     def is_satisfied(self, space: Krylov, ritz: Ritz, wanted: Tensor) -> bool:
         self.wants_more = False

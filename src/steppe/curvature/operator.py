@@ -39,13 +39,7 @@ _State = tuple[list[int], list[Tensor]]
 
 @dataclass(frozen=True)
 class Differentiated:
-    """The loss of a batch, with its graph.
-
-    Attributes:
-        loss: the mean over the batch.
-        gradient: computes the gradient by the parameters.
-        product: multiplies the matrix of the batch with a vector.
-    """
+    """The mean loss of a batch, and functions of its graph: the gradient, and products."""
 
     loss: Tensor
     gradient: Callable[[], Parts]

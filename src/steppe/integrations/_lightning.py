@@ -1,8 +1,7 @@
 """What `lightning` and `pytorch_lightning` share: this needs neither of them.
 
-In automatic optimization Lightning hands `opt.step` a closure that runs `training_step` and
-backward, which is what a flatness-aware optimizer wants. But whatever Lightning does to gradients
-(clipping, accumulation, unscaling) it does inside that closure or around it, to single passes:
+In automatic optimization Lightning hands `opt.step` the closure that a flatness-aware optimizer
+wants. But it clips, accumulates and unscales inside that closure or around it, in single passes:
 those settings need `ManualFlatness`, or an option of the optimizer.
 """
 

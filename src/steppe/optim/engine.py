@@ -1,9 +1,8 @@
 """The engine under every flatness-aware optimizer: passes, phases, state; no method's formula.
 
-A method subclasses `FlatnessOptimizer` and supplies two things: how its hyper-parameters become
-coefficients (`coefficients`), and which points to visit (`visits`). A step goes through four files:
-this one asks for its phases and takes the base's step at the end, `excursion` does what each pass
-needs before and after it, the method's own file what becomes of the gradient, in the words of
+A method's file says how its hyper-parameters become coefficients and which points to visit. For a
+step, this file asks for the phases and takes the base's step at the end, `excursion` does what each
+pass needs before and after it, and the method's file what becomes of the gradient, in the words of
 `walk`. `wrapper` has what does not change with the step: groups, state, copies.
 """
 
@@ -167,9 +166,7 @@ class FlatnessOptimizer(Wrapper):
 
     @_disable_dynamo
     def step(
-        self,
-        closure: Callable[..., Any] | None = None,
-        scaler: GradScaler | None = None,
+        self, closure: Callable[..., Any] | None = None, scaler: GradScaler | None = None
     ) -> Any:
         """Takes one step and returns the loss at the unperturbed weights.
 
@@ -193,11 +190,9 @@ class FlatnessOptimizer(Wrapper):
             return self._base_step()
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         stepped = self.base if skips_by_itself(self.base) else self
-        if (
-            scaler is not None
-        ):  # update() is due if the loop took a step and has not called it since
+        if scaler is not None:
             state = scaler._per_optimizer_states.get(id(stepped), {})
-            if state.get("stage") is OptState.STEPPED:
+            if state.get("stage") is OptState.STEPPED:  # and the loop has not called update() since
                 scaler.update()
         loss = None
         for phase in self.phases(scaler):

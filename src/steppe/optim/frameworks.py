@@ -1,8 +1,7 @@
-"""Training frameworks that drive a step, and their guards in `steppe.integrations`.
+"""Guards, in `steppe.integrations`, against settings of a framework that would change a step.
 
-Some settings of a framework would silently change what a step computes. A guard refuses them before
-the first pass. It is imported when its framework first trains with one of our optimizers: nothing
-here depends on a framework, and a loop without one pays for a look into `sys.modules`.
+A guard is imported when its framework first trains with one of our optimizers: nothing here depends
+on a framework, and a loop without one pays for a look into `sys.modules`.
 """
 
 from __future__ import annotations
