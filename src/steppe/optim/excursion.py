@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,12 +49,7 @@ class Phase(AbstractContextManager["Phase"]):
         return self
 
     @_disable_dynamo
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._excursion.leave(self.index, failed=kind is not None)
         self.done = kind is None
 

@@ -5,7 +5,6 @@ It adds its own hyper-parameters to the groups, and a step counter and a memory 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import weakref
@@ -245,16 +244,6 @@ class Wrapper(Optimizer, ABC):
         self.__dict__.update(state)
         self._reset()
         self._own()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with parameters and a model of its own, which belong together.
-
-        Copied with its model, in whatever order, it gets that copy.
-        """
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return new
 
     def __repr__(self) -> str:
         shown = {n: self.param_groups[0].get(k, self._hyper[n]) for n, k in self._keys.items()}
