@@ -10,7 +10,6 @@ derivatives of each are again these three, and all have kernels of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -83,66 +82,44 @@ class FastConvolutions(TorchFunctionMode):
         found = None
         # Inside torch.func's transforms, torch's own are used: they know how to be transformed.
         if func in _CONVOLUTIONS and not torch._C._are_functorch_transforms_active():
-            found = _CONVOLUTIONS[func](*args, **kwargs)
+            dims, names = _CONVOLUTIONS[func]
+            found = _convolved(dims, names, dict(zip(names, args, strict=False)) | dict(kwargs))
         return func(*args, **kwargs) if found is None else found
 
 
-Numbers = int | Sequence[int]
+_PLAIN = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED = (*_PLAIN[:5], "output_padding", "groups", "dilation")
+_CONVOLUTIONS = {
+    torch.conv1d: (1, _PLAIN),
+    torch.conv2d: (2, _PLAIN),
+    torch.conv3d: (3, _PLAIN),
+    torch.conv_transpose1d: (1, _TRANSPOSED),
+    torch.conv_transpose2d: (2, _TRANSPOSED),
+    torch.conv_transpose3d: (3, _TRANSPOSED),
+}
+"""Their dimensions, and their parameters by position."""
 
 
-def _plain(
-    dims: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Numbers = 1,
-    padding: Numbers | str = 0,
-    dilation: Numbers = 1,
-    groups: int = 1,
-) -> Tensor | None:
-    if isinstance(padding, str):
-        if padding != "valid":
-            return None  # "same" may pad one side more than the other
-        padding = 0
-    many = _each(dims, stride), _each(dims, padding), _each(dims, dilation)
-    return _with_bias(input, weight, bias, Geometry(*many, False, (0,) * dims, groups))
-
-
-def _transposed(
-    dims: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Numbers = 1,
-    padding: Numbers = 0,
-    output_padding: Numbers = 0,
-    groups: int = 1,
-    dilation: Numbers = 1,
-) -> Tensor | None:
-    many = _each(dims, stride), _each(dims, padding), _each(dims, dilation)
-    geometry = Geometry(*many, True, _each(dims, output_padding), groups)
-    return _with_bias(input, weight, bias, geometry)
-
-
-def _with_bias(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor | None:
-    dims = len(geometry.stride)
-    if x.ndim != dims + 2:
-        return None  # an image without a batch
+def _convolved(dims: int, names: Sequence[str], given: Mapping[str, Any]) -> Tensor | None:
+    """What torch would give; None for images without a batch, and for calls that torch refuses."""
+    x, w, bias = given["input"], given["weight"], given.get("bias")
+    padding = 0 if given.get("padding", 0) == "valid" else given.get("padding", 0)
+    # "same" may pad one side more than the other.
+    if x.ndim != dims + 2 or isinstance(padding, str) or not given.keys() <= set(names):
+        return None
+    geometry = Geometry(
+        _each(dims, given.get("stride", 1)),
+        _each(dims, padding),
+        _each(dims, given.get("dilation", 1)),
+        names is _TRANSPOSED,
+        _each(dims, given.get("output_padding", 0)),
+        given.get("groups", 1),
+    )
     y: Tensor = _Convolution.apply(geometry, 2, (), x, w, None)
     return y if bias is None else y + bias.reshape(-1, *[1] * dims)
 
 
-def _each(dims: int, value: Numbers) -> Sequence[int]:
+def _each(dims: int, value: int | Sequence[int]) -> Sequence[int]:
     if isinstance(value, int):
         return (value,) * dims
     return tuple(value) * dims if len(value) == 1 else tuple(value)
-
-
-_CONVOLUTIONS: dict[Callable[..., Tensor], Callable[..., Tensor | None]] = {
-    torch.conv1d: partial(_plain, 1),
-    torch.conv2d: partial(_plain, 2),
-    torch.conv3d: partial(_plain, 3),
-    torch.conv_transpose1d: partial(_transposed, 1),
-    torch.conv_transpose2d: partial(_transposed, 2),
-    torch.conv_transpose3d: partial(_transposed, 3),
-}
