@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from steppe.curvature.convolution import FastConvolutions, _Convolve
+from steppe.curvature.convolution import FastConvolutions, _Convolution
 
 CASES = {
     "plain": (F.conv2d, (2, 3, 4, 5), (2, 3, 3, 3), {}),
@@ -80,7 +80,7 @@ def test_second_derivatives_are_those_of_the_values(case):
 def test_takes_over_what_it_knows_and_leaves_the_rest(case):
     name, fast, _, tensors = case
     own = fast(*tensors[:2]).grad_fn.name()
-    assert (own == f"{_Convolve.__name__}Backward") == (name in CASES)
+    assert (own == f"{_Convolution.__name__}Backward") == (name in CASES)
 
 
 def test_modules_use_it_only_inside():

@@ -32,7 +32,7 @@ from torchmetrics.classification import MulticlassAccuracy
 import steppe.integrations.lightning
 import steppe.integrations.pytorch_lightning
 from steppe.errors import UserError
-from steppe.integrations import _lightning_guard
+from steppe.integrations import _lightning
 from steppe.integrations.lightning import ManualFlatness, first_pass
 from steppe.optim import FAD, GAM, SAM, Bfloat16Warning, GAMExact, frameworks
 
@@ -567,7 +567,7 @@ def test_weight_averaging_with_batch_norm():
 
 
 @both
-@pytest.mark.parametrize("name", _lightning_guard.STRATEGIES)
+@pytest.mark.parametrize("name", _lightning.STRATEGIES)
 def test_strategies_that_hide_the_parameters_are_refused(of, name):
     strategies = [
         of.pl.strategies,

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from .hessian import HessianOperator as HessianOperator
     from .hutchinson import trace as trace
     from .operator import CurvatureOperator as CurvatureOperator, LossFunction as LossFunction
-    from .progress import Progress as Progress
     from .results import (
         Flatness as Flatness,
+        Progress as Progress,
         Trace as Trace,
         lambda_max_from_flatness as lambda_max_from_flatness,
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,18 +15,20 @@ SHORTEST = 1e-7
 """Steps shorter than this, relative to the radius, are lost in rounding."""
 
 
-class Objective(Protocol):
-    """A function of a displacement from the ball's centre."""
+class Point(NamedTuple):
+    """A displacement from the ball's centre, and the value there."""
 
-    def value(self, at: Tensor) -> float: ...
+    at: Tensor
+    value: float
+    slope: Callable[[], Tensor]
+    """Computes the gradient; to be called before another point is asked for."""
 
-    def slope(self) -> Tensor:
-        """The gradient where the value was asked for last."""
-        ...
+
+Objective = Callable[[Tensor], Point]
+"""A function of the displacement."""
 
 
-@dataclass(frozen=True)
-class Summit:
+class Summit(NamedTuple):
     """Where an ascent ended, and whether it stopped by itself."""
 
     at: Tensor
@@ -37,7 +38,7 @@ class Summit:
 
 def ascend(
     objective: Objective,
-    start: Tensor,
+    start: Point,
     radius: float,
     *,
     steps: int,
@@ -54,16 +55,12 @@ def ascend(
     quadratic, this is an eigenvalue solver with nearly the convergence of Lanczos, and it follows
     an indefinite Hessian to its positive side, where power iteration would not.
 
-    Args:
-        objective: the function.
-        start: where to begin.
-        radius: of the ball.
-        steps: the most points to try.
-        tol: stop when five steps together gain less than this, relative to the value.
-        report: called after each step with its number, from 1, and the best value.
+    At most `steps` points are tried; it stops when five together gain less than `tol`, relative to
+    the value. The objective was asked for `start` last. `report` is given the number of each step,
+    from 1, and the best value.
     """
-    at, value = start, objective.value(start)
-    gradient = objective.slope()
+    at, value, slope_at = start
+    gradient = slope_at()
     gradient = _inward(at, gradient, gradient, radius)
     direction, heights, failures = gradient, [value], 0
     length = float(torch.linalg.vector_norm(direction))
@@ -73,10 +70,10 @@ def ascend(
         if not slope > 0:
             return Summit(at, value, converged=True)
         trial = _within(at + step * direction, radius)
-        reached = objective.value(trial)
+        _, reached, slope_at = objective(trial)
         report(number, max(value, reached))
         if reached > value:
-            ahead = objective.slope()
+            ahead = slope_at()
             direction = _inward(trial, ahead, direction, radius)
             ahead = _inward(trial, ahead, ahead, radius)
             bend = slope - float(ahead @ direction)  # by how much the slope fell

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -13,12 +15,11 @@ from torch import Tensor, nn
 
 from steppe.errors import UserError
 
-from .ascent import Objective, Summit, ascend
+from .ascent import Objective, Point, Summit, ascend
 from .hessian import HessianOperator
 from .krylov import random_vector, seeded
 from .operator import LossFunction
-from .progress import Progress, Report
-from .results import Flatness, check_ball, lambda_max_from_flatness
+from .results import Flatness, Progress, Report, check_ball, lambda_max_from_flatness
 
 XI = 1e-12
 """The small constant of Algorithm 1, as the optimizers have it by default."""
@@ -95,17 +96,16 @@ def flatness(
         loss, g0 = op.gradient()
         gradient_norm = float(torch.linalg.vector_norm(g0))
         with _within(rho):
-            rise = _Rise(op, move, loss)
-            e_1 = _towards(g0, rho)  # Alg. 1, line 6
-            zeroth_one_step = rise.value(e_1)
-            e_2 = _towards(rise.slope() - g0, rho)  # Alg. 1, lines 8 and 9
+            rise = partial(_rise, op, move, loss)
+            steepness = partial(_steepness, twice, move, rho)
+            zeroth_step = rise(_towards(g0, rho))  # Alg. 1, line 6
+            e_2 = _towards(zeroth_step.slope() - g0, rho)  # Alg. 1, lines 8 and 9
             del g0
-            highest, zeroth_starts = search.best(rise, "zeroth", [e_1], restarts)
-            steepness = _Steepness(twice, move, rho)
-            first_one_step = steepness.value(e_2)
+            highest, zeroth_starts = search.best("zeroth", restarts, rise, zeroth_step)
+            first_step = steepness(e_2)
             # By the mean value theorem, the loss cannot rise far without a steep place.
             steepest, first_starts = search.best(
-                steepness, "first", [e_2, highest.at], restarts + 1
+                "first", restarts + 1, steepness, first_step, highest.at
             )
     # The centre belongs to the ball.
     zeroth, first = max(0.0, highest.value), max(rho * gradient_norm, steepest.value)
@@ -116,9 +116,9 @@ def flatness(
         zeroth=zeroth,
         first=first,
         fad=fad,
-        zeroth_one_step=zeroth_one_step,
-        first_one_step=first_one_step,
-        fad_one_step=alpha * zeroth_one_step + (1 - alpha) * first_one_step,
+        zeroth_one_step=zeroth_step.value,
+        first_one_step=first_step.value,
+        fad_one_step=alpha * zeroth_step.value + (1 - alpha) * first_step.value,
         lambda_max=lambda_max_from_flatness(fad, rho, alpha),
         converged=highest.converged and steepest.converged,
         passes=op.passes + twice.passes,
@@ -129,43 +129,25 @@ def flatness(
     )
 
 
-class _Rise:
+def _rise(op: HessianOperator, move: Move, loss: float, at: Tensor) -> Point:
     r"""$L(\theta + e) - L(\theta)$."""
-
-    def __init__(self, op: HessianOperator, move: Move, loss: float) -> None:
-        self._op, self._move, self._centre = op, move, loss
-        self._at: Tensor | None = None
-
-    def value(self, at: Tensor) -> float:
-        if at is not self._at:  # the one-step point is asked for twice
-            self._move(at)
-            self._loss, self._gradient = self._op.gradient()
-            self._at = at
-        return self._loss - self._centre
-
-    def slope(self) -> Tensor:
-        return self._gradient
+    move(at)
+    there, gradient = op.gradient()
+    return Point(at, there - loss, lambda: gradient)
 
 
-class _Steepness:
+def _steepness(op: HessianOperator, move: Move, rho: float, at: Tensor) -> Point:
     r"""$\rho \|\nabla L(\theta + e)\|$."""
+    move(at)
+    _, gradient = op.gradient()
+    norm = float(torch.linalg.vector_norm(gradient))
 
-    def __init__(self, op: HessianOperator, move: Move, rho: float) -> None:
-        self._op, self._move, self._rho = op, move, rho
-        self._at: Tensor | None = None
+    def slope() -> Tensor:
+        if not norm:  # the norm has a kink there
+            return torch.zeros_like(gradient)
+        return op @ (gradient * (rho / norm))
 
-    def value(self, at: Tensor) -> float:
-        if at is not self._at:
-            self._move(at)
-            _, self._gradient = self._op.gradient()
-            self._norm = float(torch.linalg.vector_norm(self._gradient))
-            self._at = at
-        return self._rho * self._norm
-
-    def slope(self) -> Tensor:
-        if not self._norm:  # the norm has a kink there
-            return torch.zeros_like(self._gradient)
-        return self._op @ (self._gradient * (self._rho / self._norm))
+    return Point(at, rho * norm, slope)
 
 
 @dataclass
@@ -180,28 +162,26 @@ class _Search:
     done: int = 0
 
     def best(
-        self, objective: Objective, order: str, starts: Sequence[Tensor], number: int
+        self, order: str, number: int, objective: Objective, first: Point, *others: Tensor
     ) -> tuple[Summit, tuple[float, ...]]:
         """The highest of so many ascents, and what each reached.
 
         They begin at the starts given, then at random points of the sphere. The centre is not
         climbed from: at a minimum, where the one-step points end there, it has no slope.
         """
-        best: Summit | None = None
-        values: list[float] = []
-        for index in range(number):
-            start = starts[index] if index < len(starts) else None
-            if start is None or not start.any():
-                start = random_vector(self.op, self.generator)
-                start *= self.rho / float(torch.linalg.vector_norm(start))
+        best, values = Summit(first.at, -math.inf, converged=False), []
+        for at in islice(chain([first.at], others, repeat(None)), number):
+            if at is None or not at.any():
+                at = random_vector(self.op, self.generator)
+                at *= self.rho / float(torch.linalg.vector_norm(at))
+            start = first if at is first.at else objective(at)
             report = partial(self._tell, order)
             summit = ascend(
                 objective, start, self.rho, steps=self.steps, tol=self.tol, report=report
             )
             values.append(summit.value)
-            best = summit if best is None or summit.value > best.value else best
+            best = max(best, summit, key=lambda one: one.value)
             self.done += 1
-        assert best is not None
         return best, tuple(values)
 
     def _tell(self, order: str, step: int, value: float) -> None:

@@ -2,16 +2,15 @@ r"""Convolutions that are as fast when they are differentiated twice.
 
 PyTorch's second derivative of a convolution computes one of its terms as a convolution whose kernel
 is an image, and takes groups one at a time, which is very slow for depthwise ones. There is no need
-to: a convolution $y = C(x, w)$ is linear in both arguments, and so are the two parts of its
-derivative, $D(g, w)$ with respect to $x$ and $W(x, g)$ with respect to $w$. The derivatives of
-these three are again these three, and each has a kernel of its own.
+to: $\langle g, C(x, w) \rangle$ is linear in the images, the kernel and the gradient of the output.
+Its derivatives by these three are the convolution and the two parts of its gradient; the
+derivatives of each are again these three, and all have kernels of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,86 +28,43 @@ class Geometry(NamedTuple):
     groups: int
 
 
-def convolve(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
-    """The convolution C(x, w), without a bias."""
-    y: Tensor = _Convolve.apply(x, w, geometry)
-    return y
+class _Convolution(torch.autograd.Function):
+    r"""The derivative of $\langle g, C(x, w) \rangle$ by one of $x$, $w$, $g$, given the other two.
 
-
-def _input_gradient(g: Tensor, w: Tensor, geometry: Geometry, shape: Sequence[int]) -> Tensor:
-    """D(g, w): what C's first argument, of this shape, gets."""
-    x: Tensor = _InputGradient.apply(g, w, geometry, shape)
-    return x
-
-
-def _weight_gradient(x: Tensor, g: Tensor, geometry: Geometry, shape: Sequence[int]) -> Tensor:
-    """W(x, g): what C's second argument, of this shape, gets."""
-    w: Tensor = _WeightGradient.apply(x, g, geometry, shape)
-    return w
-
-
-class _Convolve(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.geometry = geometry
-        y: Tensor = torch.ops.aten.convolution(x, w, None, *geometry)
-        return y
+    By $g$ it is the convolution itself. Each argument enters linearly, so the one that the
+    derivative is taken by is not needed: None stands in its place, and only its shape counts.
+    """
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        (x, w), (for_x, for_w, _) = ctx.saved_tensors, ctx.needs_input_grad
-        return (
-            _input_gradient(g, w, ctx.geometry, x.shape) if for_x else None,
-            _weight_gradient(x, g, ctx.geometry, w.shape) if for_w else None,
-            None,
+    def forward(
+        ctx: Any, geometry: Geometry, by: int, shape: Sequence[int], *arguments: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(*arguments)
+        ctx.geometry, ctx.by = geometry, by
+        x, w, g = arguments
+        if g is None:
+            y: Tensor = torch.ops.aten.convolution(x, w, None, *geometry)
+            return y
+        missing = g.new_empty(1).expand(shape)
+        x, w = missing if x is None else x, missing if w is None else w
+        mask = (by == 0, by == 1, False)
+        found = torch.ops.aten.convolution_backward(g, x, w, None, *geometry, mask)
+        return cast(Tensor, found[by])
+
+    @staticmethod
+    def backward(ctx: Any, tangent: Tensor) -> tuple[Tensor | None, ...]:
+        arguments = list(ctx.saved_tensors)
+        arguments[ctx.by] = tangent
+        needed = enumerate(ctx.needs_input_grad[3:])
+        found = (
+            _derivative(ctx.geometry, by, arguments) if wanted else None for by, wanted in needed
         )
+        return None, None, None, *found
 
 
-class _InputGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, g: Tensor, w: Tensor, geometry: Geometry, shape: Sequence[int]) -> Tensor:
-        ctx.save_for_backward(g, w)
-        ctx.geometry = geometry
-        x = g.new_empty(1).expand(shape)  # of which only the shape matters
-        found: Tensor = _backward(g, x, w, geometry, (True, False, False))[0]
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, gx: Tensor) -> tuple[Tensor | None, ...]:
-        (g, w), (for_g, for_w, *_) = ctx.saved_tensors, ctx.needs_input_grad
-        return (
-            convolve(gx, w, ctx.geometry) if for_g else None,
-            _weight_gradient(gx, g, ctx.geometry, w.shape) if for_w else None,
-            None,
-            None,
-        )
-
-
-class _WeightGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, g: Tensor, geometry: Geometry, shape: Sequence[int]) -> Tensor:
-        ctx.save_for_backward(x, g)
-        ctx.geometry = geometry
-        w = x.new_empty(1).expand(shape)
-        found: Tensor = _backward(g, x, w, geometry, (False, True, False))[1]
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, gw: Tensor) -> tuple[Tensor | None, ...]:
-        (x, g), (for_x, for_g, *_) = ctx.saved_tensors, ctx.needs_input_grad
-        return (
-            _input_gradient(g, gw, ctx.geometry, x.shape) if for_x else None,
-            convolve(x, gw, ctx.geometry) if for_g else None,
-            None,
-            None,
-        )
-
-
-def _backward(
-    g: Tensor, x: Tensor, w: Tensor, geometry: Geometry, mask: tuple[bool, bool, bool]
-) -> Any:
-    return torch.ops.aten.convolution_backward(g, x, w, None, *geometry, mask)
+def _derivative(geometry: Geometry, by: int, arguments: Sequence[Tensor]) -> Tensor:
+    others = [None if i == by else argument for i, argument in enumerate(arguments)]
+    return cast(Tensor, _Convolution.apply(geometry, by, arguments[by].shape, *others))
 
 
 class FastConvolutions(TorchFunctionMode):
@@ -126,66 +82,44 @@ class FastConvolutions(TorchFunctionMode):
         found = None
         # Inside torch.func's transforms, torch's own are used: they know how to be transformed.
         if func in _CONVOLUTIONS and not torch._C._are_functorch_transforms_active():
-            found = _CONVOLUTIONS[func](*args, **kwargs)
+            dims, names = _CONVOLUTIONS[func]
+            found = _convolved(dims, names, dict(zip(names, args, strict=False)) | dict(kwargs))
         return func(*args, **kwargs) if found is None else found
 
 
-Numbers = int | Sequence[int]
+_PLAIN = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED = (*_PLAIN[:5], "output_padding", "groups", "dilation")
+_CONVOLUTIONS = {
+    torch.conv1d: (1, _PLAIN),
+    torch.conv2d: (2, _PLAIN),
+    torch.conv3d: (3, _PLAIN),
+    torch.conv_transpose1d: (1, _TRANSPOSED),
+    torch.conv_transpose2d: (2, _TRANSPOSED),
+    torch.conv_transpose3d: (3, _TRANSPOSED),
+}
+"""Their dimensions, and their parameters by position."""
 
 
-def _plain(
-    dims: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Numbers = 1,
-    padding: Numbers | str = 0,
-    dilation: Numbers = 1,
-    groups: int = 1,
-) -> Tensor | None:
-    if isinstance(padding, str):
-        if padding != "valid":
-            return None  # "same" may pad one side more than the other
-        padding = 0
-    many = _each(dims, stride), _each(dims, padding), _each(dims, dilation)
-    return _with_bias(input, weight, bias, Geometry(*many, False, (0,) * dims, groups))
-
-
-def _transposed(
-    dims: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Numbers = 1,
-    padding: Numbers = 0,
-    output_padding: Numbers = 0,
-    groups: int = 1,
-    dilation: Numbers = 1,
-) -> Tensor | None:
-    many = _each(dims, stride), _each(dims, padding), _each(dims, dilation)
-    geometry = Geometry(*many, True, _each(dims, output_padding), groups)
-    return _with_bias(input, weight, bias, geometry)
-
-
-def _with_bias(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor | None:
-    dims = len(geometry.stride)
-    if x.ndim != dims + 2:
-        return None  # an image without a batch
-    y = convolve(x, w, geometry)
+def _convolved(dims: int, names: Sequence[str], given: Mapping[str, Any]) -> Tensor | None:
+    """What torch would give; None for images without a batch, and for calls that torch refuses."""
+    x, w, bias = given["input"], given["weight"], given.get("bias")
+    padding = 0 if given.get("padding", 0) == "valid" else given.get("padding", 0)
+    # "same" may pad one side more than the other.
+    if x.ndim != dims + 2 or isinstance(padding, str) or not given.keys() <= set(names):
+        return None
+    geometry = Geometry(
+        _each(dims, given.get("stride", 1)),
+        _each(dims, padding),
+        _each(dims, given.get("dilation", 1)),
+        names is _TRANSPOSED,
+        _each(dims, given.get("output_padding", 0)),
+        given.get("groups", 1),
+    )
+    y: Tensor = _Convolution.apply(geometry, 2, (), x, w, None)
     return y if bias is None else y + bias.reshape(-1, *[1] * dims)
 
 
-def _each(dims: int, value: Numbers) -> Sequence[int]:
+def _each(dims: int, value: int | Sequence[int]) -> Sequence[int]:
     if isinstance(value, int):
         return (value,) * dims
     return tuple(value) * dims if len(value) == 1 else tuple(value)
-
-
-_CONVOLUTIONS: dict[Callable[..., Tensor], Callable[..., Tensor | None]] = {
-    torch.conv1d: partial(_plain, 1),
-    torch.conv2d: partial(_plain, 2),
-    torch.conv3d: partial(_plain, 3),
-    torch.conv_transpose1d: partial(_transposed, 1),
-    torch.conv_transpose2d: partial(_transposed, 2),
-    torch.conv_transpose3d: partial(_transposed, 3),
-}

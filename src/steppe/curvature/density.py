@@ -12,7 +12,7 @@ from torch import Tensor
 from steppe.errors import UserError
 
 from .krylov import Krylov, random_vector, seeded
-from .progress import Progress, Report
+from .results import Progress, Report
 from .symmetric import Symmetric, check_matrix
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from steppe.errors import UserError
+
+from .inputs import leaves
 
 Evaluation = tuple[Tensor, Sequence[Tensor | None]]
 """A loss and its gradient."""
@@ -22,14 +24,9 @@ def check_repeatable(
     after: Evaluation,
     batches: tuple[Any, Any],
 ) -> None:
-    """Refuse what differs between two evaluations of the same thing.
+    """Refuse two evaluations of a batch that differ, or two passes whose first batches do.
 
-    Args:
-        model: whose parts may be to blame.
-        evaluate: computes the loss once more, to find out which.
-        before: the loss and gradient of a batch.
-        after: the same, computed again.
-        batches: the first batch of two passes over the data.
+    `evaluate` computes the loss once more, to find out which part of the model is to blame.
     """
     if not same(*batches):
         raise UserError(
@@ -74,14 +71,15 @@ def check_buffers(model: nn.Module) -> Iterator[None]:
 
 def same(x: Any, y: Any) -> bool:
     """Whether two batches, or what modules take and give, are equal bit by bit."""
+    ours, theirs = dict(leaves(x)), dict(leaves(y))
+    return ours.keys() == theirs.keys() and all(_same(ours[path], theirs[path]) for path in ours)
+
+
+def _same(x: Any, y: Any) -> bool:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
             return False
         return bool(((x == y) | ((x != x) & (y != y))).all())
-    if isinstance(x, Mapping) and isinstance(y, Mapping):
-        return x.keys() == y.keys() and all(same(x[key], y[key]) for key in x)
-    if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
-        return len(x) == len(y) and all(same(a, b) for a, b in zip(x, y, strict=True))
     if isinstance(x, (str, bytes, int, float)):
         return bool(x == y or (x != x and y != y))
     return type(x) is type(y)  # nothing that holds numbers
@@ -90,8 +88,7 @@ def same(x: Any, y: Any) -> bool:
 def _close(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> bool:
     """Equal up to the order of sums, which some kernels leave to chance.
 
-    Measured by the largest number in any part: a part may be zero but for rounding, and then all of
-    it is left to chance.
+    Measured by the largest number in any part: one that is zero but for rounding is all chance.
     """
     gap = scale = tolerance = 0.0
     for x, y in zip(before, after, strict=True):
@@ -121,34 +118,22 @@ def _recorded(
     model: nn.Module, evaluate: Callable[[], object]
 ) -> list[tuple[str, nn.Module, object, object]]:
     """Inputs and outputs of every module in the order in which they end: inner ones first."""
+    names = {module: name for name, module in model.named_modules()}
     found: list[tuple[str, nn.Module, object, object]] = []
-    handles = []
-    for name, module in model.named_modules():
 
-        def record(
-            module: nn.Module,
-            args: object,
-            kwargs: object,
-            output: object,
-            name: str = name,
-        ) -> None:
-            found.append((name, module, _copied((args, kwargs)), _copied(output)))
+    def record(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        found.append((names[module], module, _copied((args, kwargs)), _copied(output)))
 
-        handles.append(module.register_forward_hook(record, with_kwargs=True))
-    try:
+    with ExitStack() as stack:
+        for module in names:
+            stack.enter_context(module.register_forward_hook(record, with_kwargs=True))
         evaluate()
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 
-def _copied(value: object) -> object:
+def _copied(value: object) -> dict[tuple[object, ...], object]:
     """Detached, and safe from what later modules do in place."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_copied(item) for item in value]
-    return value
+    return {
+        path: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+        for path, leaf in leaves(value)
+    }

@@ -13,7 +13,7 @@ from torch import Tensor
 from steppe.errors import UserError, unknown
 
 from .krylov import Krylov, Ritz, random_vector, seeded
-from .progress import Progress, Report
+from .results import Progress, Report
 from .symmetric import Symmetric, check_matrix
 
 Which = Literal["LA", "LM", "SA"]
@@ -122,10 +122,11 @@ def top_eigenvalues(
         return power_iteration(op, k, tol=tol, vectors=vectors, seed=seed, progress=progress)
     which = which or "LA"
     limit = (20 * k + 200) * block_size if max_products is None else max_products
-    rows = _rows(n, k, block_size, limit) if basis is None else basis
+    if basis is None:  # a restart costs products, and small vectors cost no memory
+        basis = max(3 * k, k + 20 * block_size, min(_AT_LEAST // n, limit + 2 * block_size))
     generator = seeded(op, seed)
     start = torch.stack([random_vector(op, generator) for _ in range(min(block_size, n))])
-    space = Krylov(op, start, rows, generator)
+    space = Krylov(op, start, basis, generator)
     look = _Lookout(k, tol, verify)
     due = 0
     while True:
@@ -142,24 +143,23 @@ def top_eigenvalues(
         done = look.is_satisfied(space, ritz, wanted)
         if done or spent:
             if not done:
-                _warn(ritz, wanted, tol, limit)
+                warnings.warn(_shortfall(ritz, wanted, tol, limit), stacklevel=2)
             return _result(space, ritz, wanted, vectors, done)
         # A restart in the middle of a look would throw away what it has found so far.
         steps, width = (verify, space.block + 1) if look.wants_more else (1, space.block)
         if not space.has_room(steps, width):
             if space.rows < k + 2 * width:
-                _warn_cramped(space.rows)
+                warnings.warn(
+                    "the residuals are small enough, but eigenvalues are repeated and a basis of "
+                    f"{space.rows} vectors has no room to look for more of them. Raise basis.",
+                    stacklevel=2,
+                )
                 return _result(space, ritz, wanted, vectors, False)
             room = max(k, space.rows - (steps + 1) * width)
             number = min(room, k + (space.rows - k) // 2)
             space.restart(ritz, _kept(ritz.values, which, k, number))
         if look.wants_more:
             look.begin(space)
-
-
-def _rows(n: int, k: int, block_size: int, limit: int) -> int:
-    """How many vectors to keep: a restart costs products, and small vectors cost no memory."""
-    return max(3 * k, k + 20 * block_size, min(_AT_LEAST // n, limit + 2 * block_size))
 
 
 def order(values: Tensor, which: Which) -> Tensor:
@@ -185,18 +185,14 @@ def _kept(values: Tensor, which: Which, k: int, number: int) -> Tensor:
 
 
 class _Lookout:
-    """Decides when to stop, and widens the space to look for what it may have missed.
-
-    Attributes:
-        wants_more: whether the space is to be widened now. The caller makes room for that first:
-            where it cannot, nobody has looked.
-    """
+    """Decides when to stop, and widens the space to look for what it may have missed."""
 
     def __init__(self, k: int, tol: float, verify: int) -> None:
         self._k, self._tol, self._verify = k, tol, verify
         self._until: int | None = None  # the products at which the present look ends
         self._found: Tensor | None = None  # the values when it began
         self.wants_more = False
+        """Whether to widen now; the caller makes room first: where it cannot, nobody has looked."""
 
     def is_satisfied(self, space: Krylov, ritz: Ritz, wanted: Tensor) -> bool:
         self.wants_more = False
@@ -244,28 +240,17 @@ def _progress(ritz: Ritz, wanted: Tensor, k: int, tol: float, products: int) -> 
     return Progress(float(ways.sum()) / k, products, f"{good} of {k} eigenvalues have converged")
 
 
-def _warn(ritz: Ritz, wanted: Tensor, tol: float, limit: int) -> None:
+def _shortfall(ritz: Ritz, wanted: Tensor, tol: float, limit: int) -> str:
     if _converged(ritz, wanted, tol).all():
-        warnings.warn(
+        return (
             f"the residuals are small enough, but {limit} products did not suffice to look for "
-            "repeated eigenvalues that were missed. Raise max_products, or give verify=0.",
-            stacklevel=3,
+            "repeated eigenvalues that were missed. Raise max_products, or give verify=0."
         )
-        return
     worst = float(ritz.residuals[wanted].max() / ritz.values.abs().max())
-    warnings.warn(
+    return (
         f"the eigenvalues have not all converged after {limit} products: the largest residual is "
         f"{worst:.1e} of the largest eigenvalue and {tol:.1e} was asked for. Raise max_products, "
-        "or tol.",
-        stacklevel=3,
-    )
-
-
-def _warn_cramped(rows: int) -> None:
-    warnings.warn(
-        "the residuals are small enough, but eigenvalues are repeated and a basis of "
-        f"{rows} vectors has no room to look for more of them. Raise basis.",
-        stacklevel=3,
+        "or tol."
     )
 
 

@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from steppe.errors import UserError
 
 from .hessian import derivatives
-from .operator import (
-    CurvatureOperator,
-    Differentiated,
-    LossFunction,
-    Parts,
-    gradient_parts,
-)
+from .operator import CurvatureOperator, Differentiated, LossFunction, Parts, gradient_parts
 
 
 class GaussNewtonOperator(CurvatureOperator):
@@ -33,8 +27,8 @@ class GaussNewtonOperator(CurvatureOperator):
         loss_fn: as for `HessianOperator`; may call the model several times.
         batches: as for `HessianOperator`.
         params: as for `HessianOperator`.
-        outputs: the module, the model or one inside it, whose outputs are $z$; the model unless
-            given. It must return a tensor.
+        outputs: the module, the model or one inside it, whose outputs are $z$ (default: the
+            model). It must return a tensor.
         keep_graphs: as for `HessianOperator`.
         check: as for `HessianOperator`.
         progress: as for `HessianOperator`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean, stdev
 from typing import Literal, get_args
 
 import torch
@@ -12,8 +13,7 @@ from steppe.errors import UserError, unknown
 
 from .eigenvalues import Eigenvalues
 from .krylov import Krylov, random_signs, random_vector, seeded
-from .progress import Progress, Report
-from .results import Trace, student_interval
+from .results import Progress, Report, Trace, student_interval
 from .symmetric import Symmetric, check_matrix, multiply
 
 Method = Literal["deflated", "hutchinson"]
@@ -97,8 +97,9 @@ def trace(
             z -= basis.T @ (basis @ z)
         samples.append(float(z.double() @ multiply(op, z).double()))
         products += 1
-        value = known + _mean(samples)
-        stderr = max(_stderr(samples), rounding * (abs(known) + abs(value)))
+        value = known + fmean(samples)
+        spread = stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else math.inf
+        stderr = max(spread, rounding * (abs(known) + abs(value)))
         enough = len(samples) >= FEWEST and stderr <= rtol * abs(value)
         if enough and until is None:
             until = math.ceil(CONFIRMED * len(samples))
@@ -147,12 +148,7 @@ def _given_basis(op: Symmetric, eigenvalues: Eigenvalues) -> Basis:
             f"eigenvalues has vectors in {vectors.dtype} on {vectors.device}, and the operator is "
             f"in {op.dtype} on {op.device}: compute them with this operator"
         )
-    _check_pairs(op, eigenvalues, vectors)
-    return vectors.T, float(eigenvalues.values.sum()), 1
-
-
-def _check_pairs(op: Symmetric, eigenvalues: Eigenvalues, vectors: Tensor) -> None:
-    """Refuses pairs of another operator, or of other weights, by one product."""
+    # One product tells pairs of another operator, or of other weights.
     values, residuals = eigenvalues.values, eigenvalues.residuals
     # Of its own generator: the random signs are the same whether or not there are pairs to check.
     mix = torch.randn(len(values), generator=seeded(op, 0), dtype=op.dtype, device=op.device)
@@ -166,17 +162,7 @@ def _check_pairs(op: Symmetric, eigenvalues: Eigenvalues, vectors: Tensor) -> No
             "eigenvalues are not those of this operator: were they computed for other weights, "
             "another loss or other data? Compute them again."
         )
-
-
-def _mean(samples: list[float]) -> float:
-    return math.fsum(samples) / len(samples)
-
-
-def _stderr(samples: list[float]) -> float:
-    n, mean = len(samples), _mean(samples)
-    if n < 2:
-        return math.inf
-    return math.sqrt(math.fsum((s - mean) ** 2 for s in samples) / (n - 1) / n)
+    return vectors.T, float(values.sum()), 1
 
 
 def _left(value: float, stderr: float, samples: int, rtol: float) -> float:

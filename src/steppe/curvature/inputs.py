@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from steppe.errors import UserError
 
 def batch_size(batch: Any) -> int:
     """The length of a batch's first tensor."""
-    found = _first_tensor(batch)
+    found = next((leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)), None)
     if found is None or found.ndim == 0:
         raise UserError(
             f"a batch is a tensor, or a tuple, list or mapping with one; got {type(batch).__name__}"
@@ -21,43 +21,42 @@ def batch_size(batch: Any) -> int:
     return len(found)
 
 
-def _first_tensor(batch: Any) -> Tensor | None:
-    if isinstance(batch, Tensor):
-        return batch
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return next((t for part in batch if (t := _first_tensor(part)) is not None), None)
-    return None
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What nested mappings, tuples and lists hold, with where it is."""
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        items = enumerate(value)
+    else:
+        yield path, value
+        return
+    for key, item in items:
+        yield from leaves(item, (*path, key))
 
 
 def chosen_params(model: nn.Module, params: Iterable[Tensor] | None) -> list[Tensor]:
     """The parameters given, or those of the model that require a gradient; refuses what is none."""
-    found = _found(model, params)
-    _check(found)
-    return found
-
-
-def _found(model: nn.Module, params: Iterable[Tensor] | None) -> list[Tensor]:
-    if params is None:
-        found: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        if not found:
-            raise UserError("no parameter of the model requires a gradient: name some in params=")
-        return found
     if isinstance(params, Tensor):
         raise UserError("params is one tensor: put it in a list")
-    given: list[Any] = list(params)
-    wrong = [type(p).__name__ for p in given if not isinstance(p, Tensor)]
-    if wrong:
-        raise UserError(
-            f"params has a {wrong[0]} in it: give the parameters themselves, for instance "
-            "model.layer.parameters()"
-        )
-    found = given
+    found: list[Any] = list(model.parameters() if params is None else params)
+    if params is None:
+        found = [p for p in found if p.requires_grad]
     if not found:
-        raise UserError("params is empty: an operator needs at least one parameter")
+        raise UserError(
+            "no parameter of the model requires a gradient: name some in params="
+            if params is None
+            else "params is empty: an operator needs at least one parameter"
+        )
+    for p in found:
+        if not isinstance(p, Tensor):
+            raise UserError(
+                f"params has a {type(p).__name__} in it: give the parameters themselves, for "
+                "instance model.layer.parameters()"
+            )
     if len({id(p) for p in found}) < len(found):
         raise UserError("a parameter is in params twice: name each once")
+    _check(found)
     return found
 
 

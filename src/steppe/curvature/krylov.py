@@ -24,17 +24,14 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Ritz:
-    """Approximate eigenpairs: those of the operator restricted to the basis.
-
-    Attributes:
-        values: ascending, float64 on the CPU.
-        coordinates: the vectors in the basis, in columns.
-        residuals: the norms of `H v - value * v`.
-    """
+    """Approximate eigenpairs, those of the operator restricted to the basis: float64 on the CPU."""
 
     values: Tensor
+    """Ascending."""
     coordinates: Tensor
+    """The vectors in the basis, in columns."""
     residuals: Tensor
+    """The norms of `H v - value * v`."""
 
 
 class Krylov:

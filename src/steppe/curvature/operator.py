@@ -39,13 +39,7 @@ _State = tuple[list[int], list[Tensor]]
 
 @dataclass(frozen=True)
 class Differentiated:
-    """The loss of a batch, with its graph.
-
-    Attributes:
-        loss: the mean over the batch.
-        gradient: computes the gradient by the parameters.
-        product: multiplies the matrix of the batch with a vector.
-    """
+    """The mean loss of a batch, and functions of its graph: the gradient, and products."""
 
     loss: Tensor
     gradient: Callable[[], Parts]
@@ -258,10 +252,7 @@ class CurvatureOperator(ABC):
 
     def _probe(self) -> None:
         """Refuses batches, models and losses that differ from one time to the next."""
-        first = next(iter(self.batches), None)
-        if first is None:
-            raise UserError("batches is empty: curvature needs at least one sample")
-        batch_size(first)  # before the loss stumbles over what is no batch
+        first = next(self._read())
 
         def evaluate() -> tuple[Tensor, Parts]:
             loss = self._loss(first, 0)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .eigenvalues import Eigenvalues
 from .krylov import random_vector, seeded
-from .progress import Progress, Report
+from .results import Progress, Report
 from .symmetric import Symmetric, multiply
 
 STEPS = 100

@@ -1,8 +1,9 @@
-"""What the solvers find, in plain numbers: nothing here needs torch, so that records do not."""
+"""What the solvers tell and find, in plain numbers: records need no torch, so this does not."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
@@ -13,6 +14,25 @@ from steppe.errors import UserError
 def working(default: Any) -> Any:
     """A field that tells how a result came about: not compared, and not stored with a run."""
     return field(default=default, compare=False)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a solver is.
+
+    Attributes:
+        share: the part that is done, from 0 to 1; an estimate where the end is not known.
+        products: vectors multiplied so far.
+        note: in words.
+    """
+
+    share: float
+    products: int
+    note: str
+
+
+Report = Callable[[Progress], None]
+"""Called now and then by a solver."""
 
 
 @dataclass(frozen=True)

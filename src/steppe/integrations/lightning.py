@@ -5,8 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import do_nothing_closure
 
-from ._lightning_guard import Checks, first_pass
-from ._lightning_steps import FlatnessSteps
+from ._lightning import Checks, FlatnessSteps, first_pass
 
 __all__ = ["ManualFlatness", "first_pass"]
 

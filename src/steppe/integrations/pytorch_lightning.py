@@ -8,8 +8,7 @@ from __future__ import annotations
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.core.optimizer import do_nothing_closure
 
-from ._lightning_guard import Checks, first_pass
-from ._lightning_steps import FlatnessSteps
+from ._lightning import Checks, FlatnessSteps, first_pass
 
 __all__ = ["ManualFlatness", "first_pass"]
 

@@ -7,7 +7,6 @@ flatness-aware optimizer answers with an error. Only its `training_step` has to 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,15 +21,6 @@ from .accelerate import FlatnessPasses, check_mode, unwrapped
 
 _USAGE = """\
     FlatnessTrainer(model, args, train_dataset=data, flatness=partial(FAD, rho=0.05))"""
-
-
-@dataclass(frozen=True)
-class _MicroBatch:
-    inputs: dict[str, Any]
-    n_items: Tensor | int | None
-    """Labels in the whole step, which token-averaged losses are divided by."""
-    per_step: int
-    """Micro-batches in the step, which other losses are divided by."""
 
 
 class FlatnessTrainer(Trainer):
@@ -85,7 +75,8 @@ class FlatnessTrainer(Trainer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.flatness = flatness
-        self._passes: FlatnessPasses[_MicroBatch] | None = None
+        # Inputs, and what losses are divided by: the step's labels, or else its micro-batches.
+        self._passes: FlatnessPasses[tuple[dict[str, Any], Tensor | int | None, int]] | None = None
         check_mode(self.accelerator)
         if flatness is not None and isinstance(self.optimizer, FlatnessOptimizer):
             raise UserError(
@@ -132,11 +123,11 @@ class FlatnessTrainer(Trainer):
         if self._passes is None:
             assert self.optimizer is not None
             self._passes = FlatnessPasses(self.accelerator, model, self.optimizer)
-        given = _MicroBatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
+        given = inputs, num_items_in_batch, self.current_gradient_accumulation_steps
         loss = torch.zeros((), device=self.args.device)
-        for phase, micro in self._passes.over(given):
-            self.current_gradient_accumulation_steps = micro.per_step
-            part = super().training_step(model, micro.inputs, micro.n_items)
+        for phase, (inputs, n_items, per_step) in self._passes.over(given):
+            self.current_gradient_accumulation_steps = per_step
+            part = super().training_step(model, inputs, n_items)
             if phase.index == 0:
                 loss += part
         return loss

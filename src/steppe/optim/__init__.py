@@ -6,7 +6,7 @@ from steppe.lazy import attach
 
 if TYPE_CHECKING:
     from .adahessian import AdaHessian as AdaHessian
-    from .engine import FlatnessOptimizer as FlatnessOptimizer
+    from .engine import FlatnessOptimizer as FlatnessOptimizer, InverseSqrt as InverseSqrt
     from .excursion import Phase as Phase
     from .fad import FAD as FAD
     from .gam import GAM as GAM
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         search_space as search_space,
     )
     from .sam import SAM as SAM
-    from .schedules import InverseSqrt as InverseSqrt
     from .yogi import Yogi as Yogi
 else:  # not for type checkers, which would take any name for one of the package
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -14,16 +14,11 @@ from steppe.search import Hyperparameter, LogUniform
 
 from .graph import building_graph
 from .registry import register_optimizer
+from .yogi import check_moments
 
 
 def rademacher(like: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of independent signs, from torch's global generator of each device.
-
-    Examples:
-        >>> _ = torch.manual_seed(0)
-        >>> rademacher([torch.empty(4)])
-        [tensor([-1.,  1.,  1., -1.])]
-    """
+    """Independent signs, from torch's global generator of each device."""
     probe = [torch.randint_like(tensor, 0, 2) for tensor in like]
     torch._foreach_mul_(probe, 2)
     torch._foreach_sub_(probe, 1)
@@ -33,22 +28,10 @@ def rademacher(like: Sequence[Tensor]) -> list[Tensor]:
 def hessian_diagonal(
     gradients: Sequence[Tensor], params: Sequence[Tensor], probe: Sequence[Tensor]
 ) -> list[Tensor]:
-    r"""Return Hutchinson's estimate $D = z \odot (H z)$ of the Hessian's diagonal.
+    r"""Hutchinson's estimate $z \odot (H z)$, whose mean over signs $z$ is the Hessian's diagonal.
 
-    Its mean over Rademacher probes is the diagonal. One call of `torch.autograd.grad` serves all
-    parameters, and frees the graph.
-
-    Args:
-        gradients: of the loss with respect to `params`, with their graph. One without a graph is
-            a constant, and its rows of $H$ are zero.
-        params: the parameters.
-        probe: the signs $z$, one tensor for each parameter.
-
-    Examples:
-        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
-        >>> (g,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
-        >>> hessian_diagonal([g], [x], [torch.tensor([1.0, -1.0])])
-        [tensor([ 6., 12.])]
+    One differentiation serves all parameters, and frees the graph. A gradient without a graph is a
+    constant, and its rows of $H$ are zero.
     """
     curved = [(g, z) for g, z in zip(gradients, probe, strict=True) if g.requires_grad]
     products = torch.autograd.grad(
@@ -62,17 +45,12 @@ def hessian_diagonal(
 
 
 def spatial_average(diagonal: Tensor) -> Tensor:
-    r"""Return $D^{(s)}$: the mean over a convolution kernel's extent, in each of its places.
+    """The mean over a convolution kernel's extent, in each of its places.
 
     Kernels are the tensors of three dimensions and more, as in the authors' code, and their extent
-    is what follows the two channel dimensions; all others are returned as they are. The mean is
-    that of the signed values, as in the paper; the authors' code averages absolute values, which
-    is no longer an estimate of the mean curvature of the kernel.
-
-    Examples:
-        >>> spatial_average(torch.tensor([[[1.0, 3.0], [2.0, 6.0]]]))
-        tensor([[[2., 2.],
-                 [4., 4.]]])
+    is what follows the two channel dimensions. The mean is that of the signed values, as in the
+    paper; the authors' code averages absolute values, which no longer estimates the kernel's mean
+    curvature.
     """
     if diagonal.dim() < 3:
         return diagonal
@@ -151,16 +129,12 @@ class AdaHessian(Optimizer):
         hessian_power: float = 1.0,
         average_kernels: bool = True,
     ) -> None:
-        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        for name, value in numbers.items():
-            if not value >= 0:
-                raise ValueError(f"AdaHessian: {name} must not be negative, got {value}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"AdaHessian: betas must lie in [0, 1), got {betas}")
+        check_moments("AdaHessian", betas, lr=lr, eps=eps, weight_decay=weight_decay)
         if not 0 < hessian_power <= 1:
             raise ValueError(f"AdaHessian: hessian_power must lie in (0, 1], got {hessian_power}")
-        others = {"hessian_power": hessian_power, "average_kernels": average_kernels}
-        super().__init__(params, {**numbers, "betas": betas, **others})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"hessian_power": hessian_power, "average_kernels": average_kernels}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,20 +1,18 @@
 """The engine under every flatness-aware optimizer: passes, phases, state; no method's formula.
 
-A method subclasses `FlatnessOptimizer` and supplies two things: how its hyper-parameters become
-coefficients (`coefficients`), and which points to visit (`visits`). A step goes through four files:
-this one asks for its phases and takes the base's step at the end, `excursion` does what each pass
-needs before and after it, the method's own file what becomes of the gradient, in the words of
+A method's file says how its hyper-parameters become coefficients and which points to visit. For a
+step, this file asks for the phases and takes the base's step at the end, `excursion` does what each
+pass needs before and after it, and the method's file what becomes of the gradient, in the words of
 `walk`. `wrapper` has what does not change with the step: groups, state, copies.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -27,12 +25,30 @@ from . import distributed, frameworks, notices
 from .excursion import Excursion, Phase
 from .still import Models, StillState, rewinder
 from .vectors import differ
-from .walk import PLAIN, Held, Layout, Visit
+from .walk import Held, Layout, Visit
 from .wrapper import Wrapper
 
 Batch = TypeVar("Batch")
 Hyper = float | Callable[[int], float]
 """A hyper-parameter: a number, or a schedule from the step (counted from 1) to a number."""
+
+
+@dataclass(frozen=True)
+class InverseSqrt:
+    r"""The schedule of Theorem 3.2: $\rho_t = \rho_0 / \sqrt{t}$ for $t = 1, 2, \dots$
+
+    A dataclass rather than a closure, so that an optimizer holding one can be pickled.
+
+    Examples:
+        >>> InverseSqrt(0.1)(4)
+        0.05
+    """
+
+    rho_0: float
+
+    def __call__(self, step: int) -> float:
+        return self.rho_0 / math.sqrt(step)
+
 
 USAGE = """\
 {method}.step() needs a closure, because it evaluates the loss {passes}:
@@ -54,7 +70,7 @@ In a loop that owns backward, step() without a closure follows the phases:
 steppe.integrations has this for Lightning, Hugging Face's Trainer and Accelerate."""
 
 
-class FlatnessOptimizer(Wrapper, ABC):
+class FlatnessOptimizer(Wrapper):
     """Wraps an optimizer instance and feeds it a direction gathered from several gradients.
 
     `param_groups`, `state` and `defaults` are those of the base, always: schedulers, edits of `lr`
@@ -79,14 +95,6 @@ class FlatnessOptimizer(Wrapper, ABC):
             `numpy.random.Generator`). Each pass then sees the same draws from them; the global ones
             need not be named.
     """
-
-    _ready: bool
-    """Whether the direction is in ``.grad`` and waits for the base's step."""
-    _looked: bool
-    _open: Excursion | None
-    _still: StillState
-    _compiled: dict[Callable[..., Held], Callable[..., Held]]
-    _layout: Layout
 
     def __init__(
         self,
@@ -124,15 +132,14 @@ class FlatnessOptimizer(Wrapper, ABC):
             distributed.check_local(self.models, self.parameters())
         self._share(hyper)  # last: a wrapper that is refused leaves the base as it was
 
-    def _fresh(self) -> dict[str, Any]:
-        return {
-            "_ready": False,
-            "_looked": False,
-            "_open": None,
-            "_still": StillState((), ()),
-            "_compiled": {},
-            "_layout": Layout(),
-        }
+    def _reset(self) -> None:
+        self._ready = False
+        """Whether the direction is in ``.grad`` and waits for the base's step."""
+        self._looked = False
+        self._open: Excursion | None = None
+        self._still = StillState((), ())
+        self._compiled: dict[Callable[..., Held], Callable[..., Held]] = {}
+        self._layout = Layout()
 
     @property
     def model(self) -> nn.Module | tuple[nn.Module, ...] | None:
@@ -159,9 +166,7 @@ class FlatnessOptimizer(Wrapper, ABC):
 
     @_disable_dynamo
     def step(
-        self,
-        closure: Callable[..., Any] | None = None,
-        scaler: GradScaler | None = None,
+        self, closure: Callable[..., Any] | None = None, scaler: GradScaler | None = None
     ) -> Any:
         """Takes one step and returns the loss at the unperturbed weights.
 
@@ -186,7 +191,9 @@ class FlatnessOptimizer(Wrapper, ABC):
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         stepped = self.base if skips_by_itself(self.base) else self
         if scaler is not None:
-            _update_if_due(scaler, stepped)
+            state = scaler._per_optimizer_states.get(id(stepped), {})
+            if state.get("stage") is OptState.STEPPED:  # and the loop has not called update() since
+                scaler.update()
         loss = None
         for phase in self.phases(scaler):
             with phase, torch.enable_grad():
@@ -224,8 +231,9 @@ class FlatnessOptimizer(Wrapper, ABC):
             scaler: if given, `xi` is scaled like the gradients; the rest is yours.
         """
         owner = self._owner()
-        if frameworks.is_handle(self, owner):
-            yield from owner.phases(scaler)
+        behind: Any = getattr(self, "optimizer", None)
+        if behind is not None and behind is owner:  # Lightning's handle has our methods, not state
+            yield from behind.phases(scaler)
             return
         frameworks.guard(self)
         self._ready = False
@@ -237,7 +245,7 @@ class FlatnessOptimizer(Wrapper, ABC):
                 f"{owner or 'another optimizer'}: "
                 "their hyper-parameters share its groups. Give each its own base."
             )
-        excursion = self._open = self._excursion(scaler)
+        excursion = self._open = Excursion(self, scaler)
         try:
             for index in range(len(excursion.visits)):
                 if index == len(excursion.visits):  # nothing got a gradient: fewer are needed
@@ -256,30 +264,13 @@ class FlatnessOptimizer(Wrapper, ABC):
             if self._open is excursion:
                 self._open = None
 
-    def _excursion(self, scaler: GradScaler | None) -> Excursion:
-        """The passes of the next step, with this step's hyper-parameters."""
-        groups, params = self.param_groups, self.parameters()
-        coefficients = [self.coefficients(self._values(g, self.steps + 1)) for g in groups]
-        visits = self.visits(coefficients) if self.due else PLAIN
-        if self.compile:
-            for then in {visit.then for visit in visits} - self._compiled.keys():
-                self._compiled[then] = torch.compile(then)
-            visits = tuple(replace(visit, then=self._compiled[visit.then]) for visit in visits)
-        several = len(visits) > 1 or self.needs_graph
-        local = self.models if several and self.perturbation == "local" else None
-        if local is not None:
-            distributed.check_local(local, params)
-        return Excursion(
-            method=type(self).__name__,
-            params=params,
-            visits=visits,
-            spans=partial(self._layout.spans, groups, coefficients),
-            xi=self.xi if scaler is None else self.xi * _scale(scaler, params),
-            memory=self._memory,
-            still=self._kept_still(params) if several else None,
-            local=local,
-            graph=self.needs_graph,
-        )
+    def _stage(self, visit: Visit) -> Callable[..., Held]:
+        """What becomes of a visit's gradient, compiled if it is to be."""
+        if not self.compile:
+            return visit.then
+        if visit.then not in self._compiled:
+            self._compiled[visit.then] = torch.compile(visit.then)
+        return self._compiled[visit.then]
 
     def _kept_still(self, params: list[Any]) -> StillState:
         """What keeps the models' state still; it knows what earlier steps have seen to change."""
@@ -361,19 +352,6 @@ class FlatnessOptimizer(Wrapper, ABC):
             scaler.step(self.base)  # the host does not learn whether it was skipped
         self._ready = False
         self.steps += 1
-
-
-def _scale(scaler: GradScaler, params: Sequence[Tensor]) -> float | Tensor:
-    """The loss scale; on an accelerator it stays there, unlike that of `get_scale`."""
-    scale = scaler.scale(torch.ones((), device=distributed.one_device(params)))
-    return scale.item() if scale.device.type == "cpu" else scale
-
-
-def _update_if_due(scaler: GradScaler, opt: Optimizer) -> None:
-    """Calls `scaler.update()` if the loop took a step with it and has not done so since."""
-    states = scaler._per_optimizer_states
-    if id(opt) in states and states[id(opt)]["stage"] is OptState.STEPPED:
-        scaler.update()
 
 
 def skips_by_itself(optimizer: Optimizer) -> bool:

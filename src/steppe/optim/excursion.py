@@ -1,27 +1,30 @@
-"""Phases: what happens around each pass of a step.
+"""An excursion: one step's passes in order.
 
-An excursion is one step's passes in order. Each is a `Phase` to the loop outside, and a `Visit` of
-the recipe inside: the phase clears gradients and rewinds randomness, the pass is the caller's
-forward and backward, and the visit's stage then does the arithmetic on the `Walk`.
+Each is a `Phase` to the loop outside, and a `Visit` of the recipe inside: the phase clears
+gradients and rewinds randomness, the pass is the caller's forward and backward, and the visit's
+stage then does the arithmetic on the `Walk`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.amp.grad_scaler import GradScaler
 
 from . import distributed
 from .graph import building_graph
-from .still import StillState, is_capturing
+from .still import is_capturing
 from .vectors import Vector, are_ours, differ
-from .walk import Held, Span, Visit, Walk
+from .walk import PLAIN, Held, Visit, Walk
+
+if TYPE_CHECKING:
+    from .engine import FlatnessOptimizer
 
 
 class Phase(AbstractContextManager["Phase"]):
@@ -46,49 +49,33 @@ class Phase(AbstractContextManager["Phase"]):
         return self
 
     @_disable_dynamo
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._excursion.leave(self.index, failed=kind is not None)
         self.done = kind is None
 
 
-@dataclass(eq=False)
 class Excursion:
-    """The passes of one step, from clearing the gradients to delivering the direction.
+    """The next step of an optimizer: its points, its buffers and the way back."""
 
-    It owns the points, the buffers and the way back, and is told everything else.
-
-    Attributes:
-        method: its name, for errors.
-        params: all parameters of the optimizer, in the order of their groups.
-        visits: the points of this step.
-        spans: divides the parameters that take part by their groups' coefficients.
-        xi: the small constant added to norms, scaled like the gradients.
-        memory: what the recipe keeps from step to step, by parameter.
-        still: keeps what passes share as the first one left it; None if there is only one.
-        local: the models whose gradients only the direction's average is to reduce, if this
-            process perturbs by itself; None if every pass reduces.
-        graph: whether stages differentiate through the pass.
-    """
-
-    method: str
-    params: list[Any]
-    visits: Sequence[Visit]
-    spans: Callable[[list[Any]], list[Span]]
-    xi: float | Tensor
-    memory: dict[Tensor, dict[str, Tensor]]
-    still: StillState | None
-    local: Sequence[nn.Module] | None
-    graph: bool
-    walk: Walk | None = field(init=False, default=None)
-    next: int | None = field(init=False, default=0)
-    """The phase to come; None when the excursion is over."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, opt: FlatnessOptimizer, scaler: GradScaler | None) -> None:
+        self._opt, self._method = opt, type(opt).__name__
+        self._params = opt.parameters()
+        groups, step = opt.param_groups, opt.steps + 1
+        coefficients = [opt.coefficients(opt._values(group, step)) for group in groups]
+        self.visits: Sequence[Visit] = opt.visits(coefficients) if opt.due else PLAIN
+        self._spans = partial(opt._layout.spans, groups, coefficients)
+        # Scaled like the gradients.
+        self._xi = opt.xi if scaler is None else opt.xi * _scale(scaler, self._params)
+        several = len(self.visits) > 1 or opt.needs_graph
+        self._still = opt._kept_still(self._params) if several else None
+        self._local: Sequence[nn.Module] | None = None
+        """The models of a process that perturbs by itself: only the direction is reduced."""
+        if several and opt.perturbation == "local":
+            distributed.check_local(opt.models, self._params)
+            self._local = opt.models
+        self.walk: Walk | None = None
+        self.next: int | None = 0
+        """The phase to come; None when the excursion is over."""
         self._held: Held = ()
         self._spare: dict[Tensor, Tensor] = {}
         self._sharded = False
@@ -103,20 +90,20 @@ class Excursion:
                 "opt.phases() after an error."
             )
         if index == 0:
-            device = distributed.one_device(self.params)
+            device = distributed.one_device(self._params)
             # A graph must not keep writing to memory from outside it, which others will get.
-            self._clear(recycle=self.still is not None and not is_capturing(device))
-            if self.still is not None:
-                self.still.begin(device)
-        elif self.still is not None:
-            self.still.again()
+            self._clear(recycle=self._still is not None and not is_capturing(device))
+            if self._still is not None:
+                self._still.begin(device)
+        elif self._still is not None:
+            self._still.again()
         with ExitStack() as stack:  # undone if one of them fails, kept for `leave` otherwise
-            if self.graph:
+            if self._opt.needs_graph:
                 stack.enter_context(building_graph())
-            if self.local is not None:
-                stack.enter_context(distributed.no_sync(self.local))
+            if self._local is not None:
+                stack.enter_context(distributed.no_sync(self._local))
                 if index == 0:  # no pass of ours reduces gradients, which is when DDP would do this
-                    distributed.broadcast_buffers_next(self.local)
+                    distributed.broadcast_buffers_next(self._local)
             self._contexts = stack.pop_all()
 
     @torch.no_grad()
@@ -139,16 +126,17 @@ class Excursion:
                 return
             gradient = self._gradient(index, present)
             assert self.walk is not None
-            self._held = self.visits[index].then(self.walk, gradient, *self._held)
+            stage = self._opt._stage(self.visits[index])
+            self._held = stage(self.walk, gradient, *self._held)
             last = index + 1 == len(self.visits)
             # After the stage, which may differentiate through the pass, and that saved the buffers.
-            if self.still is not None:
+            if self._still is not None:
                 if index == 0:
-                    self.still.take()
+                    self._still.take()
                 else:
-                    self.still.put_back()
+                    self._still.put_back()
                 if last:
-                    self.still.end()
+                    self._still.end()
             if last:
                 self.walk.restore()
                 self._deliver(self.walk.params, *self._held)
@@ -165,10 +153,10 @@ class Excursion:
         self.next = None
         if self.walk is not None:
             self.walk.restore()
-            if self.still is not None:
-                self.still.put_back()
-        if self.still is not None:
-            self.still.forget()
+            if self._still is not None:
+                self._still.put_back()
+        if self._still is not None:
+            self._still.forget()
         self.walk = None
         self._held = ()
         self._spare = {}
@@ -188,14 +176,14 @@ class Excursion:
             p.grad = None
 
     def _present(self) -> list[Any]:
-        return [p for p in self.params if p.grad is not None]
+        return [p for p in self._params if p.grad is not None]
 
     def _gradient(self, index: int, present: list[Any]) -> Vector:
         """This pass's gradient as a vector, with the walk over its parameters set up."""
         if not present:
             raise RuntimeError(
                 f"Pass {index} left no gradient, though pass 0 did: every call of the closure must "
-                f"call backward on a loss that depends on the parameters of {self.method}."
+                f"call backward on a loss that depends on the parameters of {self._method}."
             )
         if self.walk is None:
             self.walk = self._depart(present)
@@ -204,7 +192,7 @@ class Excursion:
         grads: list[Any] = [p.grad for p in self.walk.params]
         if any(g.layout != torch.strided for g in grads):
             raise RuntimeError(
-                f"{self.method} does not take sparse gradients: use sparse=False in nn.Embedding, "
+                f"{self._method} does not take sparse gradients: use sparse=False in nn.Embedding, "
                 "or give those parameters an optimizer of their own."
             )
         return self._shards(grads)
@@ -217,12 +205,12 @@ class Excursion:
         return Walk(
             params,
             self._shards(params),
-            self.spans(params),
-            xi=self.xi,
+            self._spans(params),
+            xi=self._xi,
             spare=spare if len(spare) == len(params) else None,
             adopt=not self._sharded,
             groups=distributed.shard_groups(params) if self._sharded else (),
-            memory=self.memory,
+            memory=self._opt._memory,
         )
 
     def _meet(self, walk: Walk, present: list[Any]) -> None:
@@ -231,24 +219,30 @@ class Excursion:
         A missing gradient is zero. Routing may change from point to point.
         """
         either = {*walk.params, *present}
-        params = [p for p in self.params if p in either]
+        params = [p for p in self._params if p in either]
         for p in params:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         if len(params) > len(walk.params):
-            self._held = walk.grow(params, self._shards(params), self.spans(params), self._held)
+            self._held = walk.grow(params, self._shards(params), self._spans(params), self._held)
 
     def _shards(self, tensors: list[Any]) -> Vector:
         return [distributed.local(t) for t in tensors] if self._sharded else tensors
 
     def _deliver(self, params: list[Any], direction: Vector) -> None:
         """Puts the direction in ``.grad``; under `local`, the mean over processes of theirs."""
-        if self.local is not None:
-            everything = [p for p in self.params if p.requires_grad]
+        if self._local is not None:
+            everything = [p for p in self._params if p.requires_grad]
             mine = dict(zip(params, direction, strict=True))
-            params, direction = distributed.average(everything, mine, self.local)
+            params, direction = distributed.average(everything, mine, self._local)
         for p, d in zip(params, direction, strict=True):
             if self._sharded:
                 distributed.local(p.grad).copy_(d)
             else:
                 p.grad = d.detach() if d.requires_grad else d  # a graph must not outlive the step
+
+
+def _scale(scaler: GradScaler, params: Sequence[Tensor]) -> float | Tensor:
+    """The loss scale; on an accelerator it stays there, unlike that of `get_scale`."""
+    scale = scaler.scale(torch.ones((), device=distributed.one_device(params)))
+    return scale.item() if scale.device.type == "cpu" else scale

@@ -88,18 +88,13 @@ class FAD(FlatnessOptimizer):
         return {"rho": rho, "a": beta * alpha, "b": beta * (1.0 - alpha)}
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        return visits(coefficients)
-
-
-def visits(coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-    """The cheapest list of visits that gives g0 + a*h0 + b*h1 in every group."""
-    if all(c["rho"] == 0 for c in coefficients) or all(c["a"] == c["b"] == 0 for c in coefficients):
-        return PLAIN
-    if all(c["a"] == 1 and c["b"] == 0 for c in coefficients):
-        return sam.VISITS
-    if all(c["b"] == 0 for c in coefficients):
-        return ZEROTH_ORDER
-    return ALGORITHM_1
+        """The cheapest list of visits that gives g0 + a*h0 + b*h1 in every group."""
+        weights = [(c["a"], c["b"]) for c in coefficients]
+        if all(c["rho"] == 0 for c in coefficients) or all(w == (0, 0) for w in weights):
+            return PLAIN
+        if all(w == (1, 0) for w in weights):
+            return sam.VISITS
+        return ZEROTH_ORDER if all(b == 0 for _, b in weights) else ALGORITHM_1
 
 
 # Line numbers are those of the paper's Algorithm 1. Two buffers live across passes: the walk's

@@ -1,8 +1,7 @@
-"""Training frameworks that drive a step, and their guards in `steppe.integrations`.
+"""Guards, in `steppe.integrations`, against settings of a framework that would change a step.
 
-Some settings of a framework would silently change what a step computes. A guard refuses them before
-the first pass. It is imported when its framework first trains with one of our optimizers: nothing
-here depends on a framework, and a loop without one pays for a look into `sys.modules`.
+A guard is imported when its framework first trains with one of our optimizers: nothing here depends
+on a framework, and a loop without one pays for a look into `sys.modules`.
 """
 
 from __future__ import annotations
@@ -46,11 +45,3 @@ def _on_the_stack(opt: FlatnessOptimizer) -> Any:
             return getattr(importlib.import_module(module), name).of(opt, frame.f_locals["self"])
         frame = frame.f_back
     return None
-
-
-def is_handle(opt: FlatnessOptimizer, owner: FlatnessOptimizer | None) -> bool:
-    """Whether `opt` is what Lightning or Fabric hands out for `owner`.
-
-    Their handles are of a subclass of the optimizer's class: they have its methods, not its state.
-    """
-    return owner is not None and getattr(opt, "optimizer", None) is owner

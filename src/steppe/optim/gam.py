@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from torch.optim import Optimizer
@@ -10,11 +10,10 @@ from torch.optim import Optimizer
 from steppe.options import Option
 from steppe.search import GAM_ALPHA, RHO
 
-from . import fad
 from .engine import FlatnessOptimizer, Hyper
+from .fad import FAD
 from .registry import register_optimizer
 from .still import Models
-from .walk import Visit
 
 
 @register_optimizer(
@@ -54,5 +53,4 @@ class GAM(FlatnessOptimizer):
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
         return {"rho": hyper["rho"], "a": 0.0, "b": hyper["alpha"]}
 
-    def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        return fad.visits(coefficients)
+    visits = FAD.visits

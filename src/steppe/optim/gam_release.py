@@ -68,14 +68,8 @@ class GAMRelease(FlatnessOptimizer):
         super().__init__(base, hyper, model=model, **options)
 
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
-        return {
-            "grad_rho": hyper["grad_rho"],
-            "grad_norm_rho": hyper["grad_norm_rho"],
-            "beta_1": hyper["grad_beta_1"],
-            "beta_2": abs(1.0 - hyper["grad_beta_0"]),
-            "beta_3": 1.0 - hyper["grad_beta_1"],
-            "gamma": hyper["grad_gamma"],
-        }
+        beta_2, beta_3 = abs(1.0 - hyper["grad_beta_0"]), 1.0 - hyper["grad_beta_1"]
+        return {**hyper, "beta_2": beta_2, "beta_3": beta_3}
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
         return VISITS  # always four: the update is not the base's even where radii are zero
@@ -89,7 +83,7 @@ def _after_g0(w: Walk, g0: Vector) -> Held:
 
 def _after_g1(w: Walk, g1: Vector, M: Vector) -> Held:
     h0 = list(torch._foreach_sub(g1, M))
-    G = w.scale_(w.hold(g1), "beta_1")
+    G = w.scale_(w.hold(g1), "grad_beta_1")
     w.jump(h0, "grad_norm_rho")
     return (M, G)
 
@@ -106,7 +100,7 @@ def _after_g3(w: Walk, g3: Vector, M: Vector, G: Vector) -> Held:
     along = w.dot(M, G, scratch=g3) / length / length
     torch._foreach_copy_(g3, G)
     vectors.add_(M, g3, -along, spend=True)  # leaves the part of M orthogonal to G
-    return (w.add_(G, M, "gamma", sign=-1.0),)
+    return (w.add_(G, M, "grad_gamma", sign=-1.0),)
 
 
 VISITS = (Visit(_after_g0), Visit(_after_g1), Visit(_after_g2), Visit(_after_g3))

@@ -36,7 +36,8 @@ _BATCH_NORM = (
     "{passes} passes of a step update the running statistics, at perturbed weights too. Pass "
     "model=model to {method} so that only the first pass counts. This is said once per optimizer."
 )
-_PACKAGES = {"steppe", "torch", "lightning", "pytorch_lightning", "accelerate", "transformers"}
+_FRAMEWORKS = {"lightning", "pytorch_lightning", "accelerate", "transformers"}
+_PACKAGES = {"steppe", "torch", "contextlib", *_FRAMEWORKS}
 """Whose lines are not the user's."""
 NODES = 10_000
 """How much of a graph is looked at. Networks have fewer; to free Python's handles of the hundred
@@ -63,14 +64,9 @@ def tell(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns, pointing at the innermost line that is neither ours, torch's nor a framework's."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
-    while frame is not None and _package(frame) in {*_PACKAGES, "contextlib"}:
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level if frame is not None else 2)
-
-
-def _package(frame: FrameType) -> str:
-    name: str = frame.f_globals.get("__name__", "")
-    return name.partition(".")[0]
 
 
 def _nodes(root: Any) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """Optimizers by name, each with its tuned defaults and search distributions.
 
-steppe's own are declared in their files; those that come from another package are in `foreign`.
+steppe's own are declared in their files; those of torch and of other packages stand here.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from steppe.axes import AxisSpec, declared, registrar
 from steppe.errors import UserError, unknown
 from steppe.registry import Registry
 from steppe.search import (
+    ADAM_LR,
+    ADAM_LR_FROM_SCRATCH,
+    DECOUPLED_DECAY,
     DEFAULT_SPACE,
     FROM_SCRATCH,
     PAPER_WEIGHT_DECAY,
@@ -103,19 +106,15 @@ class OptimizerSpec(AxisSpec):
         self, space: str = DEFAULT_SPACE, pretrained: bool = True
     ) -> dict[str, Hyperparameter]:
         """Return the hyperparameters that a search draws, by name."""
+        lr = self.lr
+        if not pretrained:
+            lr = lr.scaled(FROM_SCRATCH)
+            lr = replace(lr, default=self.scratch_lr or lr.default)
         chosen = get_space(space, pretrained)
-        common = {
-            "lr": chosen.lr or (self.lr if pretrained else self._lr_from_scratch),
-            "weight_decay": chosen.weight_decay or self.weight_decay,
-        }
+        drawn = {"lr": chosen.lr or lr, "weight_decay": chosen.weight_decay or self.weight_decay}
         if SGD in (self.target, self.base):
-            common["momentum"] = chosen.momentum
-        return {**common, **{name: option.hyperparameter for name, option in self.options.items()}}
-
-    @property
-    def _lr_from_scratch(self) -> Hyperparameter:
-        larger = self.lr.scaled(FROM_SCRATCH)
-        return replace(larger, default=self.scratch_lr) if self.scratch_lr else larger
+            drawn["momentum"] = chosen.momentum
+        return drawn | {name: option.hyperparameter for name, option in self.options.items()}
 
     @property
     def keywords(self) -> tuple[str, ...]:
@@ -131,12 +130,7 @@ class OptimizerSpec(AxisSpec):
         return replace(self, target=self.base, base=None, extra=None).cls if self.base else None
 
     def build(
-        self,
-        params: ParamsT,
-        model: Models = None,
-        *,
-        pretrained: bool = True,
-        **hparams: Any,
+        self, params: ParamsT, model: Models = None, *, pretrained: bool = True, **hparams: Any
     ) -> Optimizer:
         """Build the optimizer; see `build_optimizer`."""
         valid = self.keywords
@@ -160,11 +154,52 @@ def _reduce(optimizer: Optimizer) -> tuple[Any, ...]:
     return copyreg.__newobj__, (type(optimizer),), {**plain, **optimizer.__getstate__()}  # type: ignore[attr-defined]
 
 
-def _entries() -> Iterator[OptimizerSpec]:
-    from .foreign import FOREIGN
+_PLAIN = partial(OptimizerSpec, passes=1, base=None)
+_ADAM = partial(_PLAIN, lr=ADAM_LR, scratch_lr=ADAM_LR_FROM_SCRATCH)
+_FOREIGN = (
+    _ADAM(
+        name="adam",
+        target="torch.optim:Adam",
+        citation="Kingma and Ba, Adam: A Method for Stochastic Optimization, ICLR 2015",
+        summary="Steps scaled by moments of the gradient, weight by weight.",
+    ),
+    _ADAM(
+        name="adamw",
+        target="torch.optim:AdamW",
+        citation="Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019",
+        summary="Adam with weight decay beside its scaling, not within.",
+        weight_decay=DECOUPLED_DECAY,
+    ),
+    _PLAIN(
+        name="sgd",
+        target=SGD,
+        citation="Nesterov, A method for solving the convex programming problem, 1983",
+        summary="Gradient descent with momentum.",
+    ),
+    # Agrees with Algorithm 2 of the paper with these options. `eps` stays the caller's: 1e-16 by
+    # default.
+    _ADAM(
+        name="adabelief",
+        target="pytorch_optimizer:AdaBelief",
+        citation="Zhuang et al., AdaBelief Optimizer, NeurIPS 2020",
+        summary="Adam with steps scaled by how far the gradient is from its mean.",
+        weight_decay=DECOUPLED_DECAY,
+        fixed={
+            "weight_decouple": True,
+            "fixed_decay": False,
+            "rectify": False,
+            "n_sma_threshold": 5,
+            "degenerated_to_sgd": True,
+            "ams_bound": False,
+        },
+        extra="dg",
+    ),
+)
 
+
+def _entries() -> Iterator[OptimizerSpec]:
     own = declared(OptimizerSpec, __package__, "register_optimizer")
-    found = {spec.name: spec for spec in chain(FOREIGN, own)}
+    found = {spec.name: spec for spec in (*_FOREIGN, *own)}
     yield from (found.pop(name) for name in _ORDER)
     yield from found.values()
 
@@ -192,6 +227,7 @@ def register_optimizer(
         citation: the paper it comes from.
         **facts: other fields of `OptimizerSpec`.
     """
+    facts |= {"passes": passes, "citation": citation}
 
     def decorate(cls: C) -> C:
         if "base" not in facts and not hasattr(cls, "over"):
@@ -199,8 +235,7 @@ def register_optimizer(
                 f"optimizer {name!r}: {cls.__name__} wraps no other optimizer: say base=None and "
                 "give it a learning rate, lr=Hyperparameter(...)"
             )
-        facts_of = {"citation": citation, "passes": passes, **facts}
-        return registrar(optimizers, OptimizerSpec, name, **facts_of)(cls)
+        return registrar(optimizers, OptimizerSpec, name, **facts)(cls)
 
     return decorate
 
@@ -244,12 +279,7 @@ def search_space(
 
 
 def build_optimizer(
-    name: str,
-    params: ParamsT,
-    model: Models = None,
-    *,
-    pretrained: bool = True,
-    **hparams: Any,
+    name: str, params: ParamsT, model: Models = None, *, pretrained: bool = True, **hparams: Any
 ) -> Optimizer:
     """Build an optimizer by name.
 

@@ -2,8 +2,7 @@
 
 Every function takes plain lists of equal length and loops over tensors only inside PyTorch
 (`torch._foreach_*`), so a call costs a handful of kernel launches however many tensors there are.
-A trailing underscore means that the first argument is overwritten. At the end stand the questions
-that the engine asks about tensors beside their values: whose memory it is, and whether it changed.
+At the end stand the questions of whose memory a tensor is, and whether it changed.
 """
 
 from __future__ import annotations

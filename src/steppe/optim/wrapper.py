@@ -5,10 +5,10 @@ It adds its own hyper-parameters to the groups, and a step counter and a memory 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from . import distributed
 
 
-class Wrapper(Optimizer):
+class Wrapper(Optimizer, ABC):
     """Holds a base optimizer and shows its groups, its state and its hooks as its own.
 
     Copies made by torch (`load_state_dict`, deepcopy and pickling rebind `param_groups`) cannot
@@ -75,11 +75,11 @@ class Wrapper(Optimizer):
         """Steps taken so far; one that a GradScaler skips counts under a fused base alone, whose
         kernels skip it without telling the host."""
         self._memory: dict[Tensor, dict[str, Tensor]] = {}
-        self.__dict__.update(self._fresh())
+        self._reset()
 
-    def _fresh(self) -> dict[str, Any]:
-        """The attributes that no copy takes along, as they are before a first step."""
-        return {}
+    @abstractmethod
+    def _reset(self) -> None:
+        """Sets the attributes that no copy takes along, as they are before a first step."""
 
     def parameters(self) -> list[Any]:
         """All parameters, in the order of their groups."""
@@ -235,22 +235,15 @@ class Wrapper(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything that lasts from step to step, the model included."""
-        transient = {"step", *self._fresh()}  # schedulers set `step` on the instance, as a closure
+        blank = object.__new__(type(self))
+        blank._reset()
+        transient = {"step", *blank.__dict__}  # schedulers set `step` on the instance, as a closure
         return {k: v for k, v in self.__dict__.items() if k not in transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | self._fresh())
+        self.__dict__.update(state)
+        self._reset()
         self._own()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with parameters and a model of its own, which belong together.
-
-        Copied with its model, in whatever order, it gets that copy.
-        """
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return new
 
     def __repr__(self) -> str:
         shown = {n: self.param_groups[0].get(k, self._hyper[n]) for n, k in self._keys.items()}
@@ -285,14 +278,19 @@ def _build_over(
 
 def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises an error that shows the right call where another library's was written."""
-    first_name = next(iter(inspect.signature(cls).parameters), "")
+    if next(iter(inspect.signature(cls).parameters), "") != "base":
+        return
     first = args[0] if args else kwargs.get("base", kwargs.get("params"))
-    if first_name != "base":
-        return
-    if isinstance(first, Optimizer):
-        _check_options(cls, type(first), kwargs)
-        return
     method, known = cls.__name__, options_of(cls)
+    if isinstance(first, Optimizer):
+        base: type = type(first)
+        for name in kwargs:
+            if name in options_of(base) and name not in (*known, "base", "model"):
+                raise TypeError(
+                    f"{method} has no option {name!r}: it belongs to the base, "
+                    f"{base.__name__}(model.parameters(), {name}={kwargs[name]!r})"
+                )
+        return
     inner: Any = next((v for v in (*args, *kwargs.values()) if _makes_optimizers(v)), None)
     numbers = [v for v in args if isinstance(v, Real)]
     # By position, davda54's options follow the class of the base, in the order of ours; without
@@ -304,41 +302,25 @@ def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     rest = {**rate, **{k: v for k, v in kwargs.items() if k not in taken}}
     if isinstance(inner, partial):
         inner, rest = inner.func, {**inner.keywords, **rest}
+    made = type(inner) if isinstance(inner, Optimizer) else inner or torch.optim.SGD
+    prefix = "torch.optim." if made.__module__.startswith("torch.optim") else ""
+    name = f"{prefix}{made.__name__}"
+    inside = f"{name}(model.parameters(){_spelled(rest or {'lr': 1e-3})})"
+    line = f"{method}({inside}{_spelled(own)}, model=model)"
     if isinstance(inner, Optimizer):
-        line = f"{method}(optimizer{_spelled(own)}, model=model)  # the {type(inner).__name__}"
-        name = type(inner).__name__
-    else:
-        name = "SGD" if inner is None else inner.__name__
-        if inner is None or inner.__module__.startswith("torch.optim"):
-            name = f"torch.optim.{name}"
-        inside = f"model.parameters(){_spelled(rest or {'lr': 1e-3})}"
-        line = f"{method}({name}({inside}){_spelled(own)}, model=model)"
-    got = "nothing" if first is None else type(first).__name__
+        line = f"{method}(optimizer{_spelled(own)}, model=model)  # the {made.__name__}"
+    got = f"the class {first.__name__}" if isinstance(first, type) else type(first).__name__
     raise TypeError(
-        f"{method} wraps an optimizer instance, got "
-        f"{f'the class {first.__name__}' if isinstance(first, type) else got}. Write\n\n"
-        f"    {line}\n\n"
+        f"{method} wraps an optimizer instance, got {'nothing' if first is None else got}. Write"
+        f"\n\n    {line}\n\n"
         f"Where parameters are all you can pass, use {method}.over({name}), which takes them."
     )
-
-
-def _check_options(cls: type, base: type, options: Mapping[str, Any]) -> None:
-    """Refuses options of the base, which was built before it was wrapped."""
-    known = options_of(cls)
-    for name in options:
-        if name not in (*known, "base", "model") and name in options_of(base):
-            raise TypeError(
-                f"{cls.__name__} has no option {name!r}: it belongs to the base, "
-                f"{base.__name__}(model.parameters(), {name}={options[name]!r})"
-            )
 
 
 def _makes_optimizers(value: Any) -> bool:
     """Whether it is an optimizer, a class of them, or such a class with options."""
     value = value.func if isinstance(value, partial) else value
-    return isinstance(value, Optimizer) or (
-        isinstance(value, type) and issubclass(value, Optimizer)
-    )
+    return issubclass(value if isinstance(value, type) else type(value), Optimizer)
 
 
 def _spelled(options: Mapping[str, Any]) -> str:

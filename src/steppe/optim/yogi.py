@@ -14,6 +14,15 @@ from steppe.search import Hyperparameter, LogUniform
 from .registry import register_optimizer
 
 
+def check_moments(method: str, betas: tuple[float, float], **numbers: float) -> None:
+    """Refuses options that make no sense for any optimizer with moments."""
+    for name, value in numbers.items():
+        if not value >= 0:
+            raise ValueError(f"{method}: {name} must not be negative, got {value}")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{method}: betas must lie in [0, 1), got {betas}")
+
+
 @register_optimizer(
     "yogi",
     citation="Zaheer et al., Adaptive Methods for Nonconvex Optimization, NeurIPS 2018",
@@ -72,17 +81,9 @@ class Yogi(Optimizer):
         initial_accumulator: float = 1e-6,
         weight_decay: float = 0.0,
     ) -> None:
-        numbers = {
-            "lr": lr,
-            "eps": eps,
-            "initial_accumulator": initial_accumulator,
-            "weight_decay": weight_decay,
-        }
-        for name, value in numbers.items():
-            if not value >= 0:
-                raise ValueError(f"Yogi: {name} must not be negative, got {value}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"Yogi: betas must lie in [0, 1), got {betas}")
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        numbers["initial_accumulator"] = initial_accumulator
+        check_moments("Yogi", betas, **numbers)
         super().__init__(params, {**numbers, "betas": betas})
 
     @torch.no_grad()
