@@ -4,7 +4,7 @@ import math
 import random
 from typing import Any
 
-from steppe.reports.columns import page_columns
+from steppe.reports.report import page_columns
 
 HOSTILE = (
     "</script><script>window.pwned=1</script>",

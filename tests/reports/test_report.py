@@ -6,9 +6,9 @@ import json
 import pytest
 
 from steppe.reports import SELECTIONS, build_report, load_runs, write
-from steppe.reports.best import best_json
 from steppe.reports.page import render_page
 from steppe.reports.runs import Loaded
+from steppe.reports.values import dumps
 from tests.reports.trees import DOMAINS, config, record, some_sweep, write_run
 
 KEYS = {
@@ -157,7 +157,7 @@ def test_json_has_every_table_and_no_nan(tmp_path):
     assert [m["algorithm"] for m in matrix["methods"]] == ["ERM", "CORAL"]
     assert set(matrix["optimizers"]) == {"adam", "fad"}
     assert matrix["cells"][1][1] == {"mean": 50.0, "err": 0.0, "n": 1, "partial": True}
-    (best, *_) = json.loads(best_json(report.best), parse_constant=refuse)
+    (best, *_) = json.loads(dumps(report.best), parse_constant=refuse)
     assert (best["hparams"]["lr"], best["config"]["optimizer"]["lr"]) == (None, None)
     assert "\nall,train-val,ERM,adam,none,VLCS,50.0," in write(report, "csv")
 

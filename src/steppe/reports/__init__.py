@@ -8,7 +8,7 @@ from .columns import Column, register_column
 from .curvature import compare
 from .differences import paired
 from .domainbed import import_domainbed
-from .report import Report, build_report
+from .report import Report, build_report, write
 from .runs import Row, Run, load_runs
 from .selection import SELECTIONS
 from .spectra import draw
@@ -19,7 +19,6 @@ from .tables import (
     optimizer_by_algorithm,
     select_runs,
 )
-from .write import write
 
 __all__ = [
     "SELECTIONS",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from .runs import Run
@@ -25,11 +24,11 @@ def best_configs(runs: Runs, selection: str = "train-val") -> list[dict[str, Any
             "target": place.column,
             "trial": place.trial,
             "selection": selected.selection,
-            "choice": chosen.choice,
+            "choice": chosen.run.choice,
             "step": chosen.step,
             "validation": None if chosen.validation is None else 100 * chosen.validation,
             "accuracy": 100 * chosen.accuracy,
-            "hparams": plain(chosen.hparams),
+            "hparams": plain(chosen.run.hparams),
             "config": plain(rerunnable(chosen.run)),
         }
         for place in places
@@ -43,7 +42,3 @@ def rerunnable(run: Run) -> dict[str, Any]:
 
     left_out = keys(MACHINE) | {"imported"}
     return {k: v for k, v in run.config.items() if k not in left_out and v is not None}
-
-
-def best_json(best: list[dict[str, Any]]) -> str:
-    return json.dumps(plain(best), indent=2, allow_nan=False, ensure_ascii=False) + "\n"

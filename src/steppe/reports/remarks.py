@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 from .runs import Loaded, Run, domain_pool
 from .selection import candidates
-from .tables import Place, Selected, target_sets
+from .tables import Place, Selected
 
 
 def pending(loaded: Loaded) -> list[str]:
@@ -24,16 +24,14 @@ def pending(loaded: Loaded) -> list[str]:
 def not_left_out(selected: Selected) -> list[str]:
     """Datasets whose runs are there, without those that leave-one-out validation needs."""
     found = []
-    for dataset in selected.datasets:
-        own = [run for run in selected.runs if run.dataset == dataset]
-        columns = {targets: column for column, targets in target_sets(own).items()}
+    for dataset, sets in selected.columns.items():
+        columns = {targets: column for column, targets in sets.items()}
         places = {
             Place(dataset, run.row, columns[run.target_set], run.trial)
-            for run in own
-            if run.target_set in columns
+            for run in selected.runs
+            if run.dataset == dataset and run.target_set in columns
         }
-        missing = len(places.difference(selected.chosen))
-        if missing:
+        if missing := len(places.difference(selected.chosen)):
             found.append(
                 f"{dataset}: {missing:,} of {len(places):,} numbers are missing, because "
                 "leave-one-out validation needs every run with one more domain held out: plan them "
@@ -65,48 +63,42 @@ def remarks(runs: Sequence[Run], selection: str = "train-val") -> list[str]:
             f"{_runs(repeated)} a repetition: same method, targets, trial and hyper-parameters as "
             "another one"
         )
-    sizes: dict[str, Counter[int]] = defaultdict(Counter)
+    by_dataset: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
-        sizes[run.dataset][len(run.target_set)] += 1
-    for dataset, counts in sizes.items():
-        smallest = min(counts)
-        more = sum(n for size, n in counts.items() if size > smallest)
+        by_dataset[run.dataset].append(run)
+    for dataset, own in by_dataset.items():
+        smallest = min(len(run.target_set) for run in own)
+        more = sum(len(run.target_set) > smallest for run in own)
+        said = _mixed(own)
         if more and selection != "leave-one-out":
-            found.append(
-                f"{dataset}: {_runs(more)} for leave-one-out validation only, because others hold "
-                f"out fewer domains ({smallest})"
-            )
-        found += _mixed(dataset, [run for run in runs if run.dataset == dataset])
+            only = f"{_runs(more)} for leave-one-out validation only, because others hold out fewer"
+            said.insert(0, f"{only} domains ({smallest})")
+        found += [f"{dataset}: {text}" for text in said]
     return found
 
 
-def _mixed(dataset: str, runs: Sequence[Run]) -> list[str]:
+def _mixed(runs: Sequence[Run]) -> list[str]:
     """What differs between runs of a dataset, and may not be meant to."""
-    found = []
     pools = {domain_pool(run.config, run.targets) for run in runs}
-    if len(pools) > 1:
-        named = sorted("all" if pool is None else "+".join(pool) for pool in pools)
-        found.append(f"runs with different sources (of the domains {'; '.join(named)})")
     splits = {run.split for run in runs}
-    if len(splits) > 1:
-        found.append(f"runs with different splits ({', '.join(sorted(splits))})")
-    steps = {run.steps for run in runs}
-    if len(steps) > 1:
-        lengths = ", ".join(f"{n:,}" for n in sorted(steps))
-        found.append(f"runs of different lengths compete ({lengths} updates)")
+    backbones = {str(run.config.get("backbone")) for run in runs}
     places: dict[str, set[object]] = defaultdict(set)
     for run in runs:
         places[run.row.name].add((run.target_set, run.trial))
     by_number: dict[int, list[str]] = defaultdict(list)
     for name, own in sorted(places.items()):
         by_number[len(own)].append(name)
-    if len(by_number) > 1:
-        listed = "; ".join(f"{n}: {', '.join(names)}" for n, names in sorted(by_number.items()))
-        found.append(f"methods have different numbers of targets times trials ({listed})")
-    backbones = {str(run.config.get("backbone")) for run in runs}
-    if len(backbones) > 1:
-        found.append(f"runs with different backbones ({', '.join(sorted(backbones))})")
-    return [f"{dataset}: {text}" for text in found]
+    sources = sorted("all" if pool is None else "+".join(pool) for pool in pools)
+    lengths = [f"{n:,}" for n in sorted({run.steps for run in runs})]
+    numbers = [f"{n}: {', '.join(names)}" for n, names in sorted(by_number.items())]
+    differing: dict[str, Sized] = {
+        f"runs with different sources (of the domains {'; '.join(sources)})": pools,
+        f"runs with different splits ({', '.join(sorted(splits))})": splits,
+        f"runs of different lengths compete ({', '.join(lengths)} updates)": lengths,
+        f"methods have different numbers of targets times trials ({'; '.join(numbers)})": numbers,
+        f"runs with different backbones ({', '.join(sorted(backbones))})": backbones,
+    }
+    return [text for text, found in differing.items() if len(found) > 1]
 
 
 def _first(names: Sequence[object]) -> str:
