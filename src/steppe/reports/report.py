@@ -141,12 +141,7 @@ class Report:
 
 def page_columns() -> dict[str, list[dict[str, Any]]]:
     """What the page is told of the columns, by table."""
-    known: dict[str, list[Any]] = {
-        "methods": METHODS,
-        "costs": COSTS,
-        "comparisons": PAIRED,
-        "flatness": FLATNESS,
-    }
+    known: dict[str, list[Any]] = {"methods": METHODS, "costs": COSTS, "flatness": FLATNESS}
     return {
         name: [column.about() for column in columns if column.key and column.heading]
         for name, columns in known.items()
