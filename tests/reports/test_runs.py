@@ -14,7 +14,7 @@ from pydantic import Field
 
 from steppe.errors import UserError
 from steppe.reports import SELECTIONS, build_report, load_runs
-from steppe.reports.best import rerunnable
+from steppe.reports.report import rerunnable
 from steppe.reports.selection import leave_one_out
 from steppe.training import RunConfig, export_run, make_config, train
 from steppe.training.config import MACHINE

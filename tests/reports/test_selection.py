@@ -97,7 +97,7 @@ def test_rules_equal_the_slow_ones(selection, size):
             assert (chosen.validation, chosen.run.draw, chosen.step) == (value, draw, -step)
             assert chosen.accuracy == test
             assert set(chosen.run.targets) == set(targets)
-            assert (chosen.run.choice, chosen.hparams) == (f"draw {draw}", {"lr": draw})
+            assert (chosen.run.choice, chosen.run.hparams) == (f"draw {draw}", {"lr": draw})
 
 
 @pytest.mark.parametrize("selection", ["train-val", "leave-one-out"])
@@ -190,4 +190,6 @@ def test_without_validation_a_single_run_gives_its_last_step():
     assert (chosen.step, chosen.validation, chosen.accuracy) == (2, None, 0.2)
     assert train_validation(runs, targets) is None
     assert oracle(runs, targets) is None
-    assert train_validation([*runs, make_run(targets, 2, best_at(1))], targets).run.choice == "draw 2"
+    assert (
+        train_validation([*runs, make_run(targets, 2, best_at(1))], targets).run.choice == "draw 2"
+    )

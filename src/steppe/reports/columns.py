@@ -145,12 +145,9 @@ _RESERVED = {*Row._fields, "dataset", "selection", "target", "cells", "mean", "e
 
 
 def register_column(table: Literal["methods", "costs"], column: Column[Any]) -> None:
-    """Add a column to a table, in every format and on the page.
+    """Add a column to a table, as the last, in every format and on the page.
 
-    Args:
-        table: `methods`, whose values are of a `TableRow`, or `costs`, of a `StepCost`; both have
-            the runs.
-        column: comes last.
+    Its values are of a `TableRow` in `methods`, of a `StepCost` in `costs`; both have the runs.
     """
     taken = _RESERVED | {own.key for own in _OPEN[table]}
     if not column.key or column.key in taken:

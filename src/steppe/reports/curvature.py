@@ -177,7 +177,7 @@ def compare(
         by_row[one.run.row].append(one)
     ordered = sorted(by_row, key=lambda row: row.order)
     methods = tuple(MethodCurvature(row, tuple(by_row[row])) for row in ordered)
-    return Comparison(methods, (*_differences(methods), *_unconverged(found), *_radii(found)))
+    return Comparison(methods, (*_differences(methods), *_cautions(found)))
 
 
 def _holding_out(runs: Sequence[Run], targets: Sequence[str]) -> list[Run]:
@@ -264,7 +264,8 @@ def _differences(methods: Sequence[MethodCurvature]) -> list[str]:
     return notes
 
 
-def _unconverged(found: Sequence[MeasuredRun]) -> list[str]:
+def _cautions(found: Sequence[MeasuredRun]) -> list[str]:
+    """What had not converged, and what was measured within different radii."""
     notes = []
     parts = {"eigenvalues": "eigenvalues", "trace": "the trace", "flatness": "flatness"}
     for part, what in parts.items():
@@ -275,18 +276,14 @@ def _unconverged(found: Sequence[MeasuredRun]) -> list[str]:
                 f"{what} had not converged in {len(runs):,} of {len(found):,} measurements: "
                 f"{', '.join(map(str, runs[:NAMED]))}{more}"
             )
-    return notes
-
-
-def _radii(found: Sequence[MeasuredRun]) -> list[str]:
     radii = sorted({one.measured.flatness.rho for one in found})
-    if len(radii) == 1:
-        return []
-    listed = ", ".join(f"{rho:g}" for rho in radii)
-    return [
-        f"R0 and R1 are not compared: they were measured at ρ = {listed}. Measure with --rho "
-        f"{radii[0]:g} everywhere"
-    ]
+    if len(radii) > 1:
+        listed = ", ".join(f"{rho:g}" for rho in radii)
+        notes.append(
+            f"R0 and R1 are not compared: they were measured at ρ = {listed}. Measure with --rho "
+            f"{radii[0]:g} everywhere"
+        )
+    return notes
 
 
 def comparison_text(comparison: Comparison) -> TextTable:

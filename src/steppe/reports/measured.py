@@ -83,12 +83,7 @@ def conditions(measured: Measured) -> dict[str, object]:
 
 
 def described(measured: Measured, steps: Collection[int] = ()) -> str:
-    """What was measured, in words: the loss, the images and the weights.
-
-    Args:
-        measured: the measurement, or one of several that were made in the same way.
-        steps: of all of them.
-    """
+    """What was measured, in words; `steps` are those of others that were made in the same way."""
     trained = all(sample.part == "train" for sample in measured.domains)
     kind = "training images" if trained else "images"
     names = ", ".join(sample.domain for sample in measured.domains)

@@ -3,78 +3,63 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 
 from .runs import Loaded, Run, domain_pool
 from .selection import candidates
 from .tables import Place, Selected
 
 
-def pending(loaded: Loaded) -> list[str]:
-    """Runs that have nothing to report yet."""
-    n, total = len(loaded.pending), len(loaded.pending) + len(loaded.runs)
-    if not n:
-        return []
-    return [
-        f"{n:,} of {total:,} runs {'has' if n == 1 else 'have'} no result yet "
-        f"({_first([path.name for path in loaded.pending])}): the tables are of the others"
-    ]
-
-
-def not_left_out(selected: Selected) -> list[str]:
-    """Datasets whose runs are there, without those that leave-one-out validation needs."""
-    found = []
-    for dataset, sets in selected.columns.items():
-        columns = {targets: column for column, targets in sets.items()}
-        places = {
-            Place(dataset, run.row, columns[run.target_set], run.trial)
-            for run in selected.runs
-            if run.dataset == dataset and run.target_set in columns
-        }
-        if missing := len(places.difference(selected.chosen)):
-            found.append(
-                f"{dataset}: {missing:,} of {len(places):,} numbers are missing, because "
-                "leave-one-out validation needs every run with one more domain held out: plan them "
-                "with 'steppe sweep plan ... --targets pairs'"
-            )
-    return found
-
-
-def remarks(runs: Sequence[Run], selection: str = "train-val") -> list[str]:
-    """What the tables do not show by themselves: unfinished, repeated and auxiliary runs."""
-    found = []
-    unfinished = [run for run in runs if run.state != "done"]
+def remarks(loaded: Loaded, selected: Selected) -> list[str]:
+    """Runs without a result, unfinished, repeated and auxiliary ones, and what differs."""
+    runs, found = loaded.runs, []
+    if n := len(loaded.pending):
+        found.append(
+            f"{n:,} of {n + len(runs):,} runs {'has' if n == 1 else 'have'} no result yet "
+            f"({_first([path.name for path in loaded.pending])}): the tables are of the others"
+        )
+    unfinished = [run.path for run in runs if run.state != "done"]
     if unfinished:
         found.append(
-            f"{_runs(len(unfinished))} not finished ({_first([r.path for r in unfinished])}): "
-            "records so far count, as in DomainBed"
+            f"{_runs(len(unfinished))} not finished ({_first(unfinished)}): records so far count, "
+            "as in DomainBed"
         )
-    without = [run for run in runs if run.averaging != "none" and not candidates(run)]
-    if without:
-        n = len(without)
+    without = [run.path for run in runs if run.averaging != "none" and not candidates(run)]
+    if n := len(without):
         found.append(
             f"{n:,} run{'s have' if n > 1 else ' has'} no averaged record yet and "
-            f"{'are' if n > 1 else 'is'} left out ({_first([r.path for r in without])})"
+            f"{'are' if n > 1 else 'is'} left out ({_first(without)})"
         )
     alike = Counter((r.dataset, r.row, r.trial, r.target_set, r.space, r.choice) for r in runs)
-    repeated = sum(n - 1 for n in alike.values())
-    if repeated:
+    if repeated := len(runs) - len(alike):
         found.append(
             f"{_runs(repeated)} a repetition: same method, targets, trial and hyper-parameters as "
             "another one"
         )
-    by_dataset: dict[str, list[Run]] = defaultdict(list)
-    for run in runs:
-        by_dataset[run.dataset].append(run)
-    for dataset, own in by_dataset.items():
-        smallest = min(len(run.target_set) for run in own)
-        more = sum(len(run.target_set) > smallest for run in own)
-        said = _mixed(own)
-        if more and selection != "leave-one-out":
-            only = f"{_runs(more)} for leave-one-out validation only, because others hold out fewer"
-            said.insert(0, f"{only} domains ({smallest})")
+    for dataset, sets in selected.columns.items():
+        own = [run for run in runs if run.dataset == dataset]
+        said = [*_left_out(selected, dataset, sets, own), *_mixed(own)]
         found += [f"{dataset}: {text}" for text in said]
     return found
+
+
+def _left_out(
+    selected: Selected, dataset: str, sets: Mapping[str, frozenset[str]], runs: Sequence[Run]
+) -> list[str]:
+    """Runs that only leave-one-out validation looks at, or those that it lacks."""
+    columns = {targets: column for column, targets in sets.items()}
+    held_out = [run for run in runs if run.target_set in columns]
+    if selected.selection != "leave-one-out":
+        more, smallest = len(runs) - len(held_out), len(min(columns, key=len))
+        only = "for leave-one-out validation only, because others hold out fewer domains"
+        return [f"{_runs(more)} {only} ({smallest})"] if more else []
+    places = {Place(dataset, r.row, columns[r.target_set], r.trial) for r in held_out}
+    missing = len(places.difference(selected.chosen))
+    because = (
+        "because leave-one-out validation needs every run with one more domain held out: plan them "
+        "with 'steppe sweep plan ... --targets pairs'"
+    )
+    return [f"{missing:,} of {len(places):,} numbers are missing, {because}"] if missing else []
 
 
 def _mixed(runs: Sequence[Run]) -> list[str]:

@@ -72,12 +72,9 @@ def text_table(
     note: str | None = None,
     by_line: bool = False,
 ) -> TextTable:
-    """Columns of some rows as texts.
+    """Columns of some rows as texts: those that have a heading.
 
     Args:
-        title: above it.
-        columns: those that have a heading are shown.
-        rows: one line for each.
         note: below it; None: what a star means, where there is one.
         by_line: mark the best of each line, not of each column.
     """

@@ -16,17 +16,17 @@ from steppe.console import printed
 from steppe.errors import UserError
 
 from . import render
-from .best import best_configs
 from .cells import Cell
 from .columns import COSTS, METHODS, PAIRED, in_files, values
 from .differences import Paired, paired
 from .measured import FLATNESS, MeasuredRun, find_measured
 from .page import render_page
 from .page.figures import curves, sensitivity
-from .remarks import not_left_out, pending, remarks
-from .runs import Loaded, Row
+from .remarks import remarks
+from .runs import Loaded, Row, Run
 from .tables import (
     Matrix,
+    Runs,
     Selected,
     StepCost,
     Table,
@@ -36,7 +36,7 @@ from .tables import (
     optimizer_by_algorithm,
     select_runs,
 )
-from .values import dumps
+from .values import dumps, plain
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,41 @@ def _cell_json(cell: Cell | None) -> dict[str, Any] | None:
     return {key: value for key, value in cell._asdict().items() if key != "partial" or value}
 
 
+def best_configs(runs: Runs, selection: str = "train-val") -> list[dict[str, Any]]:
+    """What was chosen for every dataset, method, target and trial.
+
+    Plain values; a number that is not finite is None. ``config`` is what ``steppe train --config``
+    takes, in a file of its own.
+    """
+    selected = select_runs(runs, selection)
+    places = sorted(selected.chosen, key=lambda p: (p.dataset, p.row.order, p.column, p.trial))
+    return [
+        {
+            "dataset": place.dataset,
+            **place.row._asdict(),
+            "target": place.column,
+            "trial": place.trial,
+            "selection": selected.selection,
+            "choice": chosen.run.choice,
+            "step": chosen.step,
+            "validation": None if chosen.validation is None else 100 * chosen.validation,
+            "accuracy": 100 * chosen.accuracy,
+            "hparams": plain(chosen.run.hparams),
+            "config": plain(rerunnable(chosen.run)),
+        }
+        for place in places
+        for chosen in (selected.chosen[place],)
+    ]
+
+
+def rerunnable(run: Run) -> dict[str, Any]:
+    """A run's config without what belongs to a machine, or to how the run came here."""
+    from steppe.training.config import MACHINE, keys  # slow to import
+
+    left_out = keys(MACHINE) | {"imported"}
+    return {k: v for k, v in run.config.items() if k not in left_out and v is not None}
+
+
 def build_report(
     loaded: Loaded, selection: str = "train-val", command: str = "", title: str = "steppe report"
 ) -> Report:
@@ -197,11 +232,9 @@ def build_report(
         title: its heading.
     """
     selected = select_runs(loaded.runs, selection)
-    found = [*loaded.problems, *pending(loaded), *remarks(loaded.runs, selection)]
-    if selection == "leave-one-out":
-        found += not_left_out(selected)
     measured, unreadable = find_measured(loaded.runs)
-    return Report(title, command, selected, tuple(found + unreadable), tuple(measured))
+    problems = (*loaded.problems, *remarks(loaded, selected), *unreadable)
+    return Report(title, command, selected, problems, tuple(measured))
 
 
 def write(report: Report, form: str) -> str:

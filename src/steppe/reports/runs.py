@@ -220,15 +220,9 @@ def read_lines(
     *,
     whole: bool = True,
 ) -> list[T]:
-    """What the lines of a file say; those that cannot be read are counted and named.
+    """What the lines of a file say; those that cannot be read are named in `problems`.
 
-    Args:
-        file: for the message.
-        data: its content.
-        read_line: raises one of the usual errors where a line makes no sense.
-        problems: where the message goes.
-        whole: whether nothing will be added. What a crash cut off is not damage while a resumed
-            run may write it again.
+    Where a file is not `whole`, its last line may be cut off: a resumed run writes it again.
     """
     found: list[T] = []
     wrong: list[int] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -109,8 +109,7 @@ def select_runs(runs: Runs, selection: str) -> Selected:
     """Apply a selection to every method, target set and trial.
 
     The target sets of a dataset are those of the smallest size that any of its runs holds out. Runs
-    that hold out more are for leave-one-out validation, and never get a column of their own while
-    there are others.
+    that hold out more are for leave-one-out validation only.
     """
     if isinstance(runs, Selected):
         return runs
@@ -120,8 +119,7 @@ def select_runs(runs: Runs, selection: str) -> Selected:
     by_dataset: dict[str, list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: str(run.path)):
         by_dataset[run.dataset].append(run)
-    order = {name: number for number, name in enumerate(dataset_names())}
-    datasets = sorted(by_dataset, key=lambda name: (order.get(name, len(order)), name))
+    datasets = _ordered(by_dataset, dataset_names())
     columns = {dataset: target_sets(by_dataset[dataset]) for dataset in datasets}
     chosen: dict[Place, Chosen] = {}
     for dataset in datasets:
@@ -135,6 +133,12 @@ def select_runs(runs: Runs, selection: str) -> Selected:
                     chosen[Place(dataset, row, column, trial)] = found
     ordered = tuple(run for dataset in datasets for run in by_dataset[dataset])
     return Selected(ordered, selection, columns, chosen)
+
+
+def _ordered(names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """Names in the order of those that steppe knows, the others behind them."""
+    place = {name: number for number, name in enumerate(known)}
+    return tuple(sorted(names, key=lambda name: (place.get(name, len(place)), name)))
 
 
 def _spec(dataset: str) -> DatasetSpec | None:
@@ -254,11 +258,9 @@ def optimizer_by_algorithm(
         for row in rows
     }
     methods = dict.fromkeys((row.algorithm, row.averaging) for row in rows)
-    found = {row.optimizer for row in rows}
-    optimizers = [name for name in optimizer_names() if name in found]
-    optimizers += sorted(found.difference(optimizers))
+    optimizers = _ordered({row.optimizer for row in rows}, optimizer_names())
     name = ALL if dataset is None else dataset
-    return Matrix(name, selected.selection, tuple(methods), tuple(optimizers), cells)
+    return Matrix(name, selected.selection, tuple(methods), optimizers, cells)
 
 
 def _over_datasets(selected: Selected, row: Row) -> list[float]:
@@ -280,8 +282,8 @@ class StepCost:
     row: Row
     runs: tuple[Run, ...]
     seconds_per_step: float
-    """The median over all evaluations of all runs. The first of each run is left out where there
-    are others, because its few steps pay for the set-up."""
+    """The median over all evaluations but the first of each run, whose few steps pay for the
+    set-up."""
     relative: float
     """To SGD under the same algorithm and averaging; to the cheapest method where SGD is missing"""
     accuracy: Cell | None
