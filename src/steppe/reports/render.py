@@ -74,9 +74,8 @@ def text_table(
 ) -> TextTable:
     """Columns of some rows as texts: those that have a heading.
 
-    Args:
-        note: below it; None: what a star means, where there is one.
-        by_line: mark the best of each line, not of each column.
+    The best of each column is marked, or that of each line. The note below it says, by default,
+    what a star means, where there is one.
     """
     shown = [column for column in columns if column.heading]
     ranks = [[column.rank(row) for column in shown] for row in rows]

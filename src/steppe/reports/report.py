@@ -223,13 +223,9 @@ def rerunnable(run: Run) -> dict[str, Any]:
 def build_report(
     loaded: Loaded, selection: str = "train-val", command: str = "", title: str = "steppe report"
 ) -> Report:
-    """Select among the runs, and note what a reader of the tables should know.
+    """Select among the runs of `load_runs`, and note what a reader of the tables should know.
 
-    Args:
-        loaded: from `load_runs`.
-        selection: one of `SELECTIONS`.
-        command: what made the report, to be shown.
-        title: its heading.
+    The selection is one of `SELECTIONS`; `command` is what made the report, to be shown.
     """
     selected = select_runs(loaded.runs, selection)
     measured, unreadable = find_measured(loaded.runs)
@@ -238,12 +234,7 @@ def build_report(
 
 
 def write(report: Report, form: str) -> str:
-    """The text of a report.
-
-    Args:
-        report: from `build_report`.
-        form: `terminal`, `markdown`, `latex`, `csv`, `json` or `html`.
-    """
+    """The text of a report: `terminal`, `markdown`, `latex`, `csv`, `json` or `html`."""
     if not report.selected.runs and form != "html":
         why = f" ({report.problems[0]})" if report.problems else ""
         raise UserError(f"{report.title}: no run there has a record yet{why}")

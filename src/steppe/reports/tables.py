@@ -92,12 +92,12 @@ class Selected:
         return sorted(found, key=lambda row: row.order)
 
     @cached_property
-    def values(self) -> Mapping[tuple[str, Row], Mapping[str, Mapping[int, float]]]:
-        """By dataset and method: accuracies from 0 to 1 by column and trial, in order."""
-        found: dict[tuple[str, Row], dict[str, dict[int, float]]] = defaultdict(dict)
+    def values(self) -> Mapping[tuple[str, Row], Mapping[int, Mapping[str, float]]]:
+        """By dataset and method: accuracies from 0 to 1 by trial, in order, and column."""
+        found: dict[tuple[str, Row], dict[int, dict[str, float]]] = defaultdict(dict)
         for place in sorted(self.chosen, key=lambda place: place.trial):
-            columns = found[place.dataset, place.row]
-            columns.setdefault(place.column, {})[place.trial] = self.chosen[place].accuracy
+            trials = found[place.dataset, place.row]
+            trials.setdefault(place.trial, {})[place.column] = self.chosen[place].accuracy
         return found
 
 
@@ -183,8 +183,8 @@ def dataset_tables(runs: Runs, selection: str = "train-val") -> list[Table]:
     for dataset, sets in selected.columns.items():
         rows = []
         for row in selected.rows(dataset):
-            values = selected.values.get((dataset, row), {})
-            cells = {column: cell_of(values.get(column, {}).values()) for column in sets}
+            trials = selected.values.get((dataset, row), {}).values()
+            cells = {c: cell_of(found[c] for found in trials if c in found) for c in sets}
             rows.append(TableRow(row, cells, selected.by_method[dataset, row]))
         spec = _spec(dataset)
         labels = tuple(_label(spec, column) for column in sets)
@@ -210,12 +210,11 @@ def across_datasets(runs: Runs, selection: str = "train-val") -> Table:
 
 def _by_trial(selected: Selected, dataset: str, row: Row) -> dict[int, list[float]]:
     """A method's accuracies on the targets of a dataset that a trial has."""
-    found: dict[int, list[float]] = defaultdict(list)
-    values = selected.values.get((dataset, row), {})
-    for column in selected.columns[dataset]:
-        for trial, value in values.get(column, {}).items():
-            found[trial].append(value)
-    return {trial: found[trial] for trial in sorted(found)}
+    return {
+        trial: values
+        for trial, found in selected.values.get((dataset, row), {}).items()
+        if (values := [found[c] for c in selected.columns[dataset] if c in found])
+    }
 
 
 def _dataset_cell(selected: Selected, dataset: str, row: Row) -> Cell | None:
