@@ -111,7 +111,7 @@ def published(folder: Path) -> Results:
         for run in selected.runs
         if run.targets == (MEASURED,)
         and run.trial in LATER
-        and run.optimizer in MEASURED_OPTIMIZERS
+        and run.row.optimizer in MEASURED_OPTIMIZERS
     ]
     return replace(found, curvature=compare(held_out))
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from steppe.reports import SELECTIONS, Run
+from steppe.reports import SELECTIONS, Row, Run
 from steppe.reports.runs import Record
 from steppe.reports.selection import leave_one_out, oracle, train_validation
 from tests.reports.trees import DOMAINS
@@ -23,9 +23,7 @@ def make_run(targets, draw, accuracies, averaged=(), domains=DOMAINS, name=""):
         path=name or f"{'-'.join(targets)}-{draw}",
         dataset="PACS",
         targets=tuple(targets),
-        algorithm="ERM",
-        optimizer="adam",
-        averaging="none",
+        row=Row("ERM", "adam", "none"),
         trial=0,
         choice=f"draw {draw}",
         draw=draw,
@@ -168,7 +166,7 @@ def test_only_averaged_records_are_candidates():
     assert train_validation([averaged], targets).step == 1
     assert oracle([plain], targets).step == 2
     assert oracle([averaged], targets).step == 1
-    raw = dataclasses.replace(make_run(targets, 0, best_at(0)), averaging="swad")
+    raw = dataclasses.replace(make_run(targets, 0, best_at(0)), row=Row("ERM", "adam", "swad"))
     assert [rule([raw], targets) for rule in SELECTIONS.values()] == [None] * 3
 
 

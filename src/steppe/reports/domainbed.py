@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ def import_domainbed(src: Path | str, dst: Path | str) -> Imported:
         raise UserError(
             f"{src} is not a folder: expected DomainBed's output, RUN/results.jsonl below"
         )
-    folders = list(_results(src))
+    folders = sorted(file.parent for file in src.rglob("results.jsonl"))
     if not folders:
         raise UserError(f"{src} has no results.jsonl below it: is it DomainBed's output folder?")
     n = 0
@@ -67,13 +66,6 @@ def import_domainbed(src: Path | str, dst: Path | str) -> Imported:
             n += told != _FOREIGN
             problems += [f"{run}: {told}"] if told else []
     return Imported(n, tuple(problems))
-
-
-def _results(src: Path) -> Iterator[Path]:
-    for folder, names, files in os.walk(src):
-        names.sort()
-        if "results.jsonl" in files:
-            yield Path(folder)
 
 
 def _name(folder: Path, src: Path) -> Path:

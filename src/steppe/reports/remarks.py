@@ -24,7 +24,7 @@ def remarks(loaded: Loaded, selected: Selected) -> list[str]:
             f"{_runs(len(unfinished))} not finished ({_first(unfinished)}): records so far count, "
             "as in DomainBed"
         )
-    without = [run.path for run in runs if run.averaging != "none" and not candidates(run)]
+    without = [run.path for run in runs if run.row.averaging != "none" and not candidates(run)]
     if n := len(without):
         found.append(
             f"{n:,} run{'s have' if n > 1 else ' has'} no averaged record yet and "

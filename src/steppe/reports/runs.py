@@ -84,9 +84,7 @@ class Run:
     path: Path
     dataset: str
     targets: tuple[str, ...]
-    algorithm: str
-    optimizer: str
-    averaging: str
+    row: Row
     trial: int
     choice: str
     """What hyper-parameters it has: ``draw 3``, or a digest of them where none was drawn."""
@@ -100,10 +98,6 @@ class Run:
     """`planned`, `running`, `done` or `failed`."""
     config: Mapping[str, Any]
     records: tuple[Record, ...]
-
-    @property
-    def row(self) -> Row:
-        return Row(self.algorithm, self.optimizer, self.averaging)
 
     @property
     def target_set(self) -> frozenset[str]:
@@ -300,7 +294,7 @@ def _facts(config: Any) -> dict[str, Any]:
     return {
         "dataset": dataset,
         "targets": tuple(targets),
-        **{axis: name for axis, (name, _) in axes.items()},
+        "row": Row(*(axes[axis][0] for axis in Row._fields)),
         "trial": trial,
         "choice": _choice(config, axes, targets),
         "draw": draw,

@@ -151,7 +151,7 @@ SELECTIONS: dict[str, Selection] = {
 def candidates(run: Run) -> Sequence[Record]:
     """The records that may be chosen: where weights are averaged, those of the average only."""
     averaged = [record for record in run.records if record.averaged]
-    return averaged if averaged or run.averaging != "none" else run.records
+    return averaged if averaged or run.row.averaging != "none" else run.records
 
 
 def mean_of(record: Record, keys: Sequence[Key]) -> float | None:

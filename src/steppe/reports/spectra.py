@@ -56,6 +56,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def make_figure(comparison: Comparison) -> Figure:
+    import matplotlib
     from matplotlib.figure import Figure
 
     methods = comparison.methods
@@ -63,7 +64,9 @@ def make_figure(comparison: Comparison) -> Figure:
     columns = 5 if max(map(len, labels)) <= 24 else 3
     height = max(3.4, 1.4 + 0.25 * len(methods)) + 0.2 * -(-len(methods) // columns)
     figure = Figure(figsize=(10, height), layout="constrained")
-    spectra, largest, traces = figure.subplots(1, 3, width_ratios=(2.1, 1, 1))
+    bare: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
+    with matplotlib.rc_context(bare):
+        spectra, largest, traces = figure.subplots(1, 3, width_ratios=(2.1, 1, 1))
     _draw_spectra(spectra, methods)
     _draw_bars(largest, methods, "lambda_max", "largest eigenvalue")
     _draw_bars(traces, methods, "trace", "trace")
@@ -115,7 +118,6 @@ def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
     # One tick is enough: to have two, the locator would put fractions beside the 1.
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(visible=True, color="#ddd", linewidth=0.6)
-    _bare(axes)
 
 
 def _draw_bars(axes: Axes, methods: Sequence[MethodCurvature], key: str, title: str) -> None:
@@ -130,7 +132,6 @@ def _draw_bars(axes: Axes, methods: Sequence[MethodCurvature], key: str, title: 
     axes.locator_params(axis="x", nbins=4)
     axes.grid(visible=True, axis="x", color="#ddd", linewidth=0.6)
     axes.tick_params(axis="y", length=0)
-    _bare(axes)
 
 
 def _label(method: MethodCurvature) -> str:
@@ -141,9 +142,3 @@ def _label(method: MethodCurvature) -> str:
 def _clip(name: str) -> str:
     short = name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"
     return short.replace("$", r"\$")  # no mathematics in a name
-
-
-def _bare(axes: Axes) -> None:
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)

@@ -3,6 +3,8 @@
 const ACCURACY = "accuracy on the target, %", VALIDATION = "accuracy on validation, %";
 const spread = (one) => (finite(one.err) ? one.err : 0);
 const reach = (one, mean) => [mean - spread(one), mean + spread(one)];
+// All x (0) or y (1) of some lines.
+const along = (series, at) => series.flatMap(({ points }) => points.map((point) => point[at]));
 // Options for the distinct values of a key: { label, items }.
 const grouped = (items, key) => distinct(items.map((item) => text(item[key]))).map((label) =>
   ({ label, items: items.filter((item) => text(item[key]) === label) }));
@@ -88,13 +90,13 @@ function curves() {
     const { key, label, write } = kind.value;
     const shown = list(place.value.series).filter((one) => names.shown(text(one.name)))
       .map((one) => ({ name: text(one.name), points: pointsOf(one.steps, one[key]) }));
-    const last = extent(shown.flatMap(({ points }) => points.map((point) => point[0])))[1];
+    const last = extent(along(shown, 0))[1];
     const series = shown.map(({ name, points }) =>
       ({ name, points: points.filter((point) => point[0] >= part.value.from * last) }));
-    const ys = series.flatMap(({ points }) => points.map((point) => point[1]));
+    const ys = along(series, 1);
     const plot = frame(width, {
       label: `learning curves, ${label}`,
-      x: { title: "step", values: series.flatMap(({ points }) => points.map((point) => point[0])) },
+      x: { title: "step", values: along(series, 0) },
       y: { title: label, values: ys, log: key === "loss" && wide(ys) },
     });
     const longest = series.reduce((n, { points }) => Math.max(n, points.length), 1);
@@ -236,13 +238,10 @@ function flatness() {
       const values = list(row.spectrum).filter(finite).sort((a, b) => b - a);
       return { name: text(row.name), points: pointsOf(values.map((_, i) => i + 1), values) };
     });
-    const ys = series.flatMap(({ points }) => points.map((point) => point[1]));
+    const ys = along(series, 1);
     const plot = frame(width, {
       label: "spectrum of the Hessian",
-      x: {
-        title: "rank", whole: true,
-        values: series.flatMap(({ points }) => points.map((point) => point[0])),
-      },
+      x: { title: "rank", whole: true, values: along(series, 0) },
       y: { title: "eigenvalue", values: ys, log: wide(ys) },
     });
     lines(plot, series, 1);

@@ -67,13 +67,12 @@ function table({ label, caption, columns, rows, foot = null }) {
         h("thead", {}, h("tr", {}, ...heads)), body, foot)));
 }
 
-// One run has no error to speak of.
-const hasError = (err, n) => finite(err) && n !== 0 && n !== 1;
 const withError = (mean, err) =>
   measured(mean, err).map((part) => part.textContent ?? part).join("");
 
 function measured(mean, err, n) {
-  if (!finite(mean) || !hasError(err, n)) return [fixed(mean)];
+  // One run has no error to speak of.
+  if (!finite(mean) || !finite(err) || n === 0 || n === 1) return [fixed(mean)];
   return [fixed(mean), h("span", { class: "err" }, ` ${PLUS_MINUS} ${fixed(err)}`)];
 }
 
