@@ -174,7 +174,7 @@ def with_more(runs: Iterable[Run], folder: Path) -> list[Run]:
 def _named(folder: Path, name: str, pattern: str) -> list[Run]:
     """The runs whose names end so, as those of an optimizer of that name."""
     runs = load_runs(sorted(folder.glob(f"*-{pattern}"))).runs
-    return [replace(run, optimizer=name) for run in runs]
+    return [replace(run, row=run.row._replace(optimizer=name)) for run in runs]
 
 
 def twice(folder: Path) -> list[dict[str, Any]]:
