@@ -118,7 +118,7 @@ def published(folder: Path) -> Results:
 
 def _of_adamw(runs: Iterable[Run]) -> Comparison:
     """The measured models of AdamW: not all of the later trials' are."""
-    held_out = [r for r in runs if (r.optimizer, r.targets) == ("adamw", (MEASURED,))]
+    held_out = [r for r in runs if (r.row.optimizer, r.targets) == ("adamw", (MEASURED,))]
     return compare([run for run in held_out if load_measurements(run.path)])
 
 
