@@ -111,14 +111,14 @@ def published(folder: Path) -> Results:
         for run in selected.runs
         if run.targets == (MEASURED,)
         and run.trial in LATER
-        and run.optimizer in MEASURED_OPTIMIZERS
+        and run.row.optimizer in MEASURED_OPTIMIZERS
     ]
     return replace(found, curvature=compare(held_out))
 
 
 def _of_adamw(runs: Iterable[Run]) -> Comparison:
     """The measured models of AdamW: not all of the later trials' are."""
-    held_out = [r for r in runs if (r.optimizer, r.targets) == ("adamw", (MEASURED,))]
+    held_out = [r for r in runs if (r.row.optimizer, r.targets) == ("adamw", (MEASURED,))]
     return compare([run for run in held_out if load_measurements(run.path)])
 
 
@@ -174,7 +174,7 @@ def with_more(runs: Iterable[Run], folder: Path) -> list[Run]:
 def _named(folder: Path, name: str, pattern: str) -> list[Run]:
     """The runs whose names end so, as those of an optimizer of that name."""
     runs = load_runs(sorted(folder.glob(f"*-{pattern}"))).runs
-    return [replace(run, optimizer=name) for run in runs]
+    return [replace(run, row=run.row._replace(optimizer=name)) for run in runs]
 
 
 def twice(folder: Path) -> list[dict[str, Any]]:

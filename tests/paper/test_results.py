@@ -106,7 +106,7 @@ def test_over_trials_only_where_all_are_there(table1: Results) -> None:
     rest = [
         run
         for run in selected.runs
-        if (run.optimizer, run.trial, run.targets) != ("adam", 1, ("photo",))
+        if (run.row.optimizer, run.trial, run.targets) != ("adam", 1, ("photo",))
     ]
     assert len(rest) == len(selected.runs) - 1
     short = replace(table1, variants=(Variant(arm, select_runs(rest, "train-val")),))

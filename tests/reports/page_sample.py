@@ -4,7 +4,7 @@ import math
 import random
 from typing import Any
 
-from steppe.reports.columns import page_columns
+from steppe.reports.report import page_columns
 
 HOSTILE = (
     "</script><script>window.pwned=1</script>",
@@ -77,7 +77,7 @@ def sample(
         }
 
     def point(choice: int, target: str) -> dict[str, Any]:
-        lr = 10 ** number(-5, -3.5)
+        lr = 10 ** number(-5.5, -3.5)
         accuracy = 85 - 6 * (math.log10(lr) + 4.3) ** 2 + number(-2, 2)
         return {
             "choice": f"draw {choice}",
@@ -137,22 +137,6 @@ def sample(
             for dataset in datasets
             for target in PACS
         ],
-        "bars": [
-            {
-                "dataset": dataset,
-                "groups": [
-                    {
-                        "target": target,
-                        "values": [
-                            {"name": name, "mean": number(70, 90), "err": number(0.2, 1.6)}
-                            for name in named
-                        ],
-                    }
-                    for target in PACS
-                ],
-            }
-            for dataset in datasets
-        ],
         "sensitivity": [
             {
                 "dataset": dataset,
@@ -209,7 +193,6 @@ EMPTY: dict[str, Any] = {
     "comparisons": [],
     "cost": [],
     "curves": [],
-    "bars": [],
     "sensitivity": [],
     "flatness": [],
 }

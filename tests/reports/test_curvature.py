@@ -13,8 +13,9 @@ from steppe.curvature.results import Flatness, Trace
 from steppe.errors import UserError
 from steppe.measure.stored import Measured, Sample, Spectrum, Weights, save_measurement
 from steppe.reports import build_report, compare, load_runs
-from steppe.reports.curvature import Spread, _plus_minus, comparison_table
+from steppe.reports.curvature import Comparison, Spread, comparison_text
 from steppe.reports.measured import described, measured_table, remarks
+from steppe.reports.render import to_terminal
 from steppe.reports.spectra import COLOURS, check_format, draw, make_figure
 from tests.reports.trees import config, record, write_run
 
@@ -111,6 +112,10 @@ def test_means_and_errors_by_method(tree: Path) -> None:
     assert comparison_table(found).row_count == 2
 
 
+def comparison_table(found: Comparison) -> Any:
+    return to_terminal(comparison_text(found))
+
+
 def flat(zeroth: float, first: float, rho: float = 0.05, **more: Any) -> Flatness:
     return replace(MEASURED.flatness, zeroth=zeroth, first=first, rho=rho, **more)
 
@@ -158,7 +163,7 @@ def test_flatness_by_method(tmp_path: Path) -> None:
     ],
 )
 def test_digits_of_an_error(mean: float, err: float | None, text: str) -> None:
-    assert _plus_minus(Spread(mean, err)) == text
+    assert str(Spread(mean, err)) == text
 
 
 def test_flatness_at_other_radii_is_not_compared(tmp_path: Path) -> None:

@@ -197,7 +197,6 @@ def test_a_report_of_nothing(show: Open) -> None:
         "across": {"rows": [None]},
         "cost": [{}],
         "curves": [{"series": [{"name": None, "steps": [1, None], "val": [None, None]}]}],
-        "bars": [{"groups": [{"target": None, "values": [{}]}]}],
         "sensitivity": [{"points": [{}]}],
         "flatness": [{"spectrum": None}],
         "comparisons": [{"difference": None}, {"difference": 1.0}],
@@ -364,7 +363,7 @@ def test_cost_and_domains_answer_the_pointer(show: Open) -> None:
         f"{row['memory_gb']:.2f}",
     ):
         assert number in tip(page)
-    value = data["bars"][1]["groups"][2]["values"][4]
+    value = data["tables"][1]["rows"][4]["cells"]["photo"]
     choose(page, "domains", "dataset", "OfficeHome")
     for option in ("bars from zero", "points, enlarged"):
         choose(page, "domains", "axis", option)
@@ -378,7 +377,7 @@ def test_cost_and_domains_answer_the_pointer(show: Open) -> None:
         page.mouse.move(center + (middle[2] - middle[0]) / 4, axis(drawn, "y")(value["mean"]))
         assert tip(page).split() == [
             "photo",
-            value["name"],
+            "fad",
             f"{value['mean']:.1f}",
             "±",
             f"{value['err']:.1f}",
@@ -493,7 +492,7 @@ def test_flatness_shows_what_may_be_compared(show: Open, tmp_path: Path) -> None
 
     heads, best, cells = table()
     assert heads == [
-        "method", "largest eigenvalue", "trace", "R0", "R1", "R_FAD", "ρ", "α", "loss", "images",
+        "method", "λ_max", "trace", "R0", "R1", "R_FAD", "ρ", "α", "loss", "images",
         "run",
     ]  # fmt: skip
     # What runs were trained on comes first, wherever it is in the data.

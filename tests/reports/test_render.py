@@ -55,7 +55,7 @@ def printed(rich_table):
 
 
 def test_json_is_the_schema():
-    report = Report("", "", Selected((), "oracle", (), {}, {}), ())
+    report = Report("", "", Selected((), "oracle", {}, {}), ())
     report.__dict__["tables"] = [TABLE]  # as if they had been made
     found = json.loads(json.dumps(report.to_json()["tables"]))
     assert found == [
@@ -212,8 +212,11 @@ def test_a_column_is_declared_once_and_shown_everywhere(tmp_path):
         assert second["last_loss"] == "0.75"
         data = json.loads(write(report, "json"))
         assert [row["last_loss"] for row in data["tables"][0]["rows"]] == [0.75, 0.5]
-        assert report.page_data()["columns"]["methods"][-1]["title"] == "last loss"
+        assert report.page_data()["columns"]["methods"][-1]["heading"] == "last loss"
         with pytest.raises(UserError, match="cannot take a column with the key 'last_loss'"):
             register_column("methods", METHODS[-1])
+        for key in ("cells", "optimizer", "mean", "dataset", ""):  # what rows have already
+            with pytest.raises(UserError, match=f"cannot take a column with the key '{key}'"):
+                register_column("methods", Column(key, "mine", len))
     finally:
         del METHODS[before:]

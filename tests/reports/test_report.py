@@ -6,9 +6,9 @@ import json
 import pytest
 
 from steppe.reports import SELECTIONS, build_report, load_runs, write
-from steppe.reports.best import best_json
 from steppe.reports.page import render_page
 from steppe.reports.runs import Loaded
+from steppe.reports.values import dumps
 from tests.reports.trees import DOMAINS, config, record, some_sweep, write_run
 
 KEYS = {
@@ -24,7 +24,6 @@ KEYS = {
     "comparisons": list,
     "cost": list,
     "curves": list,
-    "bars": list,
     "sensitivity": list,
     "flatness": list,
     "columns": dict,
@@ -54,13 +53,7 @@ def test_page_data_has_the_agreed_shape(tmp_path, selection):
         *("accuracy", "err", "partial"),
     }
     assert [c["target"] for c in data["curves"]] == list(DOMAINS)
-    assert [g["target"] for g in data["bars"][0]["groups"]] == list(DOMAINS)
-    cell = table["rows"][1]["cells"]["photo"]
-    assert data["bars"][0]["groups"][2]["values"][1] == {
-        "name": "fad",
-        "mean": cell["mean"],
-        "err": cell["err"],
-    }
+    assert list(table["rows"][1]["cells"]) == list(DOMAINS)
     points = data["sensitivity"][0]["points"]
     assert len(points) == 3 * 2 * 4  # draws, trials, targets: not the runs that hold out two
     assert {p["hparams"]["lr"] for p in points} == {1.0, 0.1, 0.01}
@@ -157,7 +150,7 @@ def test_json_has_every_table_and_no_nan(tmp_path):
     assert [m["algorithm"] for m in matrix["methods"]] == ["ERM", "CORAL"]
     assert set(matrix["optimizers"]) == {"adam", "fad"}
     assert matrix["cells"][1][1] == {"mean": 50.0, "err": 0.0, "n": 1, "partial": True}
-    (best, *_) = json.loads(best_json(report.best), parse_constant=refuse)
+    (best, *_) = json.loads(dumps(report.best), parse_constant=refuse)
     assert (best["hparams"]["lr"], best["config"]["optimizer"]["lr"]) == (None, None)
     assert "\nall,train-val,ERM,adam,none,VLCS,50.0," in write(report, "csv")
 

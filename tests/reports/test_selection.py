@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from steppe.reports import SELECTIONS, Run
+from steppe.reports import SELECTIONS, Row, Run
 from steppe.reports.runs import Record
 from steppe.reports.selection import leave_one_out, oracle, train_validation
 from tests.reports.trees import DOMAINS
@@ -23,9 +23,7 @@ def make_run(targets, draw, accuracies, averaged=(), domains=DOMAINS, name=""):
         path=name or f"{'-'.join(targets)}-{draw}",
         dataset="PACS",
         targets=tuple(targets),
-        algorithm="ERM",
-        optimizer="adam",
-        averaging="none",
+        row=Row("ERM", "adam", "none"),
         trial=0,
         choice=f"draw {draw}",
         draw=draw,
@@ -97,7 +95,7 @@ def test_rules_equal_the_slow_ones(selection, size):
             assert (chosen.validation, chosen.run.draw, chosen.step) == (value, draw, -step)
             assert chosen.accuracy == test
             assert set(chosen.run.targets) == set(targets)
-            assert (chosen.choice, chosen.hparams) == (f"draw {draw}", {"lr": draw})
+            assert (chosen.run.choice, chosen.run.hparams) == (f"draw {draw}", {"lr": draw})
 
 
 @pytest.mark.parametrize("selection", ["train-val", "leave-one-out"])
@@ -130,7 +128,7 @@ def test_nothing_of_the_targets_is_looked_at(selection, size):
 
             before = SELECTIONS[selection](runs, targets)
             after = SELECTIONS[selection]([hidden(run) for run in runs], targets)
-            assert (before.choice, before.step) == (after.choice, after.step)
+            assert (before.run.choice, before.step) == (after.run.choice, after.step)
             assert before.validation == after.validation
             assert before.accuracy != after.accuracy
 
@@ -168,7 +166,7 @@ def test_only_averaged_records_are_candidates():
     assert train_validation([averaged], targets).step == 1
     assert oracle([plain], targets).step == 2
     assert oracle([averaged], targets).step == 1
-    raw = dataclasses.replace(make_run(targets, 0, best_at(0)), averaging="swad")
+    raw = dataclasses.replace(make_run(targets, 0, best_at(0)), row=Row("ERM", "adam", "swad"))
     assert [rule([raw], targets) for rule in SELECTIONS.values()] == [None] * 3
 
 
@@ -190,4 +188,6 @@ def test_without_validation_a_single_run_gives_its_last_step():
     assert (chosen.step, chosen.validation, chosen.accuracy) == (2, None, 0.2)
     assert train_validation(runs, targets) is None
     assert oracle(runs, targets) is None
-    assert train_validation([*runs, make_run(targets, 2, best_at(1))], targets).choice == "draw 2"
+    assert (
+        train_validation([*runs, make_run(targets, 2, best_at(1))], targets).run.choice == "draw 2"
+    )

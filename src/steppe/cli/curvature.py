@@ -141,6 +141,7 @@ def curvature_compare(
     """Draw the spectra of measured runs by method, their largest eigenvalues and traces."""
     from steppe.console import printed
     from steppe.reports import curvature, load_runs, spectra
+    from steppe.reports.render import to_terminal
 
     spectra.check_format(out)
     loaded = load_runs(paths)
@@ -150,7 +151,7 @@ def curvature_compare(
     if as_json:
         print(json.dumps(compared.to_json(), indent=2))
     else:
-        print(printed([curvature.comparison_table(compared)]), end="")
+        print(printed([to_terminal(curvature.comparison_text(compared))]), end="")
     for note in compared.notes:
         print(printable(f"note: {note}"), file=sys.stderr)
     for problem in loaded.problems:

@@ -43,7 +43,7 @@ def report(
     """Make tables of many runs: the mean over trials of what the selection chooses."""
     from steppe import reports
     from steppe.domains import import_plugins
-    from steppe.reports.best import best_json
+    from steppe.reports.values import dumps
 
     import_plugins(plugin or ())
     title = printable(", ".join(str(path) for path in paths))
@@ -57,7 +57,7 @@ def report(
         shown = printable(text) if form == "csv" else text  # the others escape names themselves
         print(shown, end="" if text.endswith("\n") else "\n")
     if best is not None:
-        replace(best, best_json(made.best).encode())
+        replace(best, dumps(made.best).encode())
     for problem in made.problems:
         print(printable(f"steppe: {problem}"), file=sys.stderr)
 

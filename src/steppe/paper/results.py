@@ -113,7 +113,10 @@ def gather(order: Order, sweep: Sweep, rates: Mapping[Case, Rate]) -> Results:
     """Reads what the runs of an experiment gave."""
     found: list[Variant] = []
     problems: list[str] = []
-    columns = {name: tuple(order.held_out(name)) for name in order.datasets}
+    columns = {
+        name: {targets: frozenset(targets.split("+")) for targets in order.held_out(name)}
+        for name in order.datasets
+    }
     done = finished(sweep, planned_grids(order, rates))
     for tag, folders in done.by_tag.items():
         if not folders:
@@ -123,7 +126,9 @@ def gather(order: Order, sweep: Sweep, rates: Mapping[Case, Rate]) -> Results:
         for arm in order.arms:
             own = [run for run in loaded.runs if arm.tag == tag and _of(arm, run.row)]
             if own:
-                found.append(Variant(arm, replace(select_runs(own, "train-val"), columns=columns)))
+                selected = select_runs(own, "train-val")
+                shown = {name: columns[name] for name in selected.datasets}
+                found.append(Variant(arm, replace(selected, columns=shown)))
     if missing := done.total - len(done.paths):
         problems.append(f"{missing:,} of {done.total:,} runs have no result: {look_at(sweep)}")
     tuned = {} if order.scale.draws else dict(rates)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from steppe.errors import UserError, unknown
 from steppe.reports import Column, Row
 from steppe.reports.cells import Cell
-from steppe.reports.columns import COSTS, named
+from steppe.reports.columns import COSTS
 from steppe.reports.curvature import comparison_text
 from steppe.reports.render import TextTable, paired_text, text_table
 from steppe.reports.tables import ALL
@@ -50,13 +51,16 @@ TIMES: list[Column[ResultRow]] = [
 
 
 def _column(key: str) -> Column[ResultRow]:
-    for own in TIMES:
-        if own.key == key:
-            return own
-    cost = named(COSTS, key)
+    times = {column.key: column for column in TIMES}
+    known = {column.key: column for column in COSTS if column.key}
+    if key in times:
+        return times[key]
+    if key not in known:
+        raise UserError(unknown("column", key, [*times, *known]))
+    cost = known[key]
 
     def value(row: ResultRow) -> Any:
-        return None if row.spent is None else cost.value(row.spent.step)
+        return None if row.spent is None else cost.of(row.spent.step)
 
     return Column(key, cost.heading, value, digits=cost.digits, scale=cost.scale, show=cost.show)
 

@@ -3,12 +3,11 @@
 The names below are the public ones; the modules beside this file hold one idea each.
 """
 
-from .best import best_configs
 from .columns import Column, register_column
 from .curvature import compare
 from .differences import paired
 from .domainbed import import_domainbed
-from .report import Report, build_report
+from .report import Report, best_configs, build_report, write
 from .runs import Row, Run, load_runs
 from .selection import SELECTIONS
 from .spectra import draw
@@ -19,7 +18,6 @@ from .tables import (
     optimizer_by_algorithm,
     select_runs,
 )
-from .write import write
 
 __all__ = [
     "SELECTIONS",

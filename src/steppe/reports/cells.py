@@ -49,5 +49,5 @@ def cell_text(cell: Cell | None) -> str:
     """
     if cell is None:
         return MISSING
-    text = f"{cell.mean:.1f}" if cell.n == 1 else f"{cell.mean:.1f} ± {cell.err:.1f}"
-    return text + "*" * cell.partial
+    error = "" if cell.n == 1 else f" ± {cell.err:.1f}"
+    return f"{cell.mean:.1f}{error}{'*' * cell.partial}"

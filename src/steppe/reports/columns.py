@@ -1,16 +1,18 @@
 """Columns, each declared once: every format and the page take them from here.
 
 `METHODS` stand beside the accuracies of a method, `COSTS` in the table of costs, `PAIRED` in that
-of differences. `register_column` adds one to the first two, from anywhere.
+of differences, `measured.CURVATURE` in those of flatness. `register_column` adds one to the first
+two, from anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Generic, Literal, TypeVar
 
-from steppe.errors import UserError, unknown
+from steppe.errors import UserError
 
 from .cells import MISSING, Cell, cell_text
 from .differences import Paired
@@ -28,13 +30,13 @@ class Column(Generic[T]):
         key: its name in JSON, CSV and the page; empty: it is only shown.
         heading: what people read above it; empty: it is only data.
         value: of a row: a number, a text, a list of these, or None where it is missing; in a
-            column that is only shown, a `Cell` too.
+            column that is only shown, a `Cell` too. Default: the attribute that the key names.
         digits: decimals of a number.
         scale: what people see is so many times the value: 1000, where seconds are shown as ms.
         show: the text of a value, where `digits` do not say it.
         meaning: the heading in words, with the unit.
         better: whether the highest or the lowest is the best, and marked.
-        marked: of a row: whether it is marked, where that is no contest.
+        marked: of a row: whether it is marked, where that is not a contest.
         word: whether it holds words. Those that come first name the row.
 
     Examples:
@@ -44,8 +46,8 @@ class Column(Generic[T]):
     """
 
     key: str
-    heading: str
-    value: Callable[[T], Any]
+    heading: str = ""
+    value: Callable[[T], Any] | None = None
     digits: int | None = None
     scale: float = 1.0
     show: Callable[[Any], str] | None = None
@@ -54,8 +56,12 @@ class Column(Generic[T]):
     marked: Callable[[T], bool] | None = None
     word: bool = False
 
+    def of(self, row: T) -> Any:
+        """The value of a row."""
+        return getattr(row, self.key) if self.value is None else self.value(row)
+
     def text(self, row: T) -> str:
-        value = self.value(row)
+        value = self.of(row)
         if value is None:
             return MISSING
         if self.show is not None:
@@ -71,32 +77,24 @@ class Column(Generic[T]):
 
         None takes no part: a mean that lacks some targets is of other things.
         """
-        value = self.value(row)
-        if value is None or not self.better:
+        value = self.of(row)
+        if value is None or not self.better or (isinstance(value, Cell) and value.partial):
             return None
         if isinstance(value, Cell):
-            number = None if value.partial else float(f"{value.mean:.1f}")
+            shown = f"{value.mean:.1f}"
         else:
-            digits = "g" if self.digits is None else f".{self.digits}f"
-            number = float(format(self.scale * value, digits))
-        return None if number is None else number if self.better == "high" else -number
+            shown = format(self.scale * value, "g" if self.digits is None else f".{self.digits}f")
+        return float(shown) if self.better == "high" else -float(shown)
 
     def about(self) -> dict[str, Any]:
         """What the page needs to know to show it."""
-        return {
-            "key": self.key,
-            "title": self.heading,
-            "label": self.meaning or self.heading,
-            "digits": self.digits,
-            "scale": self.scale,
-            "better": self.better,
-            "word": self.word,
-        }
+        told = ("key", "heading", "meaning", "digits", "scale", "better", "word")
+        return {name: getattr(self, name) for name in told}
 
 
 def values(columns: Iterable[Column[T]], row: T) -> dict[str, Any]:
     """A row as plain values by key."""
-    return {column.key: column.value(row) for column in columns if column.key}
+    return {column.key: column.of(row) for column in columns if column.key}
 
 
 METHODS: list[Column[TableRow]] = [
@@ -112,36 +110,15 @@ METHODS: list[Column[TableRow]] = [
 ]
 """Of a method in a table of accuracies, after its average: what the numbers come from."""
 
+_MS = "milliseconds per step"
 COSTS: list[Column[StepCost]] = [
-    Column("dataset", "dataset", lambda cost: cost.dataset, word=True),
-    Column("name", "method", lambda cost: cost.row.name, word=True),
-    Column(
-        "seconds_per_step",
-        "ms/step",
-        lambda cost: cost.seconds_per_step,
-        digits=1,
-        scale=1e3,
-        meaning="milliseconds per step",
-        better="low",
-    ),
-    Column(
-        "relative",
-        "relative",
-        lambda cost: cost.relative,
-        digits=2,
-        meaning="relative time of a step",
-        better="low",
-    ),
-    Column("passes", "passes", lambda cost: cost.passes, digits=0, meaning="passes per step"),
-    Column(
-        "memory_gb",
-        "GiB",
-        lambda cost: cost.memory_gb,
-        digits=2,
-        meaning="memory, GiB",
-        better="low",
-    ),
-    Column("", "accuracy", lambda cost: cost.accuracy),
+    Column("dataset", "dataset", word=True),
+    Column("name", "method", attrgetter("row.name"), word=True),
+    Column("seconds_per_step", "ms/step", digits=1, scale=1e3, meaning=_MS, better="low"),
+    Column("relative", "relative", digits=2, meaning="relative time of a step", better="low"),
+    Column("passes", "passes", digits=0, meaning="passes per step"),
+    Column("memory_gb", "GiB", digits=2, meaning="memory, GiB", better="low"),
+    Column("", "accuracy", attrgetter("accuracy")),
     Column("accuracy", "", lambda cost: cost.accuracy and cost.accuracy.mean),
     Column("err", "", lambda cost: cost.accuracy and cost.accuracy.err),
     Column("partial", "", lambda cost: cost.accuracy is not None and cost.accuracy.partial),
@@ -150,50 +127,35 @@ COSTS: list[Column[StepCost]] = [
 
 PAIRED: list[Column[Paired]] = [
     Column("", "methods", lambda pair: f"{pair.a} - {pair.b}", word=True),
-    Column("a", "", lambda pair: pair.a),
-    Column("b", "", lambda pair: pair.b),
-    Column(
-        "difference",
-        "points",
-        lambda pair: pair.difference,
-        show=lambda value: f"{value:+.1f}",
-        marked=lambda pair: pair.clear,
-    ),
+    Column("a"),
+    Column("b"),
+    Column("difference", "points", show=lambda value: f"{value:+.1f}", marked=attrgetter("clear")),
     Column("", "interval", lambda pair: f"{pair.low:+.1f} to {pair.high:+.1f}"),
-    Column("low", "", lambda pair: pair.low),
-    Column("high", "", lambda pair: pair.high),
-    Column("level", "", lambda pair: pair.level),
-    Column("n", "", lambda pair: pair.pairs),
-    Column("what", "over", lambda pair: pair.what),
+    Column("low"),
+    Column("high"),
+    Column("level"),
+    Column("n", "", attrgetter("pairs")),
+    Column("what", "over"),
 ]
 """Of two methods: the mean difference in points, with its interval."""
 
 _OPEN: dict[str, list[Column[Any]]] = {"methods": METHODS, "costs": COSTS}
+_RESERVED = {*Row._fields, "dataset", "selection", "target", "cells", "mean", "err", "n", "avg"}
+"""What else the rows of a table have in JSON, CSV or the page."""
 
 
 def register_column(table: Literal["methods", "costs"], column: Column[Any]) -> None:
-    """Add a column to a table, in every format and on the page.
+    """Add a column to a table, as the last, in every format and on the page.
 
-    Args:
-        table: `methods`, whose values are of a `TableRow`, or `costs`, of a `StepCost`; both have
-            the runs.
-        column: comes last.
+    Its values are of a `TableRow` in `methods`, of a `StepCost` in `costs`; both have the runs.
     """
-    known = {own.key for own in _OPEN[table]}
-    if not column.key or column.key in known:
+    taken = _RESERVED | {own.key for own in _OPEN[table]}
+    if not column.key or column.key in taken:
         raise UserError(
             f"the table {table} cannot take a column with the key {column.key!r}: give it one of "
-            f"its own, not {', '.join(sorted(known - {''}))}"
+            f"its own, not {', '.join(sorted(taken - {''}))}"
         )
     _OPEN[table].append(column)
-
-
-def page_columns() -> dict[str, list[dict[str, Any]]]:
-    """What the page is told of them."""
-    return {
-        name: [column.about() for column in columns if column.key and column.heading]
-        for name, columns in _OPEN.items()
-    }
 
 
 def in_files() -> list[Column[TableRow]]:
@@ -203,34 +165,16 @@ def in_files() -> list[Column[TableRow]]:
 
 def table_columns(table: Table) -> list[Column[TableRow]]:
     """The columns of a table of accuracies: names, targets, the average, and `METHODS`."""
-    axes = [axis for axis in Row._fields if _varies(table, axis)] or ["optimizer"]
+    usual = {"algorithm": {"ERM"}, "averaging": {"none"}}
+    seen = {axis: {getattr(row.row, axis) for row in table.rows} for axis in Row._fields}
+    axes = [axis for axis in seen if seen[axis] - usual.get(axis, set())] or ["optimizer"]
+
+    def cell(name: str, label: str) -> Column[TableRow]:
+        return Column("", label, lambda row: row.cells[name], better="high")
+
     return [
-        *(Column(axis, axis, _axis(axis), word=True) for axis in axes),
-        *(
-            Column("", label, _cell(name), better="high")
-            for name, label in zip(table.columns, table.labels, strict=True)
-        ),
-        Column("", "Avg.", lambda row: row.average, better="high"),
+        *(Column(axis, axis, attrgetter(f"row.{axis}"), word=True) for axis in axes),
+        *map(cell, table.columns, table.labels),
+        Column("", "Avg.", attrgetter("average"), better="high"),
         *METHODS,
     ]
-
-
-def _varies(table: Table, axis: str) -> bool:
-    usual = {"algorithm": "ERM", "averaging": "none"}
-    return any(getattr(row.row, axis) != usual.get(axis) for row in table.rows)
-
-
-def _axis(axis: str) -> Callable[[TableRow], Any]:
-    return lambda row: getattr(row.row, axis)
-
-
-def _cell(column: str) -> Callable[[TableRow], Any]:
-    return lambda row: row.cells[column]
-
-
-def named(columns: Sequence[Column[T]], key: str) -> Column[T]:
-    """The column that has a key."""
-    for column in columns:
-        if column.key == key:
-            return column
-    raise UserError(unknown("column", key, [column.key for column in columns if column.key]))

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from steppe import console
 from steppe.errors import UserError
 from steppe.strangers import command
 
 from .cells import MISSING, standard_error
-from .columns import Column, named, values
+from .columns import Column, values
 from .measured import CURVATURE, SHOWN, MeasuredRun, conditions, described
-from .render import TextTable, text_table, to_terminal
+from .render import TextTable, text_table
 from .runs import Row, Run
 
 if TYPE_CHECKING:  # slow to import, and most reports have no measurements
@@ -30,8 +29,7 @@ ROUNDING = 1e-9
 """An error below this share of its mean is none."""
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """A mean over runs and how sure it is.
 
     Of a single run, the error is that of its estimate, or None where it has none.
@@ -39,6 +37,15 @@ class Spread:
 
     mean: float
     err: float | None
+
+    def __str__(self) -> str:
+        """With two digits of the error at least, and as many of the mean."""
+        if self.err is None:
+            return f"{self.mean:.4g}"
+        if not ROUNDING * abs(self.mean) < self.err < math.inf:
+            return f"{self.mean:.4g} ± {self.err:.2g}"
+        digits = max(0, 1 - math.floor(math.log10(self.err)))
+        return f"{self.mean:.{digits}f} ± {self.err:.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class MethodCurvature:
 
     def spread(self, key: str) -> Spread:
         """Of a column of `CURVATURE`, over the runs."""
-        found = [named(CURVATURE, key).value(run.measured) for run in self.runs]
+        found = [values(CURVATURE, run)[key] for run in self.runs]
         if len(found) == 1:
             return Spread(found[0], self.runs[0].measured.trace.stderr if key == "trace" else None)
         return Spread(float(np.mean(found)), standard_error(found))
@@ -75,9 +82,13 @@ class Comparison:
     """What a reader should know and the numbers do not say."""
 
     @property
+    def _measured(self) -> list[Measured]:
+        return [one.measured for method in self.methods for one in method.runs]
+
+    @property
     def about(self) -> str:
         """What was measured, in words."""
-        found = [one.measured for method in self.methods for one in method.runs]
+        found = self._measured
         averaged = all(measured.weights.averaged for measured in found)
         weights = replace(found[0].weights, averaged=averaged)
         return described(replace(found[0], weights=weights), {one.weights.step for one in found})
@@ -85,8 +96,8 @@ class Comparison:
     @property
     def rho(self) -> float | None:
         """The radius of the flatness, where all measurements have the same."""
-        found = {one.measured.flatness.rho for method in self.methods for one in method.runs}
-        return found.pop() if len(found) == 1 else None
+        radii = {measured.flatness.rho for measured in self._measured}
+        return radii.pop() if len(radii) == 1 else None
 
     @property
     def errors(self) -> str:
@@ -94,18 +105,11 @@ class Comparison:
         counts = [len(method.runs) for method in self.methods]
         if max(counts) == 1:
             return "of the trace's estimate (standard error)"
-        if min(counts) > 1:
-            return "over runs (standard error)"
-        return "over runs (standard error); for a single run, that of its trace's estimate"
+        single = "; for a single run, that of its trace's estimate" if min(counts) == 1 else ""
+        return f"over runs (standard error){single}"
 
     @property
-    def legend(self) -> str:
-        """What stands below a table."""
-        radius = "" if self.rho is None else f"; R0 and R1 within ρ = {self.rho:g}"
-        return f"± {self.errors}{radius}"
-
-    @property
-    def shown(self) -> list[Column[Measured]]:
+    def shown(self) -> list[Column[MeasuredRun]]:
         """What methods are compared by; flatness only where the radius is the same."""
         left_out = ("zeroth", "first") if self.rho is None else ()
         return [c for c in CURVATURE if c.heading and c.key not in left_out]
@@ -121,13 +125,13 @@ class Comparison:
                 {
                     **method.row._asdict(),
                     "name": method.row.name,
-                    **{c.key: asdict(method.spread(c.key)) for c in self.shown},
+                    **{c.key: method.spread(c.key)._asdict() for c in self.shown},
                     "spectrum": method.spectrum,
                     "runs": [
                         {
                             "run": str(one.run.path),
                             "step": one.measured.weights.step,
-                            **values(CURVATURE, one.measured),
+                            **values(CURVATURE, one),
                             "spectrum": list(one.measured.eigenvalues.values),
                         }
                         for one in method.runs
@@ -148,36 +152,32 @@ def compare(
 
     Args:
         runs: from `load_runs`; every one that is compared must have been measured.
-        domains: the domains of the measurements; those that each run was trained on unless given.
+        domains: the domains of the measurements (default: those that each run was trained on).
         which: the weights that were measured, ``last``, ``best`` or ``step:N``.
-        targets: only runs that hold out exactly these; all unless given.
+        targets: only runs that hold out exactly these (default: all).
     """
     from steppe.measure import load_measurements
     from steppe.training.which import chosen_step
 
     chosen_step(which)  # refuses what is no choice
-    if targets:
-        runs = _holding_out(runs, targets)
     found, missing = [], []
-    for run in runs:
-        known = load_measurements(run.path)
-        name = _name(known, domains, which)
-        if name in known:
-            found.append(MeasuredRun(run, known[name]))
-        else:
+    for run in _holding_out(runs, targets) if targets else runs:
+        measured = _chosen(load_measurements(run.path), domains, which)
+        if measured is None:
             missing.append(run.path)
+        else:
+            found.append(MeasuredRun(run, measured))
     if missing:
         raise UserError(_not_measured(missing, domains, which))
     if len(found) < 2:
         raise UserError(f"{len(found)} run was found: a comparison needs at least two")
     _check_alike(found)
-    by_row: dict[Row, list[MeasuredRun]] = {}
+    by_row: dict[Row, list[MeasuredRun]] = defaultdict(list)
     for one in found:
-        by_row.setdefault(one.run.row, []).append(one)
+        by_row[one.run.row].append(one)
     ordered = sorted(by_row, key=lambda row: row.order)
     methods = tuple(MethodCurvature(row, tuple(by_row[row])) for row in ordered)
-    notes = (*_differences(methods), *_unconverged(found), *_radii(found))
-    return Comparison(methods, notes)
+    return Comparison(methods, (*_differences(methods), *_cautions(found)))
 
 
 def _holding_out(runs: Sequence[Run], targets: Sequence[str]) -> list[Run]:
@@ -191,67 +191,19 @@ def _holding_out(runs: Sequence[Run], targets: Sequence[str]) -> list[Run]:
     return chosen
 
 
-def _settings(run: Run) -> dict[str, object]:
-    """What may make two runs of one method different, besides chance."""
-    own = {key: value for key, value in run.hparams.items() if not key.endswith("seed")}
-    backbone = run.config.get("backbone")
-    return {"targets": sorted(run.targets), "backbone": backbone, "steps": run.steps, **own}
-
-
-def _differences(methods: Sequence[MethodCurvature]) -> list[str]:
-    notes = []
-    for method in methods:
-        settings = [_settings(one.run) for one in method.runs]
-        names = dict.fromkeys(name for one in settings for name in one)
-        differ = [
-            name for name in names if any(s.get(name) != settings[0].get(name) for s in settings)
-        ]
-        if differ:
-            listed = ", ".join(differ)
-            notes.append(
-                f"{method.row.name}: its runs differ in {listed}; the mean is over all of them"
-            )
-    return notes
-
-
-def _unconverged(found: Sequence[MeasuredRun]) -> list[str]:
-    notes = []
-    for what, runs in (
-        ("eigenvalues", [one for one in found if not one.measured.eigenvalues.converged]),
-        ("the trace", [one for one in found if not one.measured.trace.converged]),
-        ("flatness", [one for one in found if not one.measured.flatness.converged]),
-    ):
-        if runs:
-            more = f" and {len(runs) - NAMED:,} more" if len(runs) > NAMED else ""
-            listed = ", ".join(str(one.run.path) for one in runs[:NAMED])
-            notes.append(
-                f"{what} had not converged in {len(runs):,} of {len(found):,} measurements: "
-                f"{listed}{more}"
-            )
-    return notes
-
-
-def _radii(found: Sequence[MeasuredRun]) -> list[str]:
-    radii = sorted({one.measured.flatness.rho for one in found})
-    if len(radii) == 1:
-        return []
-    listed = ", ".join(f"{rho:g}" for rho in radii)
-    return [
-        f"R0 and R1 are not compared: they were measured at ρ = {listed}. Measure with --rho "
-        f"{radii[0]:g} everywhere"
-    ]
-
-
-def _name(known: Mapping[str, Measured], domains: Sequence[str] | None, which: str) -> str:
+def _chosen(
+    known: Mapping[str, Measured], domains: Sequence[str] | None, which: str
+) -> Measured | None:
     """The measurement of these domains, in whatever order they are named."""
-    if domains is not None:
-        for name, measured in known.items():
-            same = {sample.domain for sample in measured.domains} == set(domains)
-            if same and measured.weights.which == which:
-                return name
     from steppe.measure.stored import measurement_name
 
-    return measurement_name(domains, which)
+    if domains is None:
+        return known.get(measurement_name(None, which))
+    for measured in known.values():
+        same = {sample.domain for sample in measured.domains} == set(domains)
+        if same and measured.weights.which == which:
+            return measured
+    return None
 
 
 def _not_measured(missing: Sequence[Path], domains: Sequence[str] | None, which: str) -> str:
@@ -289,11 +241,56 @@ def _choose_targets(found: Sequence[MeasuredRun]) -> str:
     return f"choose runs with {which}: {options}"
 
 
+def _differences(methods: Sequence[MethodCurvature]) -> list[str]:
+    """What may make the runs of one method different, besides chance."""
+    notes = []
+    for method in methods:
+        settings = [
+            {
+                "targets": sorted(run.targets),
+                "backbone": run.config.get("backbone"),
+                "steps": run.steps,
+                **{key: value for key, value in run.hparams.items() if not key.endswith("seed")},
+            }
+            for run in (one.run for one in method.runs)
+        ]
+        names = dict.fromkeys(name for one in settings for name in one)
+        differ = [n for n in names if any(s.get(n) != settings[0].get(n) for s in settings)]
+        if differ:
+            listed = ", ".join(differ)
+            notes.append(
+                f"{method.row.name}: its runs differ in {listed}; the mean is over all of them"
+            )
+    return notes
+
+
+def _cautions(found: Sequence[MeasuredRun]) -> list[str]:
+    """What had not converged, and what was measured within different radii."""
+    notes = []
+    parts = {"eigenvalues": "eigenvalues", "trace": "the trace", "flatness": "flatness"}
+    for part, what in parts.items():
+        runs = [one.run.path for one in found if not getattr(one.measured, part).converged]
+        if runs:
+            more = f" and {len(runs) - NAMED:,} more" if len(runs) > NAMED else ""
+            notes.append(
+                f"{what} had not converged in {len(runs):,} of {len(found):,} measurements: "
+                f"{', '.join(map(str, runs[:NAMED]))}{more}"
+            )
+    radii = sorted({one.measured.flatness.rho for one in found})
+    if len(radii) > 1:
+        listed = ", ".join(f"{rho:g}" for rho in radii)
+        notes.append(
+            f"R0 and R1 are not compared: they were measured at ρ = {listed}. Measure with --rho "
+            f"{radii[0]:g} everywhere"
+        )
+    return notes
+
+
 def comparison_text(comparison: Comparison) -> TextTable:
     """The largest eigenvalues and traces of the methods' Hessians."""
 
-    def spread(column: Column[Measured]) -> Column[MethodCurvature]:
-        return Column("", column.heading, lambda m: m.spread(column.key), show=_plus_minus)
+    def spread(column: Column[MeasuredRun]) -> Column[MethodCurvature]:
+        return Column("", column.heading, lambda method: str(method.spread(column.key)))
 
     def others(method: MethodCurvature) -> str:
         return "  ".join(f"{value:.3g}" for value in method.spectrum[1:SHOWN]) or MISSING
@@ -306,20 +303,6 @@ def comparison_text(comparison: Comparison) -> TextTable:
         Column("", f"λ_2 ... λ_{SHOWN}", others),
         *rest,
     ]
-    title = f"Hessian of the {comparison.about}"
-    return text_table(title, columns, comparison.methods, note=comparison.legend)
-
-
-def comparison_table(comparison: Comparison) -> console.Table:
-    """A comparison for the terminal."""
-    return to_terminal(comparison_text(comparison))
-
-
-def _plus_minus(spread: Spread) -> str:
-    """With two digits of the error at least, and as many of the mean."""
-    if spread.err is None:
-        return f"{spread.mean:.4g}"
-    if not ROUNDING * abs(spread.mean) < spread.err < math.inf:
-        return f"{spread.mean:.4g} ± {spread.err:.2g}"
-    digits = max(0, 1 - math.floor(math.log10(spread.err)))
-    return f"{spread.mean:.{digits}f} ± {spread.err:.{digits}f}"
+    radius = "" if comparison.rho is None else f"; R0 and R1 within ρ = {comparison.rho:g}"
+    note = f"± {comparison.errors}{radius}"
+    return text_table(f"Hessian of the {comparison.about}", columns, comparison.methods, note=note)

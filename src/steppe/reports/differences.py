@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -66,11 +65,11 @@ def paired(
     interval speaks of other seeds on the same targets only.
 
     Args:
-        runs: the runs, in any order.
+        runs: in any order.
         a: an optimizer, compared under every algorithm and averaging that both have; or a method,
             as a `Row` or by its name.
         b: the other.
-        selection: `train-val`, `leave-one-out` or `oracle`.
+        selection: one of `SELECTIONS`.
         level: of the confidence interval.
         over: what is taken to be independent.
     """
@@ -81,72 +80,65 @@ def paired(
     selected = select_runs(runs, selection)
     optimizers = {row.optimizer for row in selected.rows()}
     whole = not {a, b} <= optimizers  # methods, not an optimizer under whatever algorithm
-    of_a, of_b = (_matcher(selected, given, whole) for given in (a, b))
+    ours, theirs = (_accuracies(selected, given, whole) for given in (a, b))
     name_a, name_b = (given.name if isinstance(given, Row) else given for given in (a, b))
-    values: dict[bool, dict[tuple[object, ...], float]] = {True: {}, False: {}}
-    for place, chosen in selected.chosen.items():
-        rest = () if whole else (place.row.algorithm, place.row.averaging)
-        key = (place.dataset, place.column, place.trial, *rest)
-        for mine, side in ((of_a, True), (of_b, False)):
-            if mine(place.row):
-                values[side][key] = 100 * chosen.accuracy
-    shared = sorted(set(values[True]) & set(values[False]), key=repr)
+    names = f"{name_a} and {name_b}"
+    shared = sorted(ours.keys() & theirs.keys(), key=repr)
     if len(shared) < 2:
         raise UserError(
-            f"{name_a} and {name_b} have {len(shared)} targets and trials in common: a comparison "
-            "needs at least 2. Run both on the same targets with the same trial seeds"
+            f"{names} have {len(shared)} targets and trials in common: a comparison needs at "
+            "least 2. Run both on the same targets with the same trial seeds"
         )
-    targets = {key[:2] for key in shared}
+    targets = {(dataset, target) for dataset, target, *_ in shared}
     unit: Unit = over if len(targets) > 1 else "trials"
     by_unit: dict[object, list[float]] = defaultdict(list)
+    seen: dict[object, set[object]] = defaultdict(set)
     for key in shared:
-        by_unit[key[:2] if unit == "targets" else key[2]].append(
-            values[True][key] - values[False][key]
-        )
+        dataset, target, trial, *rest = key
+        of = (dataset, target) if unit == "targets" else trial
+        by_unit[of].append(100 * ours[key] - 100 * theirs[key])
+        seen[trial].add((dataset, target, *rest))
     if len(by_unit) < 2:  # of one target perhaps, under several algorithms
         raise UserError(
-            f"{name_a} and {name_b} have one trial in common: a comparison over trials needs at "
-            "least 2. Run both on more targets, or with more trial seeds"
+            f"{names} have one trial in common: a comparison over trials needs at least 2. Run "
+            "both on more targets, or with more trial seeds"
         )
-    if unit == "trials" and len(targets) > 1 and _uneven(shared):
+    uneven = any(places != seen[shared[0][2]] for places in seen.values())
+    if unit == "trials" and len(targets) > 1 and uneven:
         raise UserError(
-            f"{name_a} and {name_b} do not have the same targets in every trial: a comparison over "
-            "trials would mix the two up. Finish the runs, or compare over targets"
+            f"{names} do not have the same targets in every trial: a comparison over trials would "
+            "mix the two up. Finish the runs, or compare over targets"
         )
     means = np.array([np.mean(differences) for differences in by_unit.values()])
     difference = float(np.mean(means))
     err = float(np.std(means, ddof=1) / np.sqrt(len(means)))
     reach = float(stdtrit(len(means) - 1, (1 + level) / 2)) * err
     return Paired(
-        name_a,
-        name_b,
-        difference,
-        err,
-        difference - reach,
-        difference + reach,
-        level,
-        len(shared),
-        len(means),
-        unit,
-        len(targets),
+        a=name_a,
+        b=name_b,
+        difference=difference,
+        err=err,
+        low=difference - reach,
+        high=difference + reach,
+        level=level,
+        pairs=len(shared),
+        units=len(means),
+        unit=unit,
+        targets=len(targets),
     )
 
 
-def _uneven(keys: Iterable[tuple[object, ...]]) -> bool:
-    """Whether trials, third in the keys, do not come with the same targets and methods."""
-    by_trial: dict[object, set[tuple[object, ...]]] = defaultdict(set)
-    for key in keys:
-        by_trial[key[2]].add(key[:2] + key[3:])
-    first, *others = by_trial.values()
-    return any(other != first for other in others)
-
-
-def _matcher(selected: Selected, given: str | Row, whole: bool) -> Callable[[Row], bool]:
-    if not whole:
-        return lambda row: row.optimizer == given
+def _accuracies(
+    selected: Selected, given: str | Row, whole: bool
+) -> dict[tuple[object, ...], float]:
+    """By dataset, target and trial; of an optimizer, by algorithm and averaging too."""
     rows = {row.name: row for row in selected.rows()}
     name = given.name if isinstance(given, Row) else given
-    if name not in rows:
+    if whole and name not in rows:
         known = dict.fromkeys([*(row.optimizer for row in rows.values()), *rows])
         raise UserError(unknown("optimizer or method", name, known))
-    return lambda row: row == rows[name]
+    return {
+        (dataset, column, trial, *(() if whole else (row.algorithm, row.averaging))): one.accuracy
+        for (dataset, row, column, trial), one in selected.chosen.items()
+        if (row == rows[name] if whole else row.optimizer == name)
+    }

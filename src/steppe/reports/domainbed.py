@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,14 @@ from steppe.durable import replace
 from steppe.errors import UserError, reason
 from steppe.strangers import read
 
-from .runs import unreadable_lines
-from .values import finite_or_none, parse, plain
+from .runs import read_lines, share, step_of
+from .values import dumps, finite_or_none, parse
 
 _STEPS = 5001
-"""Of every dataset in DomainBed, unless a run says otherwise."""
-_OF_A_DOMAIN = re.compile(r"env\d+_")
-_NOT_LOSSES = frozenset({"step", "epoch", "step_time", "mem_gb", "hparams", "args"})
+"""Of every dataset in DomainBed, where a run does not say."""
+_NOT_LOSSES = re.compile(r"env\d+_.*|step|epoch|step_time|mem_gb|hparams|args")
 _IDENTITY = ("dataset", "algorithm", "test_envs", "trial_seed", "hparams_seed")
+_FOREIGN = "is there and was not imported from DomainBed: left alone"
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,6 @@ class Imported:
     """Runs that the destination has from the source now."""
     problems: tuple[str, ...]
     """What could not be read, and what was replaced or left alone."""
-    unreadable_lines: int = 0
-    unchanged: int = 0
-    """Runs that were there before, the same."""
 
 
 def import_domainbed(src: Path | str, dst: Path | str) -> Imported:
@@ -58,98 +54,62 @@ def import_domainbed(src: Path | str, dst: Path | str) -> Imported:
         raise UserError(
             f"{src} is not a folder: expected DomainBed's output, RUN/results.jsonl below"
         )
-    n, unchanged, unreadable = 0, 0, 0
-    problems: list[str] = []
-    folders = list(_results(src))
+    folders = sorted(file.parent for file in src.rglob("results.jsonl"))
     if not folders:
         raise UserError(f"{src} has no results.jsonl below it: is it DomainBed's output folder?")
+    n = 0
+    problems: list[str] = []
     for folder in folders:
-        converted = _convert(folder)
-        problems += converted.problems
-        unreadable += converted.unreadable
-        if not converted.files:
-            continue
-        told = _write(dst / _name(folder, src), converted.files)
-        n += told != _FOREIGN
-        unchanged += told is None
-        if told:
-            problems.append(f"{dst / _name(folder, src)}: {told}")
-    return Imported(n, tuple(problems), unreadable, unchanged)
-
-
-def _results(src: Path) -> Iterator[Path]:
-    for folder, names, files in os.walk(src):
-        names.sort()
-        if "results.jsonl" in files:
-            yield Path(folder)
+        if files := _convert(folder, problems):
+            run = dst / _name(folder, src)
+            told = _write(run, files)
+            n += told != _FOREIGN
+            problems += [f"{run}: {told}"] if told else []
+    return Imported(n, tuple(problems))
 
 
 def _name(folder: Path, src: Path) -> Path:
     parts = folder.relative_to(src).parts or (folder.resolve().name,)
     # Reports do not look into folders with these names.
-    hidden = [part == "checkpoint" or part.startswith("attempt-") for part in parts]
-    return Path(*(f"_{part}" if hide else part for part, hide in zip(parts, hidden, strict=True)))
+    return Path(*(re.sub(r"^(?=checkpoint$|attempt-)", "_", part) for part in parts))
 
 
-@dataclass(frozen=True)
-class _Converted:
-    files: Mapping[str, bytes]
-    problems: tuple[str, ...] = ()
-    unreadable: int = 0
-
-
-def _convert(folder: Path) -> _Converted:
-    """The files of a run, empty where DomainBed's cannot be made sense of."""
+def _convert(folder: Path, problems: list[str]) -> dict[str, bytes]:
+    """The files of a run, none where DomainBed's cannot be made sense of."""
     file = folder / "results.jsonl"
     try:
-        lines = read(file).split(b"\n")
+        data = read(file)
     except OSError as error:
-        return _Converted({}, (f"{file}: {reason(error)}",))
-    problems: list[str] = []
-    wrong: list[int] = []
-    first: dict[str, Any] | None = None
-    names: tuple[str, ...] = ()
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            data = parse(line)
-            n_domains = _count_domains(data)
-            if first is None:
-                names = _domain_names(data["args"]["dataset"], n_domains)
-                _check_args(data["args"], n_domains)
-                first = data
-            if _identity(data) != _identity(first):
-                raise ValueError("a line of another run")
-            records.append(_record(data, names))
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-            wrong.append(number)
-    if wrong:
-        problems.append(f"{file}: {unreadable_lines(wrong)}")
-    if first is None or not records:
-        return _Converted({}, (*problems, f"{file}: no run in it"), len(wrong))
+        problems.append(f"{file}: {reason(error)}")
+        return {}
+    first: dict[str, Any] = {}  # the line that says which run it is
+    names: list[str] = []
+
+    def read_line(line: bytes) -> dict[str, Any]:
+        found = parse(line)
+        # As DomainBed counts: up to the first that is missing.
+        n_domains = next(i for i in itertools.count() if f"env{i}_out_acc" not in found)
+        if not first:
+            _check_args(found["args"], n_domains)
+            names.extend(_domain_names(found["args"]["dataset"], n_domains))
+            first.update(found)
+        same = all(found["args"].get(key) == first["args"].get(key) for key in _IDENTITY)
+        if not same or n_domains != len(names):
+            raise ValueError("a line of another run, or with other domains")
+        return _record(found, names)
+
+    records = read_lines(file, data, read_line, problems)
+    if not records:
+        problems.append(f"{file}: no run in it")
+        return {}
     done = (folder / "done").exists()
     last = max(record["step"] for record in records)
     config = _config(first, names, last + 1 if done else max(last + 1, _STEPS))
-    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
-    files = {
-        "records.jsonl": text.encode(),
+    return {
+        "records.jsonl": "".join(json.dumps(r, allow_nan=False) + "\n" for r in records).encode(),
         "state": b"done\n" if done else b"planned\n",
-        "config.json": (
-            json.dumps(plain(config), indent=2, allow_nan=False, default=str) + "\n"
-        ).encode(),
+        "config.json": dumps(config).encode(),
     }
-    return _Converted(files, tuple(problems), len(wrong))
-
-
-def _identity(data: Mapping[str, Any]) -> list[Any]:
-    return [data["args"].get(key) for key in _IDENTITY]
-
-
-def _count_domains(data: Mapping[str, Any]) -> int:
-    """As DomainBed counts: up to the first that is missing."""
-    return next(i for i in itertools.count() if f"env{i}_out_acc" not in data)
 
 
 def _check_args(args: Mapping[str, Any], n_domains: int) -> None:
@@ -162,7 +122,7 @@ def _check_args(args: Mapping[str, Any], n_domains: int) -> None:
         raise ValueError("no algorithm")
     for key in ("trial_seed", "hparams_seed"):
         if type(args.get(key, 0)) is not int:
-            raise ValueError(f"{key} is no number")
+            raise ValueError(f"{key} is not a number")
 
 
 def _domain_names(dataset: str, n: int) -> tuple[str, ...]:
@@ -171,26 +131,18 @@ def _domain_names(dataset: str, n: int) -> tuple[str, ...]:
     return tuple(f"env{i}" for i in range(n))
 
 
-def _record(data: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    if type(data["step"]) is not int or data["step"] < 0:
-        raise ValueError("step is no number")
-    if _count_domains(data) != len(names):
-        raise ValueError("a line with other domains")
-    tests = {names[i] for i in data["args"]["test_envs"]}
+def _record(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     domains = {}
     for i, name in enumerate(names):
-        larger, smaller = ("test", "oracle") if name in tests else ("train", "val")
+        tested = i in data["args"]["test_envs"]
+        larger, smaller = ("test", "oracle") if tested else ("train", "val")
         domains[name] = {
-            larger: {"accuracy": _accuracy(data[f"env{i}_in_acc"])},
-            smaller: {"accuracy": _accuracy(data[f"env{i}_out_acc"])},
+            larger: {"accuracy": share(data[f"env{i}_in_acc"])},
+            smaller: {"accuracy": share(data[f"env{i}_out_acc"])},
         }
-    losses = {
-        key: finite_or_none(value)
-        for key, value in data.items()
-        if key not in _NOT_LOSSES and not _OF_A_DOMAIN.match(key)
-    }
+    losses = {k: finite_or_none(v) for k, v in data.items() if not _NOT_LOSSES.fullmatch(k)}
     return {
-        "step": data["step"],
+        "step": step_of(data),
         "epoch": finite_or_none(data.get("epoch")),
         "loss": losses,
         "domains": domains,
@@ -200,13 +152,7 @@ def _record(data: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _accuracy(value: Any) -> float:
-    if (number := finite_or_none(value)) is None or not 0 <= number <= 1:
-        raise ValueError("an accuracy is no number from 0 to 1")
-    return number
-
-
-def _config(first: Mapping[str, Any], names: tuple[str, ...], steps: int) -> dict[str, Any]:
+def _config(first: Mapping[str, Any], names: Sequence[str], steps: int) -> dict[str, Any]:
     args = first["args"]
     hparams = first.get("hparams")
     hparams = hparams if isinstance(hparams, dict) else {}
@@ -257,15 +203,15 @@ def _options(algorithm: str, hparams: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-_FOREIGN = "is there and was not imported from DomainBed: left alone"
-
-
-def _write(folder: Path, files: Mapping[str, bytes]) -> str | None:
-    """Writes a run, and returns what to say about it: None where it was there, the same."""
+def _write(folder: Path, files: Mapping[str, bytes]) -> str:
+    """Writes a run, unless it is there, the same; returns what to say about it."""
     told = ""
     if (folder / "config.json").exists():
-        if all(_read(folder / name) == data for name, data in files.items()):
-            return None
+        try:
+            if all(read(folder / name) == data for name, data in files.items()):
+                return ""
+        except OSError:  # not there, or not what was written
+            pass
         try:
             foreign = "imported" not in parse(read(folder / "config.json"))
         except (OSError, ValueError, TypeError):
@@ -278,10 +224,3 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> str | None:
     for name, data in files.items():  # config.json last: it makes the folder a run
         replace(folder / name, data)
     return told
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return read(path)
-    except OSError:  # not there, or not what was written
-        return None

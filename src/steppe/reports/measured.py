@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from steppe import console
 from steppe.errors import UserError
 
-from .columns import Column, values
+from .columns import Column
 from .runs import MEASUREMENTS, Run
 
 if TYPE_CHECKING:  # slow to import, and most reports have no measurements
@@ -23,16 +24,6 @@ UNRESOLVED = 0.2
 DISAGREES = 0.1
 """Two values of the largest eigenvalue that differ by more than this share of it are explained."""
 
-CURVATURE: list[Column[Measured]] = [
-    Column("lambda_max", "λ_max", lambda measured: measured.lambda_max),
-    Column("trace", "trace", lambda measured: measured.trace.value),
-    Column("zeroth", "R0", lambda measured: measured.flatness.zeroth),
-    Column("first", "R1", lambda measured: measured.flatness.first),
-    Column("rho", "", lambda measured: measured.flatness.rho),
-    Column("loss", "loss", lambda measured: measured.loss),
-]
-"""What runs are compared by: those that have a heading."""
-
 
 @dataclass(frozen=True)
 class MeasuredRun:
@@ -42,13 +33,47 @@ class MeasuredRun:
     measured: Measured
 
 
+def _of(key: str, heading: str, where: str, meaning: str = "") -> Column[MeasuredRun]:
+    value = attrgetter(f"measured.{where}")
+    return Column(key, heading, value, meaning=meaning, better="low" if heading else "")
+
+
+CURVATURE: list[Column[MeasuredRun]] = [
+    _of("lambda_max", "λ_max", "lambda_max", "largest eigenvalue"),
+    _of("trace", "trace", "trace.value"),
+    _of("zeroth", "R0", "flatness.zeroth"),
+    _of("first", "R1", "flatness.first"),
+    _of("rho", "", "flatness.rho"),
+    Column("loss", "loss", attrgetter("measured.loss")),
+]
+"""What runs are compared by: those that have a heading."""
+
+FLATNESS: list[Column[MeasuredRun]] = [
+    Column("name", "method", attrgetter("run.row.name"), word=True),
+    *CURVATURE[:4],
+    _of("fad", "R_FAD", "flatness.fad"),
+    Column("rho", "ρ", attrgetter("measured.flatness.rho")),
+    Column("alpha", "α", attrgetter("measured.flatness.alpha")),
+    CURVATURE[5],
+    Column("images", "images", attrgetter("measured.images")),
+    Column("measured", "measured on", attrgetter("measured.name"), word=True),
+    Column("dataset", "dataset", attrgetter("measured.dataset"), word=True),
+    Column("run", "run", lambda one: str(one.run.path), word=True),
+    Column("conditions", "", lambda one: list(conditions(one.measured).values())),
+    Column("trace_err", "", attrgetter("measured.trace.stderr")),
+    Column("spectrum", "", lambda one: list(one.measured.eigenvalues.values)),
+]
+"""What the page shows of a measurement."""
+
+
 def conditions(measured: Measured) -> dict[str, object]:
     """What must agree for numbers to be comparable."""
+    drawn = any(sample.images < sample.of for sample in measured.domains)
     return {
         "dataset": measured.dataset,
         "domains": ", ".join(f"{s.domain} ({s.part})" for s in measured.domains),
         "images": measured.images,
-        "seed of the images": _images_seed(measured),
+        "seed of the images": measured.seed if drawn else "none (all were taken)",
         "parameters": measured.parameters,
         "weights": measured.weights.which,
         "loss": measured.loss_function,
@@ -57,29 +82,16 @@ def conditions(measured: Measured) -> dict[str, object]:
     }
 
 
-def _images_seed(measured: Measured) -> int | str:
-    """What decides which images; nothing does where all of them were taken."""
-    drawn = any(sample.images < sample.of for sample in measured.domains)
-    return measured.seed if drawn else "none (all were taken)"
-
-
 def described(measured: Measured, steps: Collection[int] = ()) -> str:
-    """What was measured, in words: the loss, the images and the weights.
-
-    Args:
-        measured: the measurement, or one of several that were made in the same way.
-        steps: of all of them.
-    """
-    samples = measured.domains
-    parts = {"train": "training images", "all": "images"}
-    kinds = {sample.part for sample in samples}
-    kind = parts[kinds.pop()] if len(kinds) == 1 else "images"
-    names = ", ".join(sample.domain for sample in samples)
-    after = sorted({*steps, measured.weights.step})
+    """What was measured, in words; `steps` are those of others that were made in the same way."""
+    trained = all(sample.part == "train" for sample in measured.domains)
+    kind = "training images" if trained else "images"
+    names = ", ".join(sample.domain for sample in measured.domains)
+    after = {*steps, measured.weights.step}
     which = measured.weights.which
     weights = "weights" if which.startswith("step:") else f"{which} weights"
     if len(after) == 1:  # runs may have been validated best at any step
-        weights += f" after step {after[0]}"
+        weights += f" after step {after.pop()}"
     if measured.weights.averaged:
         weights += ", averaged"
     return (
@@ -95,14 +107,10 @@ def measured_table(measured: Measured) -> console.Table:
     table.add_column("")
     table.add_column("value", justify="right")
     table.add_column("how exact", overflow="fold")
-    for i, pair in enumerate(zip(spectrum.values, spectrum.residuals, strict=True)):
-        if i < SHOWN:
-            name = "largest eigenvalue λ_max" if i == 0 else f"eigenvalue {i + 1}"
-            table.add_row(name, f"{pair[0]:.5g}", f"residual {pair[1]:.1e}")
-    if len(spectrum.values) > SHOWN:
-        last = len(spectrum.values)
-        residual = f"residual {spectrum.residuals[-1]:.1e}"
-        table.add_row(f"eigenvalue {last}", f"{spectrum.values[-1]:.5g}", residual)
+    pairs = list(enumerate(zip(spectrum.values, spectrum.residuals, strict=True), start=1))
+    for rank, (value, residual) in pairs[:SHOWN] + pairs[SHOWN:][-1:]:
+        name = "largest eigenvalue λ_max" if rank == 1 else f"eigenvalue {rank}"
+        table.add_row(name, f"{value:.5g}", f"residual {residual:.1e}")
     interval = f"± {trace.stderr:.2g}; 95 % from {trace.low:.5g} to {trace.high:.5g}"
     table.add_row("trace", f"{trace.value:.5g}", interval)
     table.add_section()
@@ -124,23 +132,19 @@ def measured_table(measured: Measured) -> console.Table:
 
 def remarks(measured: Measured) -> list[str]:
     """What a reader of a measurement should know and its numbers do not say."""
-    found = []
-    flat = measured.flatness
-    if not measured.eigenvalues.converged:
-        found.append("not all eigenvalues have converged: look at the residuals")
-    spectrum = measured.eigenvalues
+    flat, spectrum, largest = measured.flatness, measured.eigenvalues, measured.lambda_max
     pairs = zip(spectrum.values, spectrum.residuals, strict=True)
-    if any(residual > UNRESOLVED * abs(value) for value, residual in pairs):
-        found.append(
-            "some of these eigenvalues are near the tolerance and not resolved: lower --tol"
-        )
+    unresolved = any(residual > UNRESOLVED * abs(value) for value, residual in pairs)
+    asked = f"{100 * measured.trace.rtol:g} %"
+    found = []
+    if not spectrum.converged:
+        found.append("not all eigenvalues have converged: look at the residuals")
+    if unresolved:
+        found.append("some eigenvalues are near the tolerance and not resolved: lower --tol")
     if not measured.trace.converged:
-        found.append(
-            f"the trace is less exact than was asked for ({100 * measured.trace.rtol:g} %)"
-        )
+        found.append(f"the trace is less exact than was asked for ({asked})")
     if not flat.converged:
         found.append("an ascent for R0 or R1 was still gaining when it stopped: both may be larger")
-    largest = measured.lambda_max
     if abs(flat.lambda_max - largest) > DISAGREES * abs(largest):
         # At a minimum of a quadratic the gradient is 0, and R0 is rho^2 lambda_max / 2.
         found.append(
@@ -154,7 +158,7 @@ def remarks(measured: Measured) -> list[str]:
 
 
 def find_measured(runs: Sequence[Run]) -> tuple[list[MeasuredRun], list[str]]:
-    """The measurements that runs have, and what could not be read."""
+    """The measurements that runs have, by method, and what could not be read."""
     found: list[MeasuredRun] = []
     problems: list[str] = []
     for run in runs:
@@ -164,33 +168,8 @@ def find_measured(runs: Sequence[Run]) -> tuple[list[MeasuredRun], list[str]]:
         from steppe.measure import load_measurements
 
         try:
-            known = load_measurements(run.path)
+            found += [MeasuredRun(run, one) for one in load_measurements(run.path).values()]
         except (UserError, OSError) as error:
             problems.append(str(error))
-            continue
-        found += [MeasuredRun(run, measured) for measured in known.values()]
+    found.sort(key=lambda one: (*one.run.row.order, *one.run.order, one.measured.name))
     return found, problems
-
-
-def _order(one: MeasuredRun) -> tuple[object, ...]:
-    return (*one.run.row.order, *one.run.order, one.measured.name)
-
-
-def page_rows(found: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
-    """What the page shows of measurements, as plain values, by method."""
-    return [
-        {
-            "run": str(one.run.path),
-            "name": one.run.row.name,
-            "dataset": one.measured.dataset,
-            "measured": one.measured.name,
-            "conditions": list(conditions(one.measured).values()),
-            "images": one.measured.images,
-            **values(CURVATURE, one.measured),
-            "trace_err": one.measured.trace.stderr,
-            "fad": one.measured.flatness.fad,
-            "alpha": one.measured.flatness.alpha,
-            "spectrum": list(one.measured.eigenvalues.values),
-        }
-        for one in sorted(found, key=_order)
-    ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from steppe import console
 from steppe.strangers import printable
@@ -53,6 +53,16 @@ class TextTable:
     """Columns at the left that name the row; the others hold numbers."""
     note: str = ""
 
+    def written(
+        self, escape: Callable[[str], str], bold: Callable[[str], str]
+    ) -> tuple[list[str], ...]:
+        """The headings and the lines in another language."""
+        lines = (
+            [bold(escape(text)) if best else escape(text) for text, best in line]
+            for line in self.lines
+        )
+        return [*map(escape, self.headings)], *lines
+
 
 def text_table(
     title: str,
@@ -60,48 +70,30 @@ def text_table(
     rows: Sequence[T],
     *,
     note: str | None = None,
-    contest: Literal["column", "line", "none"] = "column",
+    by_line: bool = False,
 ) -> TextTable:
-    """Columns of some rows as texts.
+    """Columns of some rows as texts: those that have a heading.
 
-    Args:
-        title: above it.
-        columns: those that have a heading are shown.
-        rows: one line for each.
-        note: below it; None: what a star means, where there is one.
-        contest: what the best is marked of.
+    The best of each column is marked, or that of each line. The note below it says, by default,
+    what a star means, where there is one.
     """
     shown = [column for column in columns if column.heading]
     ranks = [[column.rank(row) for column in shown] for row in rows]
-    if contest == "line":
-        tops = [[_top(line)] * len(shown) for line in ranks]
-    else:
-        tops = [[_top(column) for column in zip(*ranks, strict=True)]] * len(ranks)
-    lines = tuple(
-        tuple(
-            TextCell(
-                column.text(row),
-                column.marked(row)
-                if column.marked is not None
-                else contest != "none" and rank is not None and rank == top,
-            )
-            for column, rank, top in zip(shown, of_line, of_tops, strict=True)
-        )
-        for row, of_line, of_tops in zip(rows, ranks, tops, strict=True)
-    )
+    contests = ranks if by_line else list(zip(*ranks, strict=True))
+    tops = [max((rank for rank in found if rank is not None), default=None) for found in contests]
+
+    def cell(y: int, x: int) -> TextCell:
+        best = ranks[y][x] is not None and ranks[y][x] == tops[y if by_line else x]
+        marked = shown[x].marked
+        return TextCell(shown[x].text(rows[y]), best if marked is None else marked(rows[y]))
+
+    lines = tuple(tuple(cell(y, x) for x in range(len(shown))) for y in range(len(rows)))
     names = next((n for n, column in enumerate(shown) if not column.word), len(shown))
-    note = _stars(shown, rows) if note is None else note
+    if note is None:
+        values = (column.of(row) for column in shown for row in rows)
+        partial = any(isinstance(value, Cell) and value.partial for value in values)
+        note = "* some targets are missing" if partial else ""
     return TextTable(title, tuple(column.heading for column in shown), lines, names, note)
-
-
-def _top(ranks: Sequence[float | None]) -> float | None:
-    return max((rank for rank in ranks if rank is not None), default=None)
-
-
-def _stars(columns: Sequence[Column[T]], rows: Sequence[T]) -> str:
-    values = (column.value(row) for column in columns for row in rows)
-    partial = any(isinstance(value, Cell) and value.partial for value in values)
-    return "* some targets are missing" if partial else ""
 
 
 def accuracy_text(table: Table) -> TextTable:
@@ -110,8 +102,11 @@ def accuracy_text(table: Table) -> TextTable:
 
 
 def _title(dataset: str, selection: str) -> str:
-    name = "All datasets" if dataset == ALL else dataset
-    return f"{name}, selected by {_SELECTED_BY[selection]}"
+    return ("All datasets" if dataset == ALL else dataset) + _chosen_by(selection)
+
+
+def _chosen_by(selection: str | None) -> str:
+    return "" if selection is None else f", selected by {_SELECTED_BY[selection]}"
 
 
 def matrix_text(matrix: Matrix) -> TextTable:
@@ -128,51 +123,38 @@ def matrix_text(matrix: Matrix) -> TextTable:
         *map(cells, matrix.optimizers),
     ]
     title = f"Optimizers by algorithm: {_title(matrix.dataset, matrix.selection)}"
-    return text_table(title, columns, matrix.methods, contest="line")
+    return text_table(title, columns, matrix.methods, by_line=True)
 
 
 def cost_text(costs: Sequence[StepCost], selection: str | None = None) -> TextTable:
     """Time and memory against accuracy; the title says how that was selected, if given."""
-    return text_table(f"Cost of a step{_chosen_by(selection)}", COSTS, costs, contest="none")
+    columns = [replace(column, better="") for column in COSTS]  # datasets are not in a contest
+    return text_table(f"Cost of a step{_chosen_by(selection)}", columns, costs)
 
 
 def paired_text(comparisons: Sequence[Paired], selection: str | None = None) -> TextTable:
     """Differences in points, with their intervals; one that excludes zero is marked."""
-    level = f"{100 * comparisons[0].level:.0f} %" if comparisons else "95 %"
+    level = f"{100 * comparisons[0].level:.0f} % interval" if comparisons else "interval"
     columns = [
-        replace(column, heading=f"{level} interval") if column.heading == "interval" else column
+        replace(column, heading=level) if column.heading == "interval" else column
         for column in PAIRED
     ]
     return text_table(f"Paired differences{_chosen_by(selection)}", columns, comparisons)
 
 
-def _chosen_by(selection: str | None) -> str:
-    return "" if selection is None else f", selected by {_SELECTED_BY[selection]}"
-
-
 def to_terminal(table: TextTable) -> console.Table:
     """For a terminal, with what is best in bold."""
-    shown = console.Table(
-        title=console.text(table.title), box=console.SIMPLE_HEAVY, title_justify="left"
-    )
-    if table.note:
-        shown.caption = console.text(table.note)
-    for number, heading in enumerate(table.headings):
-        justify: Literal["left", "right"] = "left" if number < table.names else "right"
-        shown.add_column(console.text(heading), justify=justify, no_wrap=True)
-    for line in table.lines:
-        shown.add_row(*(console.text(text, style="bold" * best) for text, best in line))
+    rows = [[console.text(text, "bold" * best) for text, best in line] for line in table.lines]
+    shown = console.table(table.headings, rows, title=table.title, labels=table.names)
+    shown.box, shown.title_justify = console.SIMPLE_HEAVY, "left"
+    shown.caption = console.text(table.note) if table.note else None
     return shown
 
 
 def to_markdown(table: TextTable) -> str:
     """A Markdown table, with what is best in bold."""
+    head, *lines = table.written(_markdown, "**{}**".format)
     rules = ["---"] * table.names + ["--:"] * (len(table.headings) - table.names)
-    lines = [
-        [f"**{_markdown(text)}**" if best else _markdown(text) for text, best in line]
-        for line in table.lines
-    ]
-    head = [*map(_markdown, table.headings)]
     body = [f"| {' | '.join(line)} |" for line in (head, rules, *lines)]
     note = ["", _markdown(table.note)] if table.note else []
     return "\n".join([f"**{_markdown(table.title)}**", "", *body, *note]) + "\n"
@@ -184,21 +166,19 @@ def _markdown(text: str) -> str:
 
 def to_latex(table: TextTable) -> str:
     """A table for the package booktabs, with what is best in bold."""
-    lines = [
-        [rf"\textbf{{{_latex(text)}}}" if best else _latex(text) for text, best in line]
-        for line in table.lines
-    ]
-    body = [" & ".join(line) + r" \\" for line in ([*map(_latex, table.headings)], *lines)]
-    numbers = len(table.headings) - table.names
+    head, *lines = (
+        " & ".join(line) + r" \\" for line in table.written(_latex, r"\textbf{{{}}}".format)
+    )
+    kinds = "l" * table.names + "r" * (len(table.headings) - table.names)
     return "\n".join(
         [
             f"% {_one_line(table.title)}",
             *([f"% {table.note}"] if table.note else []),
-            rf"\begin{{tabular}}{{{'l' * table.names}{'r' * numbers}}}",
+            rf"\begin{{tabular}}{{{kinds}}}",
             r"\toprule",
-            body[0],
+            head,
             r"\midrule",
-            *body[1:],
+            *lines,
             r"\bottomrule",
             r"\end{tabular}",
             "",
@@ -223,16 +203,11 @@ def to_csv(tables: Sequence[Table]) -> str:
     writer.writerow(("dataset", "selection", *Row._fields, "target", "mean", "err", "n", *keys))
     for table in tables:
         for row in table.rows:
-            after = [_field(column.value(row)) for column in about]
+            found = [column.of(row) for column in about]
+            after = [" ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in found]
             before = [table.dataset, table.selection, *row.row]
             for name in table.columns:
-                cell = row.cells[name]
-                numbers = [None] * 3 if cell is None else [cell.mean, cell.err, cell.n]
-                writer.writerow([*before, name, *numbers, *after])
+                writer.writerow([*before, name, *(row.cells[name] or [None] * 3)[:3], *after])
             average = row.average and row.average.mean
             writer.writerow([*before, "Avg.", average, None, None, *after])
     return out.getvalue()
-
-
-def _field(value: Any) -> Any:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else value

@@ -1,30 +1,32 @@
-"""Everything a report shows, from runs to plain values for the page."""
+"""A report: everything that is shown of some runs, in any format."""
 
 from __future__ import annotations
 
 import base64
 import datetime
 import platform
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from typing import Any
 
 from steppe import __version__
+from steppe.console import printed
 from steppe.errors import UserError
 
-from .best import best_configs
+from . import render
 from .cells import Cell
-from .columns import COSTS, PAIRED, in_files, page_columns, values
+from .columns import COSTS, METHODS, PAIRED, in_files, values
 from .differences import Paired, paired
-from .measured import MeasuredRun, find_measured, page_rows
-from .remarks import not_left_out, pending, remarks
+from .measured import FLATNESS, MeasuredRun, find_measured
+from .page import render_page
+from .page.figures import curves, sensitivity
+from .remarks import remarks
 from .runs import Loaded, Row, Run
-from .selection import Chosen, best_step, last_step, mean_of, validation_keys
 from .tables import (
     Matrix,
+    Runs,
     Selected,
     StepCost,
     Table,
@@ -33,12 +35,8 @@ from .tables import (
     dataset_tables,
     optimizer_by_algorithm,
     select_runs,
-    target_sets,
 )
-from .values import finite
-
-POINTS = 2000
-"""Runs of one method that the page shows in a figure; of more, every second, third, ..."""
+from .values import dumps, plain
 
 
 @dataclass(frozen=True)
@@ -79,25 +77,31 @@ class Report:
     def comparisons(self) -> list[Paired]:
         """FAD against every other optimizer, or else all against the first."""
         names = sorted({row.optimizer for row in self.selected.rows()})
-        if len(names) < 2:
-            return []
-        first = next((name for name in ("fad", "adam", "sgd") if name in names), names[0])
+        first = next((name for name in ("fad", "adam", "sgd", *names) if name in names), "")
         found = []
         for name in names:
             a, b = (first, name) if first == "fad" else (name, first)
-            if name != first and (comparison := self._paired(a, b)) is not None:
-                found.append(comparison)
+            try:
+                if name != first:
+                    found.append(paired(self.selected, a, b))
+            except UserError:  # too little in common: nothing to show
+                continue
         return found
-
-    def _paired(self, a: str, b: str) -> Paired | None:
-        try:
-            return paired(self.selected, a, b)
-        except UserError:  # too little in common: nothing to show
-            return None
 
     @cached_property
     def best(self) -> list[dict[str, Any]]:
         return best_configs(self.selected)
+
+    @property
+    def sections(self) -> list[render.TextTable]:
+        """Everything that is a table, in the order in which it is read."""
+        found = [render.accuracy_text(table) for table in (*self.tables, self.across) if table]
+        found += map(render.matrix_text, self.matrices)
+        if self.cost:
+            found.append(render.cost_text(self.cost, self.selected.selection))
+        if self.comparisons:
+            found.append(render.paired_text(self.comparisons, self.selected.selection))
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """The tables as plain values, and what they were made with."""
@@ -125,15 +129,23 @@ class Report:
             "title": self.title,
             **self.to_json(),
             "columns": page_columns(),
-            "curves": _curves(self.selected),
-            "bars": [_bars(table) for table in self.tables],
-            "sensitivity": _sensitivity(self.selected),
-            "flatness": page_rows(self.measured),
+            "curves": curves(self.selected),
+            "sensitivity": sensitivity(self.selected),
+            "flatness": [values(FLATNESS, one) for one in self.measured],
             "figures": {
                 title: base64.b64encode(drawn.encode()).decode()
                 for title, drawn in self.figures.items()
             },
         }
+
+
+def page_columns() -> dict[str, list[dict[str, Any]]]:
+    """What the page is told of the columns, by table."""
+    known: dict[str, list[Any]] = {"methods": METHODS, "costs": COSTS, "flatness": FLATNESS}
+    return {
+        name: [column.about() for column in columns if column.key and column.heading]
+        for name, columns in known.items()
+    }
 
 
 def _table_json(table: Table) -> dict[str, Any]:
@@ -170,110 +182,70 @@ def _matrix_json(matrix: Matrix) -> dict[str, Any]:
 def _cell_json(cell: Cell | None) -> dict[str, Any] | None:
     if cell is None:
         return None
-    partial = {"partial": True} if cell.partial else {}
-    return {"mean": cell.mean, "err": cell.err, "n": cell.n, **partial}
+    return {key: value for key, value in cell._asdict().items() if key != "partial" or value}
+
+
+def best_configs(runs: Runs, selection: str = "train-val") -> list[dict[str, Any]]:
+    """What was chosen for every dataset, method, target and trial.
+
+    Plain values; a number that is not finite is None. ``config`` is what ``steppe train --config``
+    takes, in a file of its own.
+    """
+    selected = select_runs(runs, selection)
+    places = sorted(selected.chosen, key=lambda p: (p.dataset, p.row.order, p.column, p.trial))
+    return [
+        {
+            "dataset": place.dataset,
+            **place.row._asdict(),
+            "target": place.column,
+            "trial": place.trial,
+            "selection": selected.selection,
+            "choice": chosen.run.choice,
+            "step": chosen.step,
+            "validation": None if chosen.validation is None else 100 * chosen.validation,
+            "accuracy": 100 * chosen.accuracy,
+            "hparams": plain(chosen.run.hparams),
+            "config": plain(rerunnable(chosen.run)),
+        }
+        for place in places
+        for chosen in (selected.chosen[place],)
+    ]
+
+
+def rerunnable(run: Run) -> dict[str, Any]:
+    """A run's config without what belongs to a machine, or to how the run came here."""
+    from steppe.training.config import MACHINE, keys  # slow to import
+
+    left_out = keys(MACHINE) | {"imported"}
+    return {k: v for k, v in run.config.items() if k not in left_out and v is not None}
 
 
 def build_report(
     loaded: Loaded, selection: str = "train-val", command: str = "", title: str = "steppe report"
 ) -> Report:
-    """Select among the runs, and note what a reader of the tables should know.
+    """Select among the runs of `load_runs`, and note what a reader of the tables should know.
 
-    Args:
-        loaded: from `load_runs`.
-        selection: one of `SELECTIONS`.
-        command: what made the report, to be shown.
-        title: its heading.
+    The selection is one of `SELECTIONS`; `command` is what made the report, to be shown.
     """
     selected = select_runs(loaded.runs, selection)
-    found = [*loaded.problems, *pending(loaded), *remarks(loaded.runs, selection)]
-    if selection == "leave-one-out":
-        found += not_left_out(selected)
     measured, unreadable = find_measured(loaded.runs)
-    return Report(title, command, selected, tuple(found + unreadable), tuple(measured))
+    problems = (*loaded.problems, *remarks(loaded, selected), *unreadable)
+    return Report(title, command, selected, problems, tuple(measured))
 
 
-def _bars(table: Table) -> dict[str, Any]:
-    groups = []
-    for column in table.columns:
-        values = [
-            {"name": row.row.name, "mean": cell.mean, "err": cell.err}
-            for row in table.rows
-            if (cell := row.cells[column]) is not None
-        ]
-        groups.append({"target": column, "values": values})
-    return {"dataset": table.dataset, "groups": groups}
+def write(report: Report, form: str) -> str:
+    """The text of a report: `terminal`, `markdown`, `latex`, `csv`, `json` or `html`."""
+    if not report.selected.runs and form != "html":
+        why = f" ({report.problems[0]})" if report.problems else ""
+        raise UserError(f"{report.title}: no run there has a record yet{why}")
+    return FORMATS[form](report)
 
 
-def _curves(selected: Selected) -> list[dict[str, Any]]:
-    """Learning curves of the chosen runs: means over trials, in percent."""
-    chosen: dict[tuple[str, str], dict[Row, list[Run]]] = defaultdict(lambda: defaultdict(list))
-    for place, found in selected.chosen.items():
-        chosen[place.dataset, place.column][place.row].append(found.run)
-    curves = []
-    for dataset in selected.datasets:
-        for column in selected.columns[dataset]:
-            rows = chosen.get((dataset, column), {})
-            series = [_series(row, rows[row]) for row in sorted(rows, key=lambda r: r.order)]
-            if series:
-                curves.append({"dataset": dataset, "target": column, "series": series})
-    return curves
-
-
-def _series(row: Row, runs: Sequence[Run]) -> dict[str, Any]:
-    sums: dict[str, dict[int, list[float]]] = {key: defaultdict(list) for key in _CURVES}
-    steps = sorted({record.step for run in runs for record in run.records})
-    for run in runs:
-        val, tests = validation_keys(run), [(target, "test") for target in run.targets]
-        for record in run.records:
-            loss = record.loss.get("total", record.loss.get("loss"))
-            values = (mean_of(record, val), mean_of(record, tests), loss)
-            for (key, scale), value in zip(_CURVES.items(), values, strict=True):
-                if value is not None:
-                    sums[key][record.step].append(scale * value)
-    lines = {
-        key: [sum(v) / len(v) if (v := by_step.get(step)) else None for step in steps]
-        for key, by_step in sums.items()
-    }
-    return {"name": row.name, "steps": steps, **lines, "runs": len(runs)}
-
-
-_CURVES = {"val": 100.0, "test": 100.0, "loss": 1.0}
-"""The curves of a series, and what turns them into what is shown."""
-
-
-def _sensitivity(selected: Selected) -> list[dict[str, Any]]:
-    """The accuracy of every run that could have been chosen, by its hyper-parameters."""
-    # Leave-one-out has no number for a run by itself; its training domains do.
-    rule = last_step if selected.selection == "oracle" else best_step
-    found = []
-    for dataset in selected.datasets:
-        own = [run for run in selected.runs if run.dataset == dataset]
-        columns = {targets: column for column, targets in target_sets(own).items()}
-        for row in selected.rows(dataset):
-            runs = [r for r in selected.by_method[dataset, row] if r.target_set in columns]
-            if len({(run.space, run.choice) for run in runs}) < 2:
-                continue
-            kept = runs[:: -(-len(runs) // POINTS)]
-            points = [
-                _point(chosen, columns[run.target_set])
-                for run in kept
-                if (chosen := rule(run)) is not None
-            ]
-            found.append({"dataset": dataset, "name": row.name, "points": points})
-    return found
-
-
-def _point(chosen: Chosen, column: str) -> dict[str, Any]:
-    return {
-        "choice": chosen.choice,
-        "trial": chosen.run.trial,
-        "target": column,
-        "accuracy": 100 * chosen.accuracy,
-        "validation": None if chosen.validation is None else 100 * chosen.validation,
-        "hparams": _numbers(chosen.hparams),
-    }
-
-
-def _numbers(hparams: Mapping[str, Any]) -> dict[str, float]:
-    return {k: v for k, v in hparams.items() if finite(v)}
+FORMATS: dict[str, Callable[[Report], str]] = {
+    "terminal": lambda report: printed([*map(render.to_terminal, report.sections)]),
+    "markdown": lambda report: "\n".join(map(render.to_markdown, report.sections)),
+    "latex": lambda report: "\n".join(map(render.to_latex, report.sections)),
+    "csv": lambda report: render.to_csv([t for t in (*report.tables, report.across) if t]),
+    "json": lambda report: dumps({**report.to_json(), "best": report.best}),
+    "html": lambda report: render_page(report.page_data()),
+}

@@ -10,25 +10,26 @@ import gc
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from steppe.errors import UserError, reason
 from steppe.sealed import broken
-from steppe.strangers import read
+from steppe.strangers import LIMIT, read
 
 from .values import finite, finite_or_none, parse
 
+T = TypeVar("T")
 Key = tuple[str, str]
 """A domain and a part of it: ``("sketch", "test")``."""
 
-AXES = ("algorithm", "optimizer", "averaging")
 _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
+_Axis = tuple[str, dict[str, Any]]
+"""A name and its options."""
 MEASUREMENTS = "curvature"
 """The folder of a run in which `steppe curvature` keeps its results."""
 _LINES_NAMED = 5
@@ -83,9 +84,7 @@ class Run:
     path: Path
     dataset: str
     targets: tuple[str, ...]
-    algorithm: str
-    optimizer: str
-    averaging: str
+    row: Row
     trial: int
     choice: str
     """What hyper-parameters it has: ``draw 3``, or a digest of them where none was drawn."""
@@ -99,10 +98,6 @@ class Run:
     """`planned`, `running`, `done` or `failed`."""
     config: Mapping[str, Any]
     records: tuple[Record, ...]
-
-    @property
-    def row(self) -> Row:
-        return Row(self.algorithm, self.optimizer, self.averaging)
 
     @property
     def target_set(self) -> frozenset[str]:
@@ -127,7 +122,6 @@ class Loaded:
     runs: tuple[Run, ...]
     problems: tuple[str, ...]
     """A line for every file of which something could not be read."""
-    unreadable_lines: int = 0
     pending: tuple[Path, ...] = ()
     """Folders of runs that are planned, or began and have not been evaluated yet."""
 
@@ -151,29 +145,23 @@ def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
     if not any((folder / "config.json").exists() for folder in folders):
         where = ", ".join(map(str, roots))
         raise UserError(f"no run (config.json) found at or below {where}")
-    runs, problems, unreadable, pending = [], [], 0, []
-    with _no_collection():
-        for folder in sorted(folders.values(), key=str):
-            found_run = _read_run(folder)
-            problems += found_run.problems
-            unreadable += found_run.unreadable
-            if found_run.run is not None:
-                runs.append(found_run.run)
-            elif not found_run.problems and not (folder / "result" / "config.json").exists():
-                pending.append(folder)
-    return Loaded(tuple(runs), tuple(problems), unreadable, tuple(pending))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
+    runs: list[Run] = []
+    problems: list[str] = []
+    pending: list[Path] = []
     # Millions of new objects, none of them garbage: looking for cycles takes as long as reading.
-    enabled = gc.isenabled()
+    collecting = gc.isenabled()
     gc.disable()
     try:
-        yield
+        for folder in sorted(folders.values(), key=str):
+            before = len(problems)
+            if (run := _read_run(folder, problems)) is not None:
+                runs.append(run)
+            elif len(problems) == before and not (folder / "result" / "config.json").exists():
+                pending.append(folder)
     finally:
-        if enabled:
+        if collecting:
             gc.enable()
+    return Loaded(tuple(runs), tuple(problems), tuple(pending))
 
 
 def _run_folders(root: Path) -> Iterator[Path]:
@@ -185,126 +173,114 @@ def _run_folders(root: Path) -> Iterator[Path]:
             yield Path(folder)
 
 
-class _Found(NamedTuple):
-    run: Run | None
-    problems: list[str]
-    unreadable: int = 0
-
-
-def _read_run(folder: Path) -> _Found:
+def _read_run(folder: Path, problems: list[str]) -> Run | None:
     file = folder / "config.json"
     try:
         config = parse(read(file))
-        if not isinstance(config, dict):
-            raise ValueError("expected an object with keys")
         facts = _facts(config)
     except (OSError, ValueError) as error:
-        return _Found(None, [f"{file}: {reason(error)}"])
-    file = folder / "records.jsonl"
-    try:
-        data = read(file)
-    except FileNotFoundError:
-        return _Found(None, [])
-    except OSError as error:
-        return _Found(None, [f"{file}: {reason(error)}"])
-    state, problems = "planned", []
-    try:
-        state = read(folder / "state", _LONGEST_STATE).decode(errors="replace").strip()
-    except FileNotFoundError:
-        pass  # imported, or made by hand
-    except OSError as error:
-        problems.append(f"{folder / 'state'}: {reason(error)}")
-    records, wrong = _read_records(data, whole=state == "done")
-    if wrong:
-        problems.append(f"{file}: {unreadable_lines(wrong)}")
-    if not records:
-        return _Found(None, problems, len(wrong))
+        problems.append(f"{file}: {reason(error)}")
+        return None
+    data = _read_if_there(folder / "records.jsonl", problems)
+    if data is None:
+        return None
+    # Imported, or made by hand, it may have none.
+    word = _read_if_there(folder / "state", problems, _LONGEST_STATE) or b"planned"
+    state = word.decode(errors="replace").strip()
+    found = read_lines(folder / "records.jsonl", data, _record, problems, whole=state == "done")
+    by_step = {record.step: record for record in found}  # the last line of a step counts
+    if not by_step:
+        return None
+    records = tuple(by_step[step] for step in sorted(by_step))
     steps = facts.pop("steps") or records[-1].step + 1
-    run = Run(path=folder, steps=steps, state=state, config=config, records=records, **facts)
-    return _Found(run, problems, len(wrong))
+    return Run(path=folder, steps=steps, state=state, config=config, records=records, **facts)
 
 
-def unreadable_lines(numbers: list[int]) -> str:
-    """Name lines that could not be read.
+def _read_if_there(file: Path, problems: list[str], limit: int = LIMIT) -> bytes | None:
+    try:
+        return read(file, limit)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problems.append(f"{file}: {reason(error)}")
+        return None
 
-    Examples:
-        >>> unreadable_lines([3, 8])
-        '2 unreadable lines (3, 8)'
+
+def read_lines(
+    file: Path,
+    data: bytes,
+    read_line: Callable[[bytes], T],
+    problems: list[str],
+    *,
+    whole: bool = True,
+) -> list[T]:
+    """What the lines of a file say; those that cannot be read are named in `problems`.
+
+    Where a file is not `whole`, its last line may be cut off: a resumed run writes it again.
     """
-    named = ", ".join(map(str, numbers[:_LINES_NAMED]))
-    more = ", ..." if len(numbers) > _LINES_NAMED else ""
-    return f"{len(numbers)} unreadable line{'s' * (len(numbers) != 1)} ({named}{more})"
-
-
-def _read_records(data: bytes, whole: bool) -> tuple[tuple[Record, ...], list[int]]:
-    """The records by step, the last line of each counting; and the numbers of unreadable lines.
-
-    Args:
-        data: the file.
-        whole: whether the run is done, so that nothing will be added.
-    """
-    records: dict[int, Record] = {}
+    found: list[T] = []
     wrong: list[int] = []
     lines = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line or line.isspace():
             continue
         try:
-            if broken(line):
-                raise ValueError("it differs from its checksum")
-            record = _record(parse(line))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            # What a crash cut off is no damage while a resumed run may write it again.
+            found.append(read_line(line))
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError):
             if whole or number < len(lines):
                 wrong.append(number)
-            continue
-        records[record.step] = record
-    return tuple(records[step] for step in sorted(records)), wrong
+    if wrong:
+        named = ", ".join(map(str, wrong[:_LINES_NAMED])) + ", ..." * (len(wrong) > _LINES_NAMED)
+        problems.append(f"{file}: {len(wrong)} unreadable line{'s' * (len(wrong) > 1)} ({named})")
+    return found
 
 
 _keys: dict[Key, Key] = {}
 """One tuple for each key, however many records have it."""
 
 
-def _record(data: Any) -> Record:
-    step = data["step"]
-    if type(step) is not int or step < 0:
-        raise ValueError("step is no number")
+def _record(line: bytes) -> Record:
+    if broken(line):
+        raise ValueError("it differs from its checksum")
+    data = parse(line)
     accuracy: dict[Key, float] = {}
     for domain, parts in data["domains"].items():
         for part, scores in parts.items():
-            value = scores["accuracy"]
-            if type(value) is not float:
-                value = _number(value)
-            if not 0.0 <= value <= 1.0:  # nor is NaN
-                raise ValueError("an accuracy is not between 0 and 1")
             key = (domain, part)
-            accuracy[_keys.setdefault(key, key)] = value
+            accuracy[_keys.setdefault(key, key)] = share(scores["accuracy"])
     losses = data.get("loss")
-    loss = {k: v for k, v in losses.items() if finite(v)} if isinstance(losses, dict) else {}
     return Record(
-        step,
+        step_of(data),
         accuracy,
-        loss,
+        {k: v for k, v in losses.items() if finite(v)} if isinstance(losses, dict) else {},
         data.get("averaged") is True,
         finite_or_none(data.get("seconds_per_step")),
         finite_or_none(data.get("memory_gb")),
     )
 
 
-def _number(value: Any) -> float:
-    if not finite(value):
-        raise TypeError("expected a number")
+def step_of(data: Mapping[str, Any]) -> int:
+    """The step of a record; a ValueError where it is not one."""
+    step = data["step"]
+    if type(step) is not int or step < 0:
+        raise ValueError("step is not a whole number")
+    return step
+
+
+def share(value: Any) -> float:
+    """An accuracy; a ValueError where it is not a number from 0 to 1."""
+    if not (type(value) in (float, int) and 0 <= value <= 1):  # nor is NaN
+        raise ValueError("an accuracy is not between 0 and 1")
     return float(value)
 
 
-def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(config: Any) -> dict[str, Any]:
     """What `Run` has from the config alone; a ValueError where it describes no run."""
-    dataset, targets = config.get("dataset"), config.get("targets")
+    if not isinstance(config, dict):
+        raise ValueError("expected an object with keys")
+    dataset, targets = config.get("dataset"), _names(config.get("targets"))
     if not isinstance(dataset, str) or not dataset:
         raise ValueError("no run's config: it names no dataset")
-    if isinstance(targets, str):
-        targets = [name for name in targets.split(",") if name]
     if not isinstance(targets, list) or not targets:
         raise ValueError("no run's config: it names no targets")
     if not all(isinstance(name, str) and name for name in targets):
@@ -312,24 +288,29 @@ def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
     trial, draw, space = config.get("trial_seed", 0), config.get("draw"), config.get("space")
     for key, value in (("trial_seed", trial), ("draw", draw)):
         if type(value) is not int and (key, value) != ("draw", None):
-            raise ValueError(f"{key}={value!r} is no whole number")
+            raise ValueError(f"{key}={value!r} is not a whole number")
     steps = config.get("steps")
-    named = {axis: _named(config, axis) for axis in AXES}
+    axes = {axis: _axis(config, axis) for axis in _DEFAULTS}
     return {
         "dataset": dataset,
         "targets": tuple(targets),
-        **{axis: name for axis, (name, _) in named.items()},
+        "row": Row(*(axes[axis][0] for axis in Row._fields)),
         "trial": trial,
-        "choice": _choice(config, named, targets),
+        "choice": _choice(config, axes, targets),
         "draw": draw,
-        "hparams": MappingProxyType(_hparams(config, named)),
+        "hparams": MappingProxyType(_hparams(config, axes)),
         "steps": steps if type(steps) is int else None,
         "space": space if isinstance(space, str) else None,
         "split": str(config.get("split", "domainbed")),
     }
 
 
-def _named(config: Mapping[str, Any], axis: str) -> tuple[str, dict[str, Any]]:
+def _names(value: Any) -> Any:
+    """Names of domains, which earlier versions wrote as one text."""
+    return [name for name in value.split(",") if name] if isinstance(value, str) else value
+
+
+def _axis(config: Mapping[str, Any], axis: str) -> _Axis:
     value = config.get(axis, _DEFAULTS[axis])
     if isinstance(value, str):
         return value, {}
@@ -338,17 +319,15 @@ def _named(config: Mapping[str, Any], axis: str) -> tuple[str, dict[str, Any]]:
     return value.get("name", _DEFAULTS[axis]), {k: v for k, v in value.items() if k != "name"}
 
 
-def _choice(
-    config: Mapping[str, Any], named: Mapping[str, tuple[str, dict[str, Any]]], targets: list[str]
-) -> str:
+def _choice(config: Mapping[str, Any], axes: Mapping[str, _Axis], targets: list[str]) -> str:
     pool = domain_pool(config, targets)
     if (draw := config.get("draw")) is not None:
         return f"draw {draw}" + (f" of {'+'.join(pool)}" if pool else "")
     from steppe.training.config import MACHINE, RUN, keys  # slow to import
 
-    others = keys(RUN, MACHINE) | {"imported", *AXES}
+    others = keys(RUN, MACHINE) | {"imported", *axes}
     own = {k: v for k, v in config.items() if k not in others}
-    text = json.dumps([own, named, *([pool] if pool else [])], sort_keys=True)
+    text = json.dumps([own, axes, *([pool] if pool else [])], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -358,22 +337,18 @@ def domain_pool(config: Mapping[str, Any], targets: Iterable[str]) -> tuple[str,
     Runs of leave-one-out validation move a domain from the sources to the targets: the pool is what
     they have in common.
     """
-    sources = config.get("sources")
-    if isinstance(sources, str):
-        sources = [name for name in sources.split(",") if name]
+    sources = _names(config.get("sources"))
     if not isinstance(sources, list) or not sources:
         return None
     return tuple(sorted({*map(str, sources), *targets}))
 
 
-def _hparams(
-    config: Mapping[str, Any], named: Mapping[str, tuple[str, dict[str, Any]]]
-) -> dict[str, Any]:
+def _hparams(config: Mapping[str, Any], axes: Mapping[str, _Axis]) -> dict[str, Any]:
     imported = config.get("imported")
     if isinstance(imported, dict) and isinstance(imported.get("hparams"), dict):
         return dict(imported["hparams"])
     hparams = {k: config[k] for k in ("batch_size", "dropout") if k in config}
     for axis in ("optimizer", "algorithm", "averaging"):
-        for key, value in named[axis][1].items():
+        for key, value in axes[axis][1].items():
             hparams[f"{axis}.{key}" if key in hparams else key] = value
     return hparams

@@ -3,8 +3,8 @@
 All report the mean over a run's targets of their ``test`` accuracy (DomainBed's ``in``); they
 differ in what they look at to choose. Every rule takes the runs of one group (a dataset, a method,
 a trial) and the domains that are held out in the end, and gives what it chose, or None where no run
-has what it needs. Sums are taken in DomainBed's order, so that
-its ties are ties here too; of runs that are level the one with the highest draw wins, as there.
+has what it needs. Sums are taken in DomainBed's order, so that its ties are ties here too; of runs
+that are level the one with the highest draw wins, as there.
 
 Where weights are averaged, only records of the average are candidates: it is what the run is for.
 A run that has none yet is left out.
@@ -13,9 +13,8 @@ A run that has none yet is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from steppe.validation import first_best, mean
 
@@ -32,14 +31,6 @@ class Chosen:
     """The accuracy it went by; None where there was a single run with nothing to validate on."""
     accuracy: float
     """The number to report, from 0 to 1."""
-
-    @property
-    def choice(self) -> str:
-        return self.run.choice
-
-    @property
-    def hparams(self) -> Mapping[str, Any]:
-        return self.run.hparams
 
 
 Selection = Callable[[Iterable[Run], frozenset[str]], Chosen | None]
@@ -118,14 +109,13 @@ def _best_left_out(run: Run, others: Sequence[str], helpers: Sequence[Run]) -> C
     found = []
     for record in candidates(run):
         test = mean_of(record, tests)
-        held_out = [
-            at[record.step].accuracy.get((domain, "test")) if record.step in at else None
+        values = [
+            at[record.step].accuracy[domain, "test"]
             for domain, at in zip(others, by_step, strict=True)
+            if record.step in at and (domain, "test") in at[record.step].accuracy
         ]
-        values = [value for value in held_out if value is not None]
-        if test is None or len(values) < len(others):
-            continue
-        found.append(Chosen(run, record.step, mean(values), test))
+        if test is not None and len(values) == len(others):
+            found.append(Chosen(run, record.step, mean(values), test))
     best = first_best([chosen.validation for chosen in found])
     return None if best is None else found[best]
 
@@ -161,7 +151,7 @@ SELECTIONS: dict[str, Selection] = {
 def candidates(run: Run) -> Sequence[Record]:
     """The records that may be chosen: where weights are averaged, those of the average only."""
     averaged = [record for record in run.records if record.averaged]
-    return averaged if averaged or run.averaging != "none" else run.records
+    return averaged if averaged or run.row.averaging != "none" else run.records
 
 
 def mean_of(record: Record, keys: Sequence[Key]) -> float | None:

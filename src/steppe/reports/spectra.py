@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from steppe.durable import replace
 from steppe.errors import UserError
 
-from .curvature import Comparison, MethodCurvature, Spread
+from .curvature import Comparison, MethodCurvature
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,8 +32,7 @@ def check_format(path: Path) -> str:
     """The format of a picture, by its name's ending."""
     ending = path.suffix.lower().removeprefix(".")
     if ending not in FORMATS:
-        known = ", ".join(f".{name}" for name in FORMATS)
-        raise UserError(f"{path}: a figure's name ends in one of {known}")
+        raise UserError(f"{path}: a figure's name ends in one of .{', .'.join(FORMATS)}")
     return ending
 
 
@@ -57,6 +56,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def make_figure(comparison: Comparison) -> Figure:
+    import matplotlib
     from matplotlib.figure import Figure
 
     methods = comparison.methods
@@ -64,18 +64,20 @@ def make_figure(comparison: Comparison) -> Figure:
     columns = 5 if max(map(len, labels)) <= 24 else 3
     height = max(3.4, 1.4 + 0.25 * len(methods)) + 0.2 * -(-len(methods) // columns)
     figure = Figure(figsize=(10, height), layout="constrained")
-    spectra, largest, traces = figure.subplots(1, 3, width_ratios=(2.1, 1, 1))
+    bare: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
+    with matplotlib.rc_context(bare):
+        spectra, largest, traces = figure.subplots(1, 3, width_ratios=(2.1, 1, 1))
     _draw_spectra(spectra, methods)
-    _draw_bars(largest, methods, [m.spread("lambda_max") for m in methods], "largest eigenvalue")
-    _draw_bars(traces, methods, [m.spread("trace") for m in methods], "trace")
+    _draw_bars(largest, methods, "lambda_max", "largest eigenvalue")
+    _draw_bars(traces, methods, "trace", "trace")
     traces.set_yticklabels([])
     # Outside, where it cannot hide a line.
     figure.legend(
         loc="outside lower center", ncols=columns, frameon=False, fontsize=8, handlelength=3.5
     )
-    written = (f"Hessian of the {comparison.about}", f"error bars: {comparison.errors}")
-    about = "\n".join(line for text in written for line in textwrap.wrap(text, 150))
-    figure.suptitle(about.replace("$", r"\$"), fontsize=8, color="#444")
+    about = textwrap.fill(f"Hessian of the {comparison.about}", 150)
+    errors = textwrap.fill(f"error bars: {comparison.errors}", 150)
+    figure.suptitle(f"{about}\n{errors}".replace("$", r"\$"), fontsize=8, color="#444")
     return figure
 
 
@@ -116,25 +118,20 @@ def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
     # One tick is enough: to have two, the locator would put fractions beside the 1.
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(visible=True, color="#ddd", linewidth=0.6)
-    _bare(axes)
 
 
-def _draw_bars(
-    axes: Axes, methods: Sequence[MethodCurvature], values: Sequence[Spread], title: str
-) -> None:
-    places = range(len(methods))
-    for i, value in enumerate(values):
-        colour = COLOURS[i % len(COLOURS)]
+def _draw_bars(axes: Axes, methods: Sequence[MethodCurvature], key: str, title: str) -> None:
+    for i, method in enumerate(methods):
+        value, colour = method.spread(key), COLOURS[i % len(COLOURS)]
         axes.barh(i, value.mean, height=0.62, color=colour, alpha=0.35, edgecolor=colour)
         if value.err is not None:
             axes.errorbar(value.mean, i, xerr=value.err, color=colour, capsize=3, linewidth=1.5)
-    axes.set_yticks(places, [_clip(method.row.name) for method in methods])
+    axes.set_yticks(range(len(methods)), [_clip(method.row.name) for method in methods])
     axes.set_ylim(len(methods) - 0.4, -0.6)  # the first on top
     axes.set_xlabel(title)
     axes.locator_params(axis="x", nbins=4)
     axes.grid(visible=True, axis="x", color="#ddd", linewidth=0.6)
     axes.tick_params(axis="y", length=0)
-    _bare(axes)
 
 
 def _label(method: MethodCurvature) -> str:
@@ -145,9 +142,3 @@ def _label(method: MethodCurvature) -> str:
 def _clip(name: str) -> str:
     short = name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"
     return short.replace("$", r"\$")  # no mathematics in a name
-
-
-def _bare(axes: Axes) -> None:
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)

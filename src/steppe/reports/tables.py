@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
-
-import numpy as np
 
 from steppe.domains import DatasetSpec, dataset_names, dataset_spec
 from steppe.errors import UserError, unknown
@@ -59,7 +57,7 @@ class Table:
 
 
 class Place(NamedTuple):
-    """What is chosen once: a method's number for a target and a trial."""
+    """What is chosen once: a number of a method."""
 
     dataset: str
     row: Row
@@ -73,10 +71,13 @@ class Selected:
 
     runs: tuple[Run, ...]
     selection: str
-    datasets: tuple[str, ...]
-    columns: Mapping[str, tuple[str, ...]]
-    """By dataset: the target sets, as domain names joined by ``+``."""
+    columns: Mapping[str, Mapping[str, frozenset[str]]]
+    """By dataset, in order: the target sets by name, domains joined by ``+``."""
     chosen: Mapping[Place, Chosen]
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        return tuple(self.columns)
 
     @cached_property
     def by_method(self) -> Mapping[tuple[str, Row], tuple[Run, ...]]:
@@ -91,12 +92,12 @@ class Selected:
         return sorted(found, key=lambda row: row.order)
 
     @cached_property
-    def values(self) -> Mapping[tuple[str, Row], Mapping[str, Mapping[int, float]]]:
-        """By dataset and method: accuracies from 0 to 1 by column and trial, in order."""
-        found: dict[tuple[str, Row], dict[str, dict[int, float]]] = defaultdict(dict)
+    def values(self) -> Mapping[tuple[str, Row], Mapping[int, Mapping[str, float]]]:
+        """By dataset and method: accuracies from 0 to 1 by trial, in order, and column."""
+        found: dict[tuple[str, Row], dict[int, dict[str, float]]] = defaultdict(dict)
         for place in sorted(self.chosen, key=lambda place: place.trial):
-            columns = found[place.dataset, place.row]
-            columns.setdefault(place.column, {})[place.trial] = self.chosen[place].accuracy
+            trials = found[place.dataset, place.row]
+            trials.setdefault(place.trial, {})[place.column] = self.chosen[place].accuracy
         return found
 
 
@@ -108,8 +109,7 @@ def select_runs(runs: Runs, selection: str) -> Selected:
     """Apply a selection to every method, target set and trial.
 
     The target sets of a dataset are those of the smallest size that any of its runs holds out. Runs
-    that hold out more are for leave-one-out validation, and never get a column of their own while
-    there are others.
+    that hold out more are for leave-one-out validation only.
     """
     if isinstance(runs, Selected):
         return runs
@@ -119,27 +119,26 @@ def select_runs(runs: Runs, selection: str) -> Selected:
     by_dataset: dict[str, list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: str(run.path)):
         by_dataset[run.dataset].append(run)
-    known = list(dataset_names())
-    order = {name: number for number, name in enumerate(known)}
-    datasets = tuple(sorted(by_dataset, key=lambda name: (order.get(name, len(order)), name)))
+    datasets = _ordered(by_dataset, dataset_names())
+    columns = {dataset: target_sets(by_dataset[dataset]) for dataset in datasets}
     chosen: dict[Place, Chosen] = {}
-    columns: dict[str, tuple[str, ...]] = {}
     for dataset in datasets:
-        sets = target_sets(by_dataset[dataset])
-        columns[dataset] = tuple(sets)
         groups: dict[tuple[Row, int], list[Run]] = defaultdict(list)
         for run in by_dataset[dataset]:
             groups[run.row, run.trial].append(run)
         for (row, trial), group in groups.items():
             held_out = {run.target_set for run in group}
-            for column, targets in sets.items():
-                if targets not in held_out:
-                    continue
-                found = rule(group, targets)
-                if found is not None:
+            for column, targets in columns[dataset].items():
+                if targets in held_out and (found := rule(group, targets)) is not None:
                     chosen[Place(dataset, row, column, trial)] = found
     ordered = tuple(run for dataset in datasets for run in by_dataset[dataset])
-    return Selected(ordered, selection, datasets, columns, chosen)
+    return Selected(ordered, selection, columns, chosen)
+
+
+def _ordered(names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """Names in the order of those that steppe knows, the others behind them."""
+    place = {name: number for number, name in enumerate(known)}
+    return tuple(sorted(names, key=lambda name: (place.get(name, len(place)), name)))
 
 
 def _spec(dataset: str) -> DatasetSpec | None:
@@ -181,15 +180,15 @@ def dataset_tables(runs: Runs, selection: str = "train-val") -> list[Table]:
     """One table per dataset: targets as columns, methods as rows."""
     selected = select_runs(runs, selection)
     tables = []
-    for dataset in selected.datasets:
-        columns, spec = selected.columns[dataset], _spec(dataset)
+    for dataset, sets in selected.columns.items():
         rows = []
         for row in selected.rows(dataset):
-            values = selected.values.get((dataset, row), {})
-            cells = {c: cell_of(values[c].values()) if c in values else None for c in columns}
+            trials = selected.values.get((dataset, row), {}).values()
+            cells = {c: cell_of(found[c] for found in trials if c in found) for c in sets}
             rows.append(TableRow(row, cells, selected.by_method[dataset, row]))
-        labels = tuple(_label(spec, column) for column in columns)
-        tables.append(Table(dataset, selected.selection, columns, labels, tuple(rows)))
+        spec = _spec(dataset)
+        labels = tuple(_label(spec, column) for column in sets)
+        tables.append(Table(dataset, selected.selection, tuple(sets), labels, tuple(rows)))
     return tables
 
 
@@ -200,23 +199,28 @@ def across_datasets(runs: Runs, selection: str = "train-val") -> Table:
     cell is marked as partial.
     """
     selected = select_runs(runs, selection)
+    datasets = selected.datasets
     rows = []
     for row in selected.rows():
-        cells = {dataset: _dataset_cell(selected, dataset, row) for dataset in selected.datasets}
-        own = (run for d in selected.datasets for run in selected.by_method.get((d, row), ()))
+        cells = {dataset: _dataset_cell(selected, dataset, row) for dataset in datasets}
+        own = (run for d in datasets for run in selected.by_method.get((d, row), ()))
         rows.append(TableRow(row, cells, tuple(own)))
-    return Table(ALL, selected.selection, selected.datasets, selected.datasets, tuple(rows))
+    return Table(ALL, selected.selection, datasets, datasets, tuple(rows))
+
+
+def _by_trial(selected: Selected, dataset: str, row: Row) -> dict[int, list[float]]:
+    """A method's accuracies on the targets of a dataset that a trial has."""
+    return {
+        trial: values
+        for trial, found in selected.values.get((dataset, row), {}).items()
+        if (values := [found[c] for c in selected.columns[dataset] if c in found])
+    }
 
 
 def _dataset_cell(selected: Selected, dataset: str, row: Row) -> Cell | None:
-    by_trial: dict[int, list[float]] = defaultdict(list)
-    columns = selected.columns[dataset]
-    values = selected.values.get((dataset, row), {})
-    for column in columns:
-        for trial, value in values.get(column, {}).items():
-            by_trial[trial].append(value)
-    partial = any(len(values) < len(columns) for values in by_trial.values())
-    return cell_of([float(np.mean(by_trial[trial])) for trial in sorted(by_trial)], partial)
+    trials = _by_trial(selected, dataset, row).values()
+    partial = any(len(values) < len(selected.columns[dataset]) for values in trials)
+    return cell_of(map(mean, trials), partial)
 
 
 @dataclass(frozen=True)
@@ -237,39 +241,36 @@ def optimizer_by_algorithm(
     """The paper's Table 2: how every optimizer does under every algorithm and averaging.
 
     Args:
-        runs: the runs, in any order.
+        runs: in any order.
         selection: one of `SELECTIONS`.
-        dataset: one, whose cells are means over targets; or None, for the mean over all datasets
-            of a trial, of the trials that have them all.
+        dataset: one, whose cells are means over targets. Without it, means over all datasets, of
+            the trials that have them all.
     """
     selected = select_runs(runs, selection)
     if dataset is not None and dataset not in selected.datasets:
         raise UserError(unknown("dataset", dataset, selected.datasets))
     rows = selected.rows(dataset)
-    if dataset is not None:
-        cells = {row: _dataset_cell(selected, dataset, row) for row in rows}
-    else:
-        cells = {row: cell_of(_over_datasets(selected, row)) for row in rows}
+    cells = {
+        row: cell_of(_over_datasets(selected, row))
+        if dataset is None
+        else _dataset_cell(selected, dataset, row)
+        for row in rows
+    }
     methods = dict.fromkeys((row.algorithm, row.averaging) for row in rows)
-    found = {row.optimizer for row in rows}
-    optimizers = [name for name in optimizer_names() if name in found]
-    optimizers += sorted(found.difference(optimizers))
+    optimizers = _ordered({row.optimizer for row in rows}, optimizer_names())
     name = ALL if dataset is None else dataset
-    return Matrix(name, selected.selection, tuple(methods), tuple(optimizers), cells)
+    return Matrix(name, selected.selection, tuple(methods), optimizers, cells)
 
 
 def _over_datasets(selected: Selected, row: Row) -> list[float]:
     """A method's mean over all targets of all datasets, of every trial that has them all."""
-    by_trial: dict[int, list[float]] = defaultdict(list)
-    for dataset in selected.datasets:
-        columns = selected.columns[dataset]
-        values = selected.values.get((dataset, row), {})
-        full = [set(values.get(column, ())) for column in columns]
-        for trial in sorted(set.intersection(*full)):
-            mean = float(np.mean([values[column][trial] for column in columns]))
-            by_trial[trial].append(mean)
-    complete = [trial for trial in by_trial if len(by_trial[trial]) == len(selected.datasets)]
-    return [float(np.mean(by_trial[trial])) for trial in sorted(complete)]
+    complete = [
+        {trial: mean(values) for trial, values in trials.items() if len(values) == len(columns)}
+        for dataset, columns in selected.columns.items()
+        for trials in (_by_trial(selected, dataset, row),)
+    ]
+    shared = set.intersection(*map(set, complete))
+    return [mean([of_trial[trial] for of_trial in complete]) for trial in sorted(shared)]
 
 
 @dataclass(frozen=True)
@@ -280,8 +281,8 @@ class StepCost:
     row: Row
     runs: tuple[Run, ...]
     seconds_per_step: float
-    """The median over all evaluations of all runs. The first of each run is left out where there
-    are others, because its few steps pay for the set-up."""
+    """The median over all evaluations but the first of each run, whose few steps pay for the
+    set-up."""
     relative: float
     """To SGD under the same algorithm and averaging; to the cheapest method where SGD is missing"""
     accuracy: Cell | None
@@ -304,26 +305,17 @@ def cost_table(runs: Runs, selection: str = "train-val") -> list[StepCost]:
     selected = select_runs(runs, selection)
     costs = []
     for dataset in selected.datasets:
-        times: dict[Row, float] = {}
-        for row in selected.rows(dataset):
-            found = [
-                record.seconds_per_step
-                for run in selected.by_method[dataset, row]
-                for record in run.records[1:] or run.records
-                if record.seconds_per_step is not None
-            ]
-            if found:
-                times[row] = statistics.median(found)
-        for row, seconds in times.items():
-            base = times.get(row._replace(optimizer="sgd"), min(times.values()))
-            costs.append(
-                StepCost(
-                    dataset,
-                    row,
-                    selected.by_method[dataset, row],
-                    seconds,
-                    seconds / base if base > 0 else 1.0,
-                    _dataset_cell(selected, dataset, row),
-                )
-            )
+        times = {row: _seconds(selected.by_method[dataset, row]) for row in selected.rows(dataset)}
+        known = {row: seconds for row, seconds in times.items() if seconds is not None}
+        for row, seconds in known.items():
+            base = known.get(row._replace(optimizer="sgd"), min(known.values()))
+            relative = seconds / base if base > 0 else 1.0
+            own, accuracy = selected.by_method[dataset, row], _dataset_cell(selected, dataset, row)
+            costs.append(StepCost(dataset, row, own, seconds, relative, accuracy))
     return costs
+
+
+def _seconds(runs: Sequence[Run]) -> float | None:
+    records = (record for run in runs for record in run.records[1:] or run.records)
+    found = [r.seconds_per_step for r in records if r.seconds_per_step is not None]
+    return statistics.median(found) if found else None

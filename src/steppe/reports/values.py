@@ -49,6 +49,11 @@ def plain(value: Any) -> Any:
     return value
 
 
+def dumps(value: Any) -> str:
+    """The text of a JSON file."""
+    return json.dumps(plain(value), indent=2, allow_nan=False) + "\n"
+
+
 def finite(value: Any) -> bool:
     """Whether a value from JSON is a number, and neither NaN nor too large to compute with."""
     return type(value) in (float, int) and abs(value) < 1e300

@@ -20,7 +20,7 @@ _SCRIPTS = ("base.js", "tables.js", "charts.js", "figures.js", "sections.js")
 
 
 def render_page(data: Mapping[str, Any]) -> str:
-    """Draws a report as one self-contained page.
+    """Draws a report as one self-contained page, in ASCII.
 
     The script, the styles and the data are part of the page. Its content security policy names the
     script and the styles by their digests and forbids everything else, requests included.
@@ -29,22 +29,23 @@ def render_page(data: Mapping[str, Any]) -> str:
         data: what `Report.page_data` returns. Lists may be empty and values `None`; numbers that
             are not finite count as missing.
 
-    Returns:
-        The page, in ASCII.
-
     Examples:
         >>> page = render_page({"title": "</script> & co", "tables": []})
         >>> "<title>&lt;/script&gt; &amp; co</title>" in page
         True
     """
     script, style = "\n".join(map(_text, _SCRIPTS)), _text("page.css")
+    # JSON that cannot end the script element it stands in, nor begin a comment there.
+    embedded = json.dumps(plain(data), allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        embedded = embedded.replace(character, f"\\u{ord(character):04x}")
     page = Template(_text("page.html")).substitute(
         title=html.escape(str(data.get("title") or "steppe report")),
         script=script,
         script_digest=_digest(script),
         style=style,
         style_digest=_digest(style),
-        data=_embedded(data),
+        data=embedded,
     )
     # Character references also carry the lone surrogates of file names that are not UTF-8. Script
     # and style know no references: they are ASCII, and the data is JSON in ASCII.
@@ -57,9 +58,3 @@ def _text(name: str) -> str:
 
 def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode("ascii")).digest()).decode("ascii")
-
-
-def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON that cannot end the script element it stands in, nor begin a comment there."""
-    text = json.dumps(plain(data), allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

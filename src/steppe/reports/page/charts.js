@@ -202,6 +202,8 @@ function hoverLines(svg, { box, x, y }, series, heading, write) {
 
 const CROWD = 8;
 
+// Buttons that show and hide series. `update` takes [name, value] pairs: of a crowd, those with the
+// highest values are shown first.
 function legend(changed) {
   const element = h("div", { class: "legend", role: "group", "aria-label": "series" });
   const hidden = new Set();
@@ -212,10 +214,18 @@ function legend(changed) {
       group.classList.toggle("dim", dimmed);
     }
   };
-  function update(names, score) {
-    if (JSON.stringify(names) === known) return; // the reader's choice stays
+  function update(entries) {
+    const names = distinct(entries.map(([name]) => name));
+    if (JSON.stringify(names) === known) { // the reader's choice stays
+      changed();
+      return;
+    }
     known = JSON.stringify(names);
-    const ranked = [...names].sort((a, b) => score(b) - score(a));
+    const top = new Map(names.map((name) => [name, -1e9]));
+    for (const [name, value] of entries) {
+      if (finite(value)) top.set(name, Math.max(value, top.get(name)));
+    }
+    const ranked = [...names].sort((a, b) => top.get(b) - top.get(a));
     const buttons = new Map(names.map((name) => [name, h("button", {
       type: "button", title: name,
       click: () => only(names.filter((n) => (n === name) === hidden.has(n))),
@@ -268,15 +278,6 @@ const whiskers = (bars) => s("path", {
   d: bars.map(([x, low, high]) =>
     `M${x} ${low}V${high}M${x - 3} ${low}h6M${x - 3} ${high}h6`).join(""),
 });
-
-// A function from a name to its highest value.
-function ranking(entries) {
-  const top = new Map();
-  for (const [name, value] of entries) {
-    if (finite(value)) top.set(name, Math.max(value, top.get(name) ?? -1e9));
-  }
-  return (name) => top.get(name) ?? -1e9;
-}
 
 function lines({ svg, x, y }, series, every) {
   for (const { name, points } of series) {

@@ -3,6 +3,8 @@
 const ACCURACY = "accuracy on the target, %", VALIDATION = "accuracy on validation, %";
 const spread = (one) => (finite(one.err) ? one.err : 0);
 const reach = (one, mean) => [mean - spread(one), mean + spread(one)];
+// All x (0) or y (1) of some lines.
+const along = (series, at) => series.flatMap(({ points }) => points.map((point) => point[at]));
 // Options for the distinct values of a key: { label, items }.
 const grouped = (items, key) => distinct(items.map((item) => text(item[key]))).map((label) =>
   ({ label, items: items.filter((item) => text(item[key]) === label) }));
@@ -46,7 +48,7 @@ function cost() {
     return plot.svg;
   });
   const host = h("div"), columns = [
-    { title: "method", get: (row) => text(row.name), show: (row) => nameCell(text(row.name)) },
+    ...declared("costs", all).filter(({ key }) => key === "name"),
     {
       title: "accuracy", get: (row) => row.accuracy, print: fixed, best: "high",
       show: (row) => measured(row.accuracy, row.err), partial: (row) => row.partial === true,
@@ -88,13 +90,13 @@ function curves() {
     const { key, label, write } = kind.value;
     const shown = list(place.value.series).filter((one) => names.shown(text(one.name)))
       .map((one) => ({ name: text(one.name), points: pointsOf(one.steps, one[key]) }));
-    const last = extent(shown.flatMap(({ points }) => points.map((point) => point[0])))[1];
+    const last = extent(along(shown, 0))[1];
     const series = shown.map(({ name, points }) =>
       ({ name, points: points.filter((point) => point[0] >= part.value.from * last) }));
-    const ys = series.flatMap(({ points }) => points.map((point) => point[1]));
+    const ys = along(series, 1);
     const plot = frame(width, {
       label: `learning curves, ${label}`,
-      x: { title: "step", values: series.flatMap(({ points }) => points.map((point) => point[0])) },
+      x: { title: "step", values: along(series, 0) },
       y: { title: label, values: ys, log: key === "loss" && wide(ys) },
     });
     const longest = series.reduce((n, { points }) => Math.max(n, points.length), 1);
@@ -103,12 +105,8 @@ function curves() {
     return plot.svg;
   });
   const names = legend(drawn.redraw);
-  const refresh = () => {
-    const series = list(place.value.series);
-    names.update(distinct(series.map((one) => text(one.name))),
-      ranking(series.flatMap((one) => list(one.val).map((value) => [text(one.name), value]))));
-    drawn.redraw();
-  };
+  const refresh = () => names.update(list(place.value.series).flatMap((one) =>
+    [null, ...list(one.val)].map((value) => [text(one.name), value])));
   const place = choice("target", refresh).set(all.map((entry) =>
     ({ label: `${text(entry.dataset)} / ${text(entry.target)}`, series: entry.series })));
   const kind = choice("show", drawn.redraw).set(kinds);
@@ -121,13 +119,13 @@ function curves() {
 }
 
 function bars() {
-  const all = list(data.bars).filter((entry) => list(entry.groups).length);
+  const all = list(data.tables).filter((result) => list(result.rows).length);
   if (!all.length) return [nothing("No results per domain yet.")];
-  const valuesOf = (entry) => list(entry.groups).flatMap((one) => list(one.values).map((value) =>
-    ({ ...value, name: text(value.name), target: text(one.target) })));
+  const valuesOf = ({ columns, rows }) => list(columns).flatMap((target) => list(rows).map((row) =>
+    ({ ...(row.cells ?? {})[target], name: rowName(row), target: text(target) })));
 
   const drawn = chart((width) => {
-    const { zero } = axis.value, categories = list(dataset.value.groups).map((g) => text(g.target));
+    const { zero } = axis.value, categories = list(dataset.value.columns).map(text);
     const values = valuesOf(dataset.value).filter((v) => finite(v.mean) && names.shown(v.name));
     const plot = frame(width, {
       label: "accuracy per target domain",
@@ -156,13 +154,10 @@ function bars() {
     return plot.svg;
   });
   const names = legend(drawn.redraw);
-  const refresh = () => {
-    const values = valuesOf(dataset.value).map((value) => [value.name, value.mean]);
-    names.update(distinct(values.map(([name]) => name)), ranking(values));
-    drawn.redraw();
-  };
+  const refresh = () =>
+    names.update(valuesOf(dataset.value).map((value) => [value.name, value.mean]));
   const dataset = choice("dataset", refresh).set(
-    all.map((entry) => ({ label: text(entry.dataset), groups: entry.groups })));
+    all.map((result) => ({ ...result, label: text(result.dataset) })));
   const axis = choice("axis", drawn.redraw).set(
     [{ label: "bars from zero", zero: true }, { label: "points, enlarged", zero: false }]);
   refresh();
@@ -221,9 +216,7 @@ function sensitivity() {
     });
     const varied = options.filter(({ varies }) => varies);
     parameter.set(varied.length ? varied : options);
-    names.update(distinct(points.map(({ name }) => name)),
-      ranking(points.map(({ name, validation }) => [name, validation])));
-    drawn.redraw();
+    names.update(points.map(({ name, validation }) => [name, validation]));
   };
   const dataset = choice("dataset", refresh).set(grouped(all, "dataset"));
   const parameter = choice("against", drawn.redraw), target = choice("target", drawn.redraw);
@@ -245,13 +238,10 @@ function flatness() {
       const values = list(row.spectrum).filter(finite).sort((a, b) => b - a);
       return { name: text(row.name), points: pointsOf(values.map((_, i) => i + 1), values) };
     });
-    const ys = series.flatMap(({ points }) => points.map((point) => point[1]));
+    const ys = along(series, 1);
     const plot = frame(width, {
       label: "spectrum of the Hessian",
-      x: {
-        title: "rank", whole: true,
-        values: series.flatMap(({ points }) => points.map((point) => point[0])),
-      },
+      x: { title: "rank", whole: true, values: along(series, 0) },
       y: { title: "eigenvalue", values: ys, log: wide(ys) },
     });
     lines(plot, series, 1);
@@ -262,9 +252,7 @@ function flatness() {
   const refresh = () => {
     const { items } = on.value;
     host.replaceChildren(...flatnessTable(items));
-    names.update(distinct(items.map((row) => text(row.name))),
-      ranking(items.map((row) => [text(row.name), -row.lambda_max])));
-    drawn.redraw();
+    names.update(items.map((row) => [text(row.name), -row.lambda_max]));
   };
   // What runs were trained on comes first.
   const first = ({ label }) => (label === "train" ? 0 : 1);
@@ -286,34 +274,22 @@ function flatness() {
 function flatnessTable(rows) {
   const alike = (of) => distinct(rows.map((row) => JSON.stringify(of(row) ?? null))).length === 1;
   // On other images, domains or weights, and within other radii, numbers are no contest.
-  const comparable = alike((row) => row.conditions), best = comparable ? "low" : null;
-  const near = comparable && alike((row) => [row.rho, row.alpha]) ? "low" : null;
-  const number = (title, key, winner = null) => ({
-    title, get: (row) => row[key], print: (value) => short(value), best: winner,
-    shown: rows.some((row) => finite(row[key])),
-  });
-  const withStderr = (row) => (finite(row.trace) && finite(row.trace_err)
-    ? [short(row.trace), h("span", { class: "err" }, ` ${PLUS_MINUS} ${short(row.trace_err, 2)}`)]
-    : [short(row.trace)]);
-  const columns = [
-    { title: "method", get: (row) => text(row.name), show: (row) => nameCell(text(row.name)) },
-    number("largest eigenvalue", "lambda_max", best),
-    { ...number("trace", "trace", best), show: withStderr },
-    number("R0", "zeroth", near), number("R1", "first", near), number("R_FAD", "fad", near),
-    number("\u03c1", "rho"), number("\u03b1", "alpha"), number("loss", "loss"),
-    { ...number("images", "images"), print: (value) => fixed(value, 0) },
-    {
-      title: "measured on", get: (row) => row.on, kind: "text",
-      shown: rows.some((row) => row.on !== "train"),
-    },
-    {
-      title: "dataset", get: (row) => row.dataset, kind: "text", shown: !alike((row) => row.dataset),
-    },
-    { title: "run", get: (row) => row.run, kind: "text" },
-  ].filter(({ shown = true }) => shown);
+  const comparable = alike((row) => row.conditions);
+  const near = comparable && alike((row) => [row.rho, row.alpha]);
+  const contest = (key) => (["zeroth", "first", "fad"].includes(key) ? near : comparable);
+  const needed = {
+    measured: rows.some((row) => row.on !== "train"), dataset: !alike((row) => row.dataset),
+  };
+  const columns = declared("flatness", rows).filter(({ key }) => needed[key] ?? true)
+    .map((column) => ({ ...column, best: contest(column.key) ? column.best : null }));
+  const trace = columns.find(({ key }) => key === "trace");
+  if (trace) {
+    trace.show = (row) => [short(row.trace), finite(row.trace) && finite(row.trace_err)
+      ? h("span", { class: "err" }, ` ${PLUS_MINUS} ${short(row.trace_err, 2)}`) : ""];
+  }
   return [
-    comparable ? null : nothing("Measured in different ways (images, domains, precision): " +
-      "compare with care."),
+    ...(comparable ? [] : [nothing("Measured in different ways (images, domains, precision): " +
+      "compare with care.")]),
     table({ label: "flatness", columns, rows }),
-  ].filter((node) => node !== null);
+  ];
 }

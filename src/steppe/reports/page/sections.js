@@ -104,7 +104,7 @@ const SECTIONS = [ // of the page, heading, of the data
   ["comparisons", "Comparisons", comparisons, data.comparisons],
   ["cost", "Accuracy against cost", cost, data.cost],
   ["curves", "Learning curves", curves, data.curves],
-  ["domains", "Per domain", bars, data.bars],
+  ["domains", "Per domain", bars, data.tables],
   ["sensitivity", "Hyper-parameter sensitivity", sensitivity, data.sensitivity],
   ["flatness", "Flatness", flatness, data.flatness],
   ["provenance", "Provenance", provenance, null],

@@ -1,12 +1,12 @@
 // Tables. A column has a title, `get` (the value that it is sorted by), and perhaps `print` (that
 // value as text), `show` (text or nodes instead), `best` ("high" or "low"), `partial` (whether
-// the value is a mean that lacks something), a kind and a hint.
+// the value is a mean that lacks something), a label (the title in words), a kind and a hint.
 
 function table({ label, caption, columns, rows, foot = null }) {
   const body = h("tbody"), lines = rows.map((row) => ({ row, node: h("tr") }));
   const heads = columns.map((column, at) => {
     const button = h("button", { type: "button", click: () => sort(at) },
-      h("span", { class: "long", title: column.title }, column.title));
+      h("span", { class: "long", title: column.label ?? column.title }, column.title));
     return h("th", { scope: "col", class: column.kind ?? null, "aria-sort": "none" }, button);
   });
   columns.forEach((column, at) => {
@@ -67,52 +67,60 @@ function table({ label, caption, columns, rows, foot = null }) {
         h("thead", {}, h("tr", {}, ...heads)), body, foot)));
 }
 
-// One run has no error to speak of.
-const hasError = (err, n) => finite(err) && n !== 0 && n !== 1;
 const withError = (mean, err) =>
   measured(mean, err).map((part) => part.textContent ?? part).join("");
 
 function measured(mean, err, n) {
-  if (!finite(mean) || !hasError(err, n)) return [fixed(mean)];
+  // One run has no error to speak of.
+  if (!finite(mean) || !finite(err) || n === 0 || n === 1) return [fixed(mean)];
   return [fixed(mean), h("span", { class: "err" }, ` ${PLUS_MINUS} ${fixed(err)}`)];
 }
 
 // The columns that Python declares for a table, those that some row has a value for. A list is
 // sorted by its largest number.
 function declared(name, rows) {
-  const written = (value) => (Array.isArray(value)
-    ? distinct(value).map((one) => (finite(one) ? one.toLocaleString("en") : text(one))).join(", ")
-    : text(value));
   const known = (value) => (Array.isArray(value) ? value.length : (value ?? null) !== null);
-  return list((data.columns ?? {})[name]).map(({ key, title, label, digits, scale, better, word }) => {
-    const of = (row) => (finite(row[key]) ? scale * row[key] : row[key]);
+  const one = (value) => (finite(value) && !Number.isInteger(value) ? short(value) : text(value));
+  const several = (values) =>
+    distinct(values).map((value) => (finite(value) ? value.toLocaleString("en") : text(value)));
+  const written = (value) => (Array.isArray(value) ? several(value).join(", ") : one(value));
+  return list((data.columns ?? {})[name]).map((column) => {
+    const { key, digits } = column;
+    const of = (row) => (finite(row[key]) ? column.scale * row[key] : row[key]);
     const print = finite(digits) ? (value) => fixed(value, digits) : written;
+    const shown = (row) => [known(row[key]) ? print(of(row)) : DASH];
     return {
-      key, title, label, digits, of, print, best: better || null, kind: word ? "text" : null,
+      key, digits, of, print, title: column.heading, label: column.meaning || column.heading,
+      best: column.better || null, kind: column.word && key !== "name" ? "text" : null,
       get: (row) => (Array.isArray(row[key]) ? extent(row[key].filter(finite))[1] : of(row)),
-      show: (row) => [known(row[key]) ? print(of(row)) : DASH],
+      show: key === "name" ? (row) => nameCell(text(row.name)) : shown,
     };
   }).filter(({ key }) => rows.some((row) => known(row[key])));
 }
 
+// Columns of means over trials, `row.cells` by name.
+const cellColumns = (names) => list(names).map((name) => {
+  const cell = (row) => (row.cells ?? {})[name] ?? {};
+  return {
+    title: text(name),
+    get: (row) => cell(row).mean,
+    print: fixed,
+    show: (row) => measured(cell(row).mean, cell(row).err, cell(row).n),
+    hint: (row) => plural(cell(row).n ?? 0, "trial"),
+    best: "high",
+    partial: (row) => cell(row).partial === true,
+  };
+});
+
 function resultTable(result, label) {
-  const rows = list(result.rows);
+  const rows = list(result.rows), cells = cellColumns(result.columns);
   if (!rows.length) return nothing("No finished runs yet.");
-  const cell = (row, column) => (row.cells ?? {})[column] ?? {};
   const columns = [
     { title: "method", get: rowName, show: (row) => nameCell(rowName(row)) },
-    ...list(result.columns).map((column) => ({
-      title: text(column),
-      get: (row) => cell(row, column).mean,
-      print: fixed,
-      show: (row) => measured(cell(row, column).mean, cell(row, column).err, cell(row, column).n),
-      hint: (row) => plural(cell(row, column).n ?? 0, "trial"),
-      best: "high",
-      partial: (row) => cell(row, column).partial === true,
-    })),
+    ...cells,
     {
       title: "Avg.", get: (row) => row.avg, print: fixed, best: "high",
-      partial: (row) => list(result.columns).some((column) => cell(row, column).partial === true),
+      partial: (row) => cells.some(({ partial }) => partial(row)),
     },
     ...declared("methods", rows),
   ];
@@ -120,21 +128,13 @@ function resultTable(result, label) {
 }
 
 function matrixTable(matrix, label) {
-  const rows = list(matrix.methods).map((method, at) =>
-    ({ ...method, values: (matrix.cells ?? [])[at] ?? [] }));
-  const columns = list(matrix.optimizers).map((optimizer, at) => {
-    const cell = (row) => row.values[at] ?? {};
-    return {
-      title: text(optimizer),
-      get: (row) => cell(row).mean,
-      print: fixed,
-      show: (row) => measured(cell(row).mean, cell(row).err, cell(row).n),
-      hint: (row) => plural(cell(row).n ?? 0, "trial"),
-      best: "high",
-      partial: (row) => cell(row).partial === true,
-    };
-  });
+  const optimizers = list(matrix.optimizers);
+  const rows = list(matrix.methods).map((method, at) => ({
+    ...method,
+    cells: Object.fromEntries(optimizers.map((name, i) => [name, (matrix.cells ?? [])[at]?.[i]])),
+  }));
   const name = ({ algorithm, averaging }) =>
     text(algorithm) + (averaging && averaging !== "none" ? ` + ${text(averaging)}` : "");
-  return table({ label, columns: [{ title: "algorithm", get: name }, ...columns], rows });
+  const columns = [{ title: "algorithm", get: name }, ...cellColumns(optimizers)];
+  return table({ label, columns, rows });
 }

@@ -1,0 +1,78 @@
+"""What the page draws beside the tables: learning curves, and the runs of a search."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from steppe.reports.runs import Row, Run
+from steppe.reports.selection import best_step, last_step, mean_of, validation_keys
+from steppe.reports.tables import Selected
+from steppe.reports.values import finite
+
+POINTS = 2000
+"""Runs of one method that the page shows in a figure; of more, every second, third, ..."""
+
+
+def curves(selected: Selected) -> list[dict[str, Any]]:
+    """Learning curves of the chosen runs: means over trials, in percent."""
+    chosen: dict[tuple[str, str], dict[Row, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    for place, found in selected.chosen.items():
+        chosen[place.dataset, place.column][place.row].append(found.run)
+    return [
+        {
+            "dataset": dataset,
+            "target": column,
+            "series": [_series(row, rows[row]) for row in sorted(rows, key=lambda r: r.order)],
+        }
+        for dataset, columns in selected.columns.items()
+        for column in columns
+        if (rows := chosen.get((dataset, column)))
+    ]
+
+
+def _series(row: Row, runs: Sequence[Run]) -> dict[str, Any]:
+    sums: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for run in runs:
+        keys = {"val": validation_keys(run), "test": [(target, "test") for target in run.targets]}
+        for record in run.records:
+            loss = record.loss.get("total", record.loss.get("loss"))
+            if loss is not None:
+                sums["loss", record.step].append(loss)
+            for name, parts in keys.items():
+                if (accuracy := mean_of(record, parts)) is not None:
+                    sums[name, record.step].append(100.0 * accuracy)
+    steps = sorted({record.step for run in runs for record in run.records})
+    lines = {
+        name: [sum(v) / len(v) if (v := sums.get((name, step))) else None for step in steps]
+        for name in ("val", "test", "loss")
+    }
+    return {"name": row.name, "steps": steps, **lines, "runs": len(runs)}
+
+
+def sensitivity(selected: Selected) -> list[dict[str, Any]]:
+    """The accuracy of every run that could have been chosen, by its hyper-parameters."""
+    # Leave-one-out has no number for a run by itself; its training domains do.
+    rule = last_step if selected.selection == "oracle" else best_step
+    found = []
+    for dataset, sets in selected.columns.items():
+        columns = {targets: column for column, targets in sets.items()}
+        for row in selected.rows(dataset):
+            runs = [r for r in selected.by_method[dataset, row] if r.target_set in columns]
+            if len({(run.space, run.choice) for run in runs}) < 2:
+                continue
+            points = [
+                {
+                    "choice": run.choice,
+                    "trial": run.trial,
+                    "target": columns[run.target_set],
+                    "accuracy": 100 * chosen.accuracy,
+                    "validation": None if chosen.validation is None else 100 * chosen.validation,
+                    "hparams": {k: v for k, v in run.hparams.items() if finite(v)},
+                }
+                for run in runs[:: -(-len(runs) // POINTS)]
+                if (chosen := rule(run)) is not None
+            ]
+            found.append({"dataset": dataset, "name": row.name, "points": points})
+    return found
