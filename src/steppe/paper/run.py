@@ -79,8 +79,8 @@ def reproduce(
     """
     sweep, rates = plan(order, out, command)
     if rates is None:
-        short = len(tuning_grids(order))
-        say(f"tuning learning rates: {short:,} short runs in {out}; the others follow one by one")
+        tries = len(tuning_grids(order))
+        say(f"tuning learning rates: {tries:,} short runs in {out}; the others follow one by one")
         with _planning(order, out, command):
             carry_out(sweep)
         sweep, rates = plan(order, out, command)
@@ -175,16 +175,17 @@ def write_results(
 
 def markdown(found: Results, pictures: list[str], command: str = "") -> str:
     """The results as a page of Markdown."""
-    order = found.order
-    where = f" (`{order.experiment.label}` in the paper)" if order.experiment.label else ""
-    about = order.experiment.about[0].upper() + order.experiment.about[1:]
-    parts = [f"# {order.experiment.name}\n", f"{about}{where}.\n"]
-    parts.append(f"Scale `{order.scale.name}`: {_made(found)}.\n")
-    if command:
-        parts.append(f"```bash\n{command}\n```\n")
-    parts += [f"![{order.experiment.about}]({name})\n" for name in pictures]
-    parts += [to_markdown(table) for table in tables(found)]
-    parts += [f"- {problem}" for problem in found.problems]
+    experiment = found.order.experiment
+    where = f" (`{experiment.label}` in the paper)" if experiment.label else ""
+    parts = [
+        f"# {experiment.name}\n",
+        f"{experiment.about[0].upper()}{experiment.about[1:]}{where}.\n",
+        f"Scale `{found.order.scale.name}`: {_made(found)}.\n",
+        *([f"```bash\n{command}\n```\n"] if command else []),
+        *(f"![{experiment.about}]({name})\n" for name in pictures),
+        *(to_markdown(table) for table in tables(found)),
+        *(f"- {problem}" for problem in found.problems),
+    ]
     return "\n".join(parts) + "\n"
 
 

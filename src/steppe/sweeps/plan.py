@@ -176,29 +176,31 @@ def write_plan(
         extend: add to the plan that the folder has; runs that it has already stay as they are.
     """
     old = _plan_so_far(path, extend)
-    grids = [grid] if isinstance(grid, Grid) else list(grid)
-    planned: dict[str, tuple[Grid, RunConfig]] = {}
-    for one in grids:
+    seen: set[str] = set()
+    new: dict[str, RunConfig] = {}
+    axes: dict[str, Any] = {}
+    used = []
+    for one in [grid] if isinstance(grid, Grid) else grid:
+        before = len(new)
         for name, config in jobs(one):
-            if name in planned:
+            if name in seen:
                 raise UserError(f"two runs would both be called {name}: plan them in two sweeps")
-            planned[name] = one, config
-    new = {name: run for name, run in planned.items() if name not in old.axes}
-    for name, (_, config) in planned.items():
-        if name in old.axes:
-            _check_same(path, name, config)
+            seen.add(name)
+            if name in old.axes:
+                _check_same(path, name, config)
+            else:
+                new[name], axes[name] = config, {**_axes(config), "tag": one.tag}
+        used += [asdict(one)] if len(new) > before else []
     if old.axes and not new and retries in (None, old.retries):
         return old
-    for name, (_, config) in new.items():
+    for name, config in new.items():
         _write_config(path, name, config)
     os.sync()  # at once: thousands of files, one by one, would take minutes
-    used = [one for one in grids if any(of is one for of, _ in new.values())]
     commands = old.facts["commands"]
-    axes = {name: {**_axes(config), "tag": of.tag} for name, (of, config) in new.items()}
     facts = {
         "version": VERSION,
         "steppe": __version__,
-        "grids": [*old.facts["grids"], *map(asdict, used)],
+        "grids": [*old.facts["grids"], *used],
         "commands": commands if commands[-1:] == [command] else [*commands, command],
         "retries": old.retries if retries is None else retries,
         "runs": {**old.axes, **axes},

@@ -83,7 +83,8 @@ def slots(per_gpu: int, threads: int) -> tuple[int, bool]:
     """How many workers the cluster has room for, and whether they have GPUs."""
     import ray
 
-    nodes: list[dict[str, float]] = [n["Resources"] for n in ray.nodes() if n["Alive"]]
+    known: Any = ray.nodes  # which has no types
+    nodes = [node["Resources"] for node in known() if node["Alive"]]
     gpus = any(node.get("GPU") for node in nodes)
     room = 0
     for node in nodes:

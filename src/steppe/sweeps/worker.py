@@ -51,9 +51,9 @@ class Worker:
 
     Attributes:
         device: what runs compute on, whatever their configs say.
-        stale: seconds without a sign of life after which another worker is taken for dead.
+        stale: seconds of silence after which another worker is taken for dead.
         beat: seconds between two signs of its own life.
-        limit: how many runs to take; none: as many as there are.
+        limit: how many runs to take (default: as many as there are).
     """
 
     sweep: Sweep
@@ -77,14 +77,14 @@ class Worker:
                     if claim is not None:
                         claim.release()
                     raise Interrupted(interrupts.number)
-                if claim is None:
-                    if not left:
-                        break
+                if claim is not None:
+                    taken += 1
+                    finished += self._carry_out(claim)
+                    _free_memory()
+                elif left:
                     time.sleep(min(IDLE_SECONDS, self.stale / 2))
-                    continue
-                taken += 1
-                finished += self._carry_out(claim)
-                _free_memory()
+                else:
+                    break
         return finished
 
     def _next(self) -> tuple[Claim | None, bool]:
