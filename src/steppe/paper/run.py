@@ -20,7 +20,7 @@ from steppe.reports.spectra import save_figure
 from steppe.sweeps import Grid, Job, Sweep, jobs, look, write_plan
 
 from .order import Case, Order, Rate, cases, choose_rates, default_rates, grids, tuning_grids
-from .results import Results, gather, look_at, made, result_folders, to_json
+from .results import Results, gather, look_at, made, result_folders, short, to_json
 from .tables import tables
 
 LOOK_SECONDS = 2.0
