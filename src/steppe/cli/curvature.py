@@ -35,11 +35,14 @@ _Domains = Annotated[
         help="A domain to measure on, may be repeated (default: those the run was trained on).",
     ),
 ]
-_SETTINGS = ("top", "images", "which", "rho", "alpha", "tol", "trace_rtol", "density", "precision")
+_SETTINGS = (
+    *("top", "images", "which", "rho", "alpha", "tol", "trace_rtol", "density"),
+    *("precision", "batch_size"),
+)
 
 
 @app.command("measure")
-@with_options(settings=fields(Settings, *_SETTINGS, "batch_size", "seed"))
+@with_options(settings=[*fields(Settings, *_SETTINGS), *fields(Settings, "seed", min=0)])
 def curvature_measure(
     runs: Runs,
     settings: dict[str, Any],

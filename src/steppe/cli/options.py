@@ -104,7 +104,7 @@ def fields(cls: type, *wanted: str, default: str = "", **facts: Any) -> list[ins
     hints, meanings = get_type_hints(cls), dict(arguments(inspect.getdoc(cls) or ""))
     found = []
     for name in wanted:
-        meaning = meanings[name].replace("`", "")
+        meaning = meanings.get(name, name).replace("`", "")  # python -OO has none
         own = getattr(cls, name, None)
         shown = default or (",".join(own) if isinstance(own, tuple) else _default(own))
         more: dict[str, Any] = {
