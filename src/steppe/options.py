@@ -134,7 +134,7 @@ def read(
         names: those that the annotations use.
         docstring: of the class.
     """
-    meanings = dict(_arguments(docstring))
+    meanings = dict(arguments(docstring))
     for name, annotation, default in parameters:
         for marker in _markers(annotation, names):
             yield name, replace(marker, default=default, meaning=meanings.get(name, ""))
@@ -158,9 +158,9 @@ def evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
     return eval(compile(ast.Expression(node), "<declaration>", "eval"), {}, names)
 
 
-def _arguments(docstring: str) -> Iterator[tuple[str, str]]:
+def arguments(docstring: str) -> Iterator[tuple[str, str]]:
     """What the section `Args` of a docstring says, by name."""
-    section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", docstring, re.MULTILINE)
+    section = re.search(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)*)", docstring, re.MULTILINE)
     entries = re.finditer(
         r"^    (\w+): ((?:.*\n?)(?:     .*\n?)*)", section[1] if section else "", re.M
     )

@@ -5,32 +5,23 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from steppe.strangers import printable
 
 if TYPE_CHECKING:
     from steppe.console import Console
 
-JSON = typer.Option("--json", help="Print the result as JSON, for programs.")
-ROOT = typer.Option("--root", metavar="DIR", help="The data folder: $STEPPE_DATA or ./data.")
-PLUGINS = typer.Option(
-    "--plugin", help="A module that registers something of your own, such as a dataset."
-)
-BACKBONE = typer.Option(help="resnet18, resnet50, resnet50-v1, or any name in timm.")
-WEIGHTS = typer.Option(help="imagenet, none, or a safetensors or checkpoint file.")
-OVERRIDES = typer.Option("--set", metavar="KEY=VALUE", help="Any key of every run's config.")
-WHICH = typer.Option(
-    "--which",
-    metavar="last|best|step:N",
-    help="The weights after the last step, those validated best, or those after step N.",
-)
 
+def load_plugins(modules: list[str] | None) -> list[str] | None:
+    from steppe.domains import import_plugins
 
-def names(text: str) -> tuple[str, ...]:
-    """Names that commas separate."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    import_plugins(modules or ())
+    return modules
 
 
 def writable(path: Path | None) -> Path | None:
@@ -41,17 +32,45 @@ def writable(path: Path | None) -> Path | None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
-            raise _refused(errno.EISDIR, path)
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         # A plain file is replaced by a rename, for which its folder counts; others are written to.
         plain = path.is_file() or not path.exists()
         needed = Path(os.path.realpath(path)).parent if plain else path
         if not os.access(needed, os.W_OK):
-            raise _refused(errno.EACCES, path)
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     return path
 
 
-def _refused(code: int, path: Path) -> OSError:
-    return OSError(code, os.strerror(code), str(path))
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
+Root = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="The data folder: $STEPPE_DATA or ./data.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        callback=load_plugins,
+        help="A module that registers something of your own, such as a dataset.",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any key of the config: optimizer.rho=0.1."),
+]
+Which = Annotated[
+    str,
+    typer.Option(
+        metavar="last|best|step:N",
+        help="The weights after the last step, those validated best, or those after step N.",
+    ),
+]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")]
+
+
+def remark(line: object) -> None:
+    """Prints a line beside the results, which may be piped."""
+    print(printable(line), file=sys.stderr)
 
 
 def talk() -> Console:

@@ -1,17 +1,17 @@
 """`steppe curvature`: how flat the minimum of a run is."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from steppe.measure.settings import Precision, Settings
+from steppe.measure.settings import Settings
 from steppe.strangers import printable
 
-from .common import JSON, ROOT, WHICH, talk, writable
+from .common import Device, Json, Root, Runs, Which, remark, talk, writable
+from .options import fields, with_options
 
 
 class _MeasuresUnlessTold(TyperGroup):
@@ -28,51 +28,28 @@ app = typer.Typer(
     help="Measure how flat a run's minimum is: 'steppe curvature RUN' (the options: 'steppe "
     "curvature measure --help'); then compare runs.",
 )
-_DOMAIN = typer.Option(
-    "--domain",
-    metavar="NAME",
-    help="A domain to measure on, may be repeated (default: those the run was trained on).",
+_Domains = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="A domain to measure on, may be repeated (default: those the run was trained on).",
+    ),
+]
+_SETTINGS = (
+    *("top", "images", "which", "rho", "alpha", "tol", "trace_rtol", "density"),
+    *("precision", "batch_size"),
 )
 
 
 @app.command("measure")
+@with_options(settings=[*fields(Settings, *_SETTINGS), *fields(Settings, "seed", min=0)])
 def curvature_measure(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
-    domain: Annotated[list[str] | None, _DOMAIN] = None,
-    top: Annotated[int, typer.Option(min=1, help="Eigenvalues, the largest first.")] = Settings.top,
-    images: Annotated[
-        int, typer.Option(min=0, help="Drawn evenly from the domains; 0: all of them.")
-    ] = Settings.images,
-    which: Annotated[str, WHICH] = Settings.which,
-    rho: Annotated[
-        float | None,
-        typer.Option(help="The radius of R0, R1 and R_FAD (default: the optimizer's, or 0.05)."),
-    ] = Settings.rho,
-    alpha: Annotated[
-        float | None, typer.Option(help="The share of R0 in R_FAD (default: FAD's, or 0.5).")
-    ] = Settings.alpha,
-    tol: Annotated[
-        float, typer.Option(help="Residual to reach, relative to the largest eigenvalue.")
-    ] = Settings.tol,
-    trace_rtol: Annotated[
-        float, typer.Option(help="Standard error of the trace to reach, relative to it.")
-    ] = Settings.trace_rtol,
-    density: Annotated[
-        bool, typer.Option("--density", help="Also estimate how all eigenvalues are spread.")
-    ] = Settings.density,
-    precision: Annotated[Precision, typer.Option(help="Of the computation.")] = Settings.precision,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Images in a batch, 64 if they are large: fewer need less memory."
-        ),
-    ] = Settings.batch_size,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    root: Annotated[Path | None, ROOT] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Of the images drawn and the random vectors.")
-    ] = Settings.seed,
-    as_json: Annotated[bool, JSON] = False,
+    runs: Runs,
+    settings: dict[str, Any],
+    domain: _Domains = None,
+    device: Device = "auto",
+    root: Root = None,
+    as_json: Json = False,
 ) -> None:
     """Measure a run's loss around its weights: eigenvalues and trace of the Hessian, flatness.
 
@@ -85,32 +62,19 @@ def curvature_measure(
     from steppe.measure.stored import measurement_file
     from steppe.reports.measured import measured_table, remarks
 
-    settings = Settings(
-        domains=domain,
-        top=top,
-        images=images,
-        which=which,
-        rho=rho,
-        alpha=alpha,
-        tol=tol,
-        trace_rtol=trace_rtol,
-        batch_size=batch_size,
-        density=density,
-        seed=seed,
-        precision=precision,
-    )
+    wanted = Settings(domains=domain, **settings)
     console, folder = talk(), str(root) if root else None
     for run in runs:
         if not console.is_terminal:
             say(console, f"curvature of {run}")
         with Meter(f"curvature of {run}", 1.0, console=console, unit="share") as meter:
-            measured = measure_run(run, settings, device=device, root=folder, meter=meter)
+            measured = measure_run(run, wanted, device=device, root=folder, meter=meter)
         if as_json:
             print(json.dumps(measured.to_json()))
             continue
         stdout().print(measured_table(measured))
-        for remark in remarks(measured):
-            print(printable(f"note: {remark}"))
+        for note in remarks(measured):
+            print(printable(f"note: {note}"))
         where = measurement_file(run_folder(run), measured.name)
         print(printable(f"{where}: written after {measured.seconds:.0f} s"))
 
@@ -122,21 +86,18 @@ def curvature_compare(
     ],
     out: Annotated[
         Path,
-        typer.Option(
-            "--out", metavar="FILE", callback=writable, help="The figure: .svg, .png or .pdf."
-        ),
+        typer.Option(metavar="FILE", callback=writable, help="The figure: .svg, .png or .pdf."),
     ] = Path("curvature.svg"),
-    domain: Annotated[list[str] | None, _DOMAIN] = None,
+    domain: _Domains = None,
     target: Annotated[
         list[str] | None,
         typer.Option(
-            "--target",
             metavar="NAME",
             help="Only runs that hold out exactly this target, may be repeated (default: all).",
         ),
     ] = None,
-    which: Annotated[str, WHICH] = "last",
-    as_json: Annotated[bool, JSON] = False,
+    which: Which = "last",
+    as_json: Json = False,
 ) -> None:
     """Draw the spectra of measured runs by method, their largest eigenvalues and traces."""
     from steppe.console import printed
@@ -147,12 +108,12 @@ def curvature_compare(
     loaded = load_runs(paths)
     compared = curvature.compare(loaded.runs, domain, which, target)
     spectra.draw(compared, out)
-    print(printable(f"{out}: drawn"), file=sys.stderr)
+    remark(f"{out}: drawn")
     if as_json:
         print(json.dumps(compared.to_json(), indent=2))
     else:
         print(printed([to_terminal(curvature.comparison_text(compared))]), end="")
     for note in compared.notes:
-        print(printable(f"note: {note}"), file=sys.stderr)
+        remark(f"note: {note}")
     for problem in loaded.problems:
-        print(printable(f"steppe: {problem}"), file=sys.stderr)
+        remark(f"steppe: {problem}")

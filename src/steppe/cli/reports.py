@@ -9,7 +9,7 @@ import typer
 from steppe.durable import replace
 from steppe.strangers import command, printable
 
-from .common import PLUGINS, writable
+from .common import Plugins, remark, writable
 
 import_app = typer.Typer(help="Results of other programs.")
 
@@ -20,7 +20,7 @@ def report(
     ],
     selection: Annotated[
         Literal["train-val", "leave-one-out", "oracle"],
-        typer.Option(help="How a step and hyper-parameters are chosen."),
+        typer.Option(help="How a step and hyperparameters are chosen."),
     ] = "train-val",
     form: Annotated[
         Literal["terminal", "markdown", "latex", "csv", "json", "html"],
@@ -28,38 +28,32 @@ def report(
     ] = "terminal",
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="FILE", callback=writable, help="Write it here instead of printing."
-        ),
+        typer.Option(metavar="FILE", callback=writable, help="Write it here instead of printing."),
     ] = None,
     best: Annotated[
         Path | None,
-        typer.Option(
-            "--best", metavar="FILE", callback=writable, help="Write the chosen configs as JSON."
-        ),
+        typer.Option(metavar="FILE", callback=writable, help="Write the chosen configs as JSON."),
     ] = None,
-    plugin: Annotated[list[str] | None, PLUGINS] = None,
+    plugin: Plugins = None,
 ) -> None:
     """Make tables of many runs: the mean over trials of what the selection chooses."""
     from steppe import reports
-    from steppe.domains import import_plugins
     from steppe.reports.values import dumps
 
-    import_plugins(plugin or ())
     title = printable(", ".join(str(path) for path in paths))
     asked = command("steppe", *sys.argv[1:])
     made = reports.build_report(reports.load_runs(paths), selection, asked, title)
     text = reports.write(made, form)
     if out is not None:
         replace(out, text.encode())
-        print(printable(f"{out}: {len(made.selected.runs):,} runs"), file=sys.stderr)
+        remark(f"{out}: {len(made.selected.runs):,} runs")
     else:
         shown = printable(text) if form == "csv" else text  # the others escape names themselves
         print(shown, end="" if text.endswith("\n") else "\n")
     if best is not None:
         replace(best, dumps(made.best).encode())
     for problem in made.problems:
-        print(printable(f"steppe: {problem}"), file=sys.stderr)
+        remark(f"steppe: {problem}")
 
 
 @import_app.command("domainbed")
@@ -72,6 +66,6 @@ def import_domainbed(
 
     imported = reports.import_domainbed(source, target)
     for problem in imported.problems:
-        print(printable(f"steppe: {problem}"), file=sys.stderr)
+        remark(f"steppe: {problem}")
     show = command("steppe", "report", target)
     print(printable(f"{target}: {imported.n:,} runs; see them with: {show}"))

@@ -1,7 +1,6 @@
 """`steppe reproduce` and `steppe demo`: experiments, from their plan to their tables."""
 
 import json
-import math
 import sys
 import tempfile
 from pathlib import Path
@@ -9,28 +8,44 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from steppe.strangers import command, printable
+from steppe.paper.experiment import Scale
+from steppe.strangers import command
 
-from .common import BACKBONE, JSON, OVERRIDES, PLUGINS, ROOT, WEIGHTS, names, talk
+from .common import Json, Overrides, Plugins, remark, talk
+from .options import fields, keys, names, with_options
+from .sweep import Workers, show_plan
 
 if TYPE_CHECKING:
-    from steppe.paper import Order
+    from steppe.paper import Order, Results
     from steppe.sweeps import Sweep
+
+_SCALES = "the scale's"
 
 
 def demo(
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="DIR", help="Output folder (default: a temporary directory)."
-        ),
+        typer.Option(metavar="DIR", help="Output folder (default: a temporary directory)."),
     ] = None,
 ) -> None:
     """Compare the optimizers on built-in data, each domain held out in turn: minutes on a CPU."""
-    reproduce("demo", out=out or Path(tempfile.mkdtemp(prefix="steppe-demo-")))
+    reproduce(name="demo", out=out or Path(tempfile.mkdtemp(prefix="steppe-demo-")))
 
 
+@with_options(
+    changes=[
+        *fields(Scale, "trials", default=_SCALES, min=1),
+        *fields(Scale, "draws", default=_SCALES, min=0),
+        *fields(Scale, "share", default=_SCALES, min=0, max=1),
+        *fields(Scale, "factors", default=_SCALES),
+    ],
+    options=keys("backbone", "weights", "root"),
+    crew=Workers,
+)
 def reproduce(
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    crew: dict[str, Any],
     name: Annotated[
         str, typer.Argument(metavar="[NAME]", help="An experiment; without one, they are listed.")
     ] = "",
@@ -45,97 +60,68 @@ def reproduce(
         typer.Option(help="Of the experiment's, with commas, or all (default: the scale's)."),
     ] = "",
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="The sweep's folder: reproduce/NAME-SCALE."),
+        Path | None, typer.Option(metavar="DIR", help="The sweep's folder: reproduce/NAME-SCALE.")
     ] = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="Seeds (default: the scale's).")] = (
-        None
-    ),
-    draws: Annotated[
-        int | None,
-        typer.Option(min=0, help="Hyper-parameters drawn; with 0, learning rates are tuned."),
-    ] = None,
-    share: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Of the paper's updates.")
-    ] = None,
-    factors: Annotated[
-        str,
-        typer.Option(
-            help="Learning rates to try, as multiples of the default, with commas "
-            "(default: the scale's)."
-        ),
-    ] = "",
-    backbone: Annotated[str | None, BACKBONE] = None,
-    weights: Annotated[str | None, WEIGHTS] = None,
-    overrides: Annotated[list[str] | None, OVERRIDES] = None,
-    root: Annotated[Path | None, ROOT] = None,
+    overrides: Overrides = None,
     launcher: Annotated[
         Literal["local", "ray"], typer.Option(help="What starts the workers.")
     ] = "local",
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="How many (default: all GPUs or cores).")
-    ] = None,
-    per_gpu: Annotated[int, typer.Option(min=1, help="Workers that share a GPU.")] = 1,
     only_plan: Annotated[
         bool,
         typer.Option(
             "--plan", help="Only plan the runs, to be carried out by 'steppe sweep run DIR'."
         ),
     ] = False,
-    plugin: Annotated[list[str] | None, PLUGINS] = None,
-    as_json: Annotated[bool, JSON] = False,
+    plugin: Plugins = None,
+    as_json: Json = False,
 ) -> None:
     """Run a table or figure of the paper, and show the paper's numbers beside ours.
 
     It is a sweep: interrupted at any moment, the same command goes on with it.
     """
     from steppe import paper
-    from steppe.domains import import_plugins
+    from steppe.console import say
+    from steppe.environment import environment
+    from steppe.sweeps import Crew, launch
+    from steppe.training.processes import find_device
 
-    import_plugins(plugin or ())
     if not name:
         _list()
         return
-    changes = {"trials": trials, "draws": draws, "share": share, "factors": _numbers(factors)}
-    given = {
-        "backbone": backbone,
-        "weights": weights,
-        "root": str(root) if root else None,
-        "plugins": plugin or None,
-    }
     order = paper.make_order(
         name,
         scale,
         datasets=names(datasets),
         optimizers=names(optimizers),
-        changes={key: value for key, value in changes.items() if value is not None},
+        changes=changes,
         overrides=tuple(overrides or ()),
-        options={key: value for key, value in given.items() if value is not None},
+        options={**options, **({"plugins": plugin} if plugin else {})},
     )
     folder = out or Path("reproduce") / f"{name}-{scale}"
     typed = command("steppe", *sys.argv[1:])
     begun = (folder / "sweep.json").exists()  # and perhaps done: its tables need no images
     _look_for_images(order, warn=only_plan or begun or launcher == "ray")
     if only_plan:
-        _plan(order, folder, typed)
+        sweep, rates = paper.plan(order, folder, typed)
+        show_plan(sweep, estimate=False)
+        if rates is None:
+            print(
+                "learning rates are still to be tuned; the same command plans the others after that"
+            )
         return
 
     def carry_out(sweep: "Sweep") -> None:
-        from steppe.sweeps import Crew, launch
-
-        launch.run(sweep.path, launcher, Crew(workers, per_gpu))
-
-    from steppe.console import say
+        launch.run(sweep.path, launcher, Crew(**crew))
 
     console = talk()
     found = paper.reproduce(
         order, folder, carry_out, command=typed, say=lambda line: say(console, line)
     )
-    facts = _facts(order)
+    facts = environment(find_device(str(order.options.get("device", "auto"))))
     files = paper.write_results(found, folder, facts, facts["command"])
     _show(found, as_json)
     if files:
-        print(f"written: {', '.join(map(printable, files))}", file=sys.stderr)
+        remark(f"written: {', '.join(map(str, files))}")
     if found.problems:
         raise typer.Exit(1)
 
@@ -152,43 +138,10 @@ def _look_for_images(order: "Order", warn: bool) -> None:
         except UserError as error:
             if not warn:
                 raise
-            text = f"steppe: not on this machine, workers need it: {error}"
-            print(printable(text), file=sys.stderr)
+            remark(f"steppe: not on this machine, workers need it: {error}")
 
 
-def _numbers(text: str) -> tuple[float, ...] | None:
-    try:
-        found = tuple(float(word) for word in names(text))
-        if len(set(found)) < len(found) or not all(0 < number < math.inf for number in found):
-            raise ValueError
-    except ValueError:
-        problem = f"{text}: give different positive numbers with commas, such as 0.3,1,3"
-        raise typer.BadParameter(problem, param_hint="--factors") from None
-    return found or None
-
-
-def _facts(order: "Order") -> dict[str, Any]:
-    from steppe.environment import environment
-    from steppe.training.processes import find_device
-
-    return environment(find_device(str(order.options.get("device", "auto"))))
-
-
-def _plan(order: "Order", folder: Path, typed: str) -> None:
-    from steppe import paper
-    from steppe.console import stdout
-    from steppe.sweeps import cost
-
-    sweep, rates = paper.plan(order, folder, typed)
-    stdout().print(cost.table(cost.estimate(sweep, measured=False)))
-    n = len(sweep.names)
-    start = command("steppe", "sweep", "run", folder)
-    print(f"{printable(folder)}: {n:,} runs planned; start them with: {start}")
-    if rates is None:
-        print("learning rates are still to be tuned; the same command plans the others after that")
-
-
-def _show(found: Any, as_json: bool) -> None:
+def _show(found: "Results", as_json: bool) -> None:
     from steppe.console import printed
     from steppe.paper.results import to_json
     from steppe.paper.tables import tables
@@ -199,7 +152,7 @@ def _show(found: Any, as_json: bool) -> None:
         return
     print(printed([to_terminal(table) for table in tables(found)]), end="")
     for problem in found.problems:
-        print(printable(f"steppe: {problem}"), file=sys.stderr)
+        remark(f"steppe: {problem}")
 
 
 def _list() -> None:

@@ -11,25 +11,20 @@ from steppe.errors import UserError
 from steppe.strangers import printable
 from steppe.training.config import RunConfig
 
-from .common import JSON, ROOT, WHICH, talk
-from .keys import with_keys
+from .common import Device, Json, Overrides, Root, Runs, Which, talk
+from .options import keys, with_options
 
-_RUN = typer.Argument(metavar="RUN", help="The folder of a run.")
+_UNSET = ("version", "resolved", "data")
 
 
-@with_keys(*(key for key in RunConfig.model_fields if key not in ("version", "resolved", "data")))
+@with_options(given=keys(*(key for key in RunConfig.model_fields if key not in _UNSET)))
 def train(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The run's folder.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder.")],
     given: dict[str, Any],
     config: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A config.json to start from.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Any key of the config: optimizer.rho=0.1."
-        ),
-    ] = None,
+    overrides: Overrides = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on where the run in DIR was interrupted.")
     ] = False,
@@ -60,32 +55,31 @@ def train(
     best = training.select(records)
     if as_json:
         print(json.dumps(best))
-    else:
-        validated = training.validation_accuracy(best) is not None
-        title = "best by validation" if validated else "last (no validation images)"
-        if best.get("averaged") and not records[0].get("averaged"):
-            title = "the average"  # made at the end, of what the other records are of
-        print(printable(f"{title}: {summary(best)}"))
-        say(console, f"{out}: done")
+        return
+    validated = training.validation_accuracy(best) is not None
+    title = "best by validation" if validated else "last (no validation images)"
+    if best.get("averaged") and not records[0].get("averaged"):
+        title = "the average"  # made at the end, of what the other records are of
+    print(printable(f"{title}: {summary(best)}"))
+    say(console, f"{out}: done")
 
 
 def evaluate(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    runs: Runs,
     ensemble: Annotated[
         bool, typer.Option("--ensemble", help="Also sum the logits of all runs: with sma, EoA.")
     ] = False,
     data: Annotated[
         str | None,
         typer.Option(
-            "--data",
             help="A folder DOMAIN/CLASS/IMAGE or CLASS/IMAGE, or a dataset's name (default: the "
             "run's own target domains).",
         ),
     ] = None,
-    which: Annotated[str, WHICH] = "last",
-    root: Annotated[Path | None, ROOT] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    as_json: Annotated[bool, JSON] = False,
+    which: Which = "last",
+    root: Root = None,
+    device: Device = "auto",
+    as_json: Json = False,
 ) -> None:
     """Evaluate a run's model, or an ensemble of several, on every image of some domains."""
     from steppe.console import stdout
@@ -96,27 +90,26 @@ def evaluate(
     if ensemble:
         found = evaluate_ensemble(runs, data, which=which, device=device, root=home)
         names = [str(run) for run in runs]
-        if as_json:
-            print(json.dumps({d: value.to_json(names) for d, value in found.items()}, indent=2))
-        else:
-            members = [member for value in found.values() for member in value.members]
-            title = f"{weights(which, members)}, all images"
-            stdout().print(ensemble_table(found, names, title))
-        return
-    if len(runs) > 1:
+        plain = {domain: value.to_json(names) for domain, value in found.items()}
+        members = [member for value in found.values() for member in value.members]
+        shown = ensemble_table(found, names, f"{weights(which, members)}, all images")
+    elif len(runs) > 1:
         raise UserError(f"{len(runs)} runs were given: add --ensemble, or evaluate one at a time")
-    scores = evaluate_run(runs[0], data, which=which, device=device, root=home)
-    if as_json:
-        print(json.dumps({domain: value.to_json() for domain, value in scores.items()}, indent=2))
     else:
+        scores = evaluate_run(runs[0], data, which=which, device=device, root=home)
+        plain = {domain: value.to_json() for domain, value in scores.items()}
         title = f"{runs[0].name}: {weights(which, scores.values())}, all images"
-        stdout().print(score_table(scores, title))
+        shown = score_table(scores, title)
+    if as_json:
+        print(json.dumps(plain, indent=2))
+    else:
+        stdout().print(shown)
 
 
 def export(
-    run: Annotated[Path, _RUN],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     out: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors file to write.")],
-    which: Annotated[str, WHICH] = "last",
+    which: Which = "last",
 ) -> None:
     """Write a run's network as one safetensors file that timm or torchvision can load."""
     from steppe.training import export_run

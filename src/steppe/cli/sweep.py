@@ -2,74 +2,51 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from steppe.strangers import command, printable
+from steppe.sweeps import Crew, Grid
 from steppe.training.config import RunConfig
 
-from .common import JSON, OVERRIDES, names, talk
-from .keys import with_keys
-from .launchers import RunCommand
+from .common import Device, Json, Overrides, talk
+from .options import RunCommand, fields, keys, names, with_options
+
+if TYPE_CHECKING:
+    from steppe.sweeps import Sweep
 
 app = typer.Typer(help="Sweeps: many runs, on one machine or a cluster.")
-_SWEEP = typer.Argument(metavar="DIR", help="The sweep's folder.")
-_STALE = typer.Option(
-    "--stale", min=1, help="Seconds of silence after which a worker is taken for dead."
+Workers = fields(Crew, "workers", "per_gpu", min=1)
+_Sweep = Annotated[Path, typer.Argument(metavar="DIR", help="The sweep's folder.")]
+_Runs = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN]...", help="Names of runs (default: all that apply)."),
+]
+# What a sweep varies, or a worker decides, is not an option of all its runs.
+_VARIED = (
+    *("dataset", "targets", "sources", "algorithm", "optimizer", "averaging", "trial_seed", "seed"),
+    *("draw", "space", "device", "version", "resolved", "data"),
 )
-_THREADS = typer.Option("--threads", min=1, help="Threads of each worker, on a CPU.")
-_RUNS = typer.Argument(metavar="[RUN]...", help="Names of runs (default: all that apply).")
-
-
-# What a sweep varies, or a worker decides, is no option of all its runs.
-_VARIED = {
-    "dataset",
-    "targets",
-    "sources",
-    "algorithm",
-    "optimizer",
-    "averaging",
-    "trial_seed",
-    "seed",
-}
-_VARIED |= {"draw", "space", "device", "version", "resolved", "data"}
 
 
 @app.command("plan")
-@with_keys(*(key for key in RunConfig.model_fields if key not in _VARIED))
+@with_options(
+    grid=[
+        *fields(Grid, "algorithms", "optimizers", "averaging", "targets", "space"),
+        *fields(Grid, "trials", min=1),
+        *fields(Grid, "draws", min=0),
+    ],
+    options=keys(*(key for key in RunConfig.model_fields if key not in _VARIED)),
+)
 def sweep_plan(
-    path: Annotated[Path, _SWEEP],
-    given: dict[str, Any],
+    path: _Sweep,
+    grid: dict[str, Any],
+    options: dict[str, Any],
     datasets: Annotated[str, typer.Option(help="Names or folders, with commas.")],
-    algorithms: Annotated[str, typer.Option(help="Names, with commas.")] = "ERM",
-    optimizers: Annotated[str, typer.Option(help="Names, with commas.")] = "adam",
-    averaging: Annotated[str, typer.Option(help="Names, with commas.")] = "none",
-    trials: Annotated[int, typer.Option(min=1, help="Seeds of the split.")] = 3,
-    draws: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Hyperparameter samples per method; sample 0 is the defaults. 0 uses the settings "
-            "of 'steppe train'.",
-        ),
-    ] = 20,
-    targets: Annotated[
-        str,
-        typer.Option(
-            help="single: each in turn; pairs: also pairs, for leave-one-domain-out selection; or "
-            "names, with commas."
-        ),
-    ] = "single",
-    space: Annotated[
-        str,
-        typer.Option(
-            help="Where defaults and draws come from: fair (tuned per optimizer), fad (the "
-            "paper's) or domainbed."
-        ),
-    ] = "fair",
-    overrides: Annotated[list[str] | None, OVERRIDES] = None,
+    overrides: Overrides = None,
     retries: Annotated[
         int | None, typer.Option(min=0, help="How often a failed run is tried again (default: 1).")
     ] = None,
@@ -79,83 +56,72 @@ def sweep_plan(
     estimate: Annotated[
         bool, typer.Option(help="Time a pass on this machine, to estimate the cost.")
     ] = True,
-    as_json: Annotated[bool, JSON] = False,
+    as_json: Json = False,
 ) -> None:
     """Plan a sweep: a run for every target, algorithm, optimizer, averaging, trial and draw."""
-    from steppe import sweeps
+    from steppe.sweeps import write_plan
+
+    wanted = Grid(names(datasets), **grid, overrides=tuple(overrides or ()), options=options)
+    typed = command("steppe", *sys.argv[1:])
+    plan = write_plan(wanted, path, retries=retries, command=typed, extend=extend)
+    show_plan(plan, estimate, as_json)
+
+
+def show_plan(plan: "Sweep", estimate: bool, as_json: bool = False) -> None:
     from steppe.console import stdout
     from steppe.sweeps import cost
 
-    grid = sweeps.Grid(
-        datasets=names(datasets),
-        algorithms=names(algorithms),
-        optimizers=names(optimizers),
-        averaging=names(averaging),
-        trials=trials,
-        draws=draws,
-        targets=targets,
-        space=space,
-        overrides=tuple(overrides or ()),
-        options=given,
-    )
-    typed = command("steppe", *sys.argv[1:])
-    plan = sweeps.write_plan(grid, path, retries=retries, command=typed, extend=extend)
     found = cost.estimate(plan, measured=estimate)
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(asdict(found), indent=2))
         return
     stdout().print(cost.table(found))
-    start = command("steppe", "sweep", "run", path)
-    print(f"{printable(path)}: {len(plan.names):,} runs planned; start them with: {start}")
+    start = command("steppe", "sweep", "run", plan.path)
+    print(f"{printable(plan.path)}: {len(plan.names):,} runs planned; start them with: {start}")
 
 
 @app.command("run", cls=RunCommand)
+@with_options(crew=[*Workers, *fields(Crew, "threads", "stale", min=1)])
 def sweep_run(
     context: typer.Context,
-    path: Annotated[Path, _SWEEP],
+    path: _Sweep,
+    crew: dict[str, Any],
     launcher: Annotated[
         str, typer.Option(help="What starts the workers: local, ray, slurm, or a plugin's.")
     ] = "local",
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="How many (default: all GPUs or cores; on Slurm at most 16)."),
-    ] = None,
-    per_gpu: Annotated[int, typer.Option(min=1, help="Workers that share a GPU.")] = 1,
-    threads: Annotated[int, _THREADS] = 1,
-    stale: Annotated[float, _STALE] = 60.0,
     plugin: Annotated[
         list[str] | None, typer.Option("--plugin", help="A module that registers a launcher.")
     ] = None,
 ) -> None:
     """Carry a sweep out: start workers, and wait for its end (Slurm: only submit them)."""
-    from steppe.sweeps import Crew, launch
+    from steppe.sweeps import launch
 
-    crew = Crew(workers, per_gpu, threads, stale)
-    if launch.run(path, launcher, crew, **context.obj) is False:
+    if launch.run(path, launcher, Crew(**crew), **context.obj) is False:
         raise typer.Exit(1)
 
 
 @app.command("work")
+@with_options(crew=fields(Crew, "threads", "stale", min=1))
 def sweep_work(
-    path: Annotated[Path, _SWEEP],
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    threads: Annotated[int, _THREADS] = 1,
-    stale: Annotated[float, _STALE] = 60.0,
+    path: _Sweep,
+    crew: dict[str, Any],
+    device: Device = "auto",
     limit: Annotated[int | None, typer.Option(min=1, help="Runs to take, at most.")] = None,
 ) -> None:
     """Take runs from a sweep, one after the other, until none is left: what launchers start."""
-    from steppe import sweeps
+    from steppe.sweeps import work
 
     talk()
-    sweeps.work(path, device, threads, stale, limit)
+    work(path, device, limit=limit, **crew)
 
 
 @app.command("status")
+@with_options(crew=fields(Crew, "stale", min=1))
 def sweep_status(
-    path: Annotated[Path, _SWEEP],
+    path: _Sweep,
+    crew: dict[str, Any],
     watch: Annotated[bool, typer.Option("--watch", help="Look again, until it is over.")] = False,
-    stale: Annotated[float, _STALE] = 60.0,
-    as_json: Annotated[bool, JSON] = False,
+    as_json: Json = False,
 ) -> None:
     """Show how far a sweep is: counts, speed, the time that is left, what failed."""
     from steppe.console import stdout
@@ -163,17 +129,15 @@ def sweep_status(
 
     plan = read_plan(path)
     if as_json:
-        print(json.dumps(status.look(plan, stale).to_json(), indent=2))
+        print(json.dumps(status.look(plan, **crew).to_json(), indent=2))
     elif watch:
-        status.watch(plan, stdout(), stale)
+        status.watch(plan, stdout(), **crew)
     else:
-        stdout().print(status.show(plan, status.look(plan, stale)))
+        stdout().print(status.show(plan, status.look(plan, **crew)))
 
 
 @app.command("retry")
-def sweep_retry(
-    path: Annotated[Path, _SWEEP], runs: Annotated[list[str] | None, _RUNS] = None
-) -> None:
+def sweep_retry(path: _Sweep, runs: _Runs = None) -> None:
     """Let runs that failed or were cancelled be tried again."""
     from steppe.sweeps import read_plan, retry
 
@@ -183,9 +147,7 @@ def sweep_retry(
 
 
 @app.command("cancel")
-def sweep_cancel(
-    path: Annotated[Path, _SWEEP], runs: Annotated[list[str] | None, _RUNS] = None
-) -> None:
+def sweep_cancel(path: _Sweep, runs: _Runs = None) -> None:
     """Take runs out of a sweep that are planned or at work; 'retry' brings them back."""
     from steppe.sweeps import cancel, read_plan
 
@@ -194,11 +156,7 @@ def sweep_cancel(
 
 
 @app.command("ensemble")
-def sweep_ensemble(
-    path: Annotated[Path, _SWEEP],
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    as_json: Annotated[bool, JSON] = False,
-) -> None:
+def sweep_ensemble(path: _Sweep, device: Device = "auto", as_json: Json = False) -> None:
     """Evaluate, for every method and target, the ensemble of all its trials and draws."""
     from steppe.console import Meter, stderr, stdout
     from steppe.sweeps import ensemble, read_plan

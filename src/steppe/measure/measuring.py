@@ -27,7 +27,7 @@ from steppe.curvature import (
     top_eigenvalues,
     trace,
 )
-from steppe.curvature.progress import Report
+from steppe.curvature.results import Report
 from steppe.domains.batches import Batch, View
 from steppe.errors import RunError, UserError
 from steppe.training import RunConfig, RunDirectory, TrainedModel, load_model

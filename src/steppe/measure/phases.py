@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from steppe.console import Meter
-from steppe.curvature.progress import Report
+from steppe.curvature.results import Report
 
 
 class Phases:

@@ -1,24 +1,21 @@
 """The paper's tables and figures, each an experiment, with the paper's numbers beside ours."""
 
-from .experiment import EXPERIMENTS, SCALES, Arm, Experiment, Scale, register_experiment
-from .numbers import lookup, printed
-from .order import Order, make_order
-from .results import Results
-from .run import plan, reproduce, write_results
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "EXPERIMENTS",
-    "SCALES",
-    "Arm",
-    "Experiment",
-    "Order",
-    "Results",
-    "Scale",
-    "lookup",
-    "make_order",
-    "plan",
-    "printed",
-    "register_experiment",
-    "reproduce",
-    "write_results",
-]
+from steppe.lazy import attach
+
+if TYPE_CHECKING:
+    from .experiment import (
+        EXPERIMENTS as EXPERIMENTS,
+        SCALES as SCALES,
+        Arm as Arm,
+        Experiment as Experiment,
+        Scale as Scale,
+        register_experiment as register_experiment,
+    )
+    from .numbers import lookup as lookup, printed as printed
+    from .order import Order as Order, make_order as make_order
+    from .results import Results as Results
+    from .run import plan as plan, reproduce as reproduce, write_results as write_results
+else:  # not for type checkers, which would take any name for one of the package
+    __getattr__, __dir__, __all__ = attach(__name__)

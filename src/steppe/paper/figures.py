@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from steppe.reports import Row, Run
 from steppe.reports.selection import best_step
 from steppe.reports.spectra import COLOURS, DASHES, MARKERS, line_style
 from steppe.reports.tables import ALL
 
-from .results import AVERAGE, Line, Results, costs, lines
+from .results import AVERAGE, Line, Results, TrainingCost, lines, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +20,22 @@ if TYPE_CHECKING:
 
 _PAPER: dict[str, Any] = {"marker": "_", "color": "black", "linestyle": "none", "markersize": 12}
 """How the paper's numbers look."""
+ACCURACY = "accuracy, per cent"
+
+
+class Point(NamedTuple):
+    """A method's mean over targets, with its error over trials and the paper's mean."""
+
+    line: Line
+    value: float
+    error: float
+    paper: float | None
+    colour: str
+
+    @property
+    def spent(self) -> TrainingCost:
+        assert self.line.spent is not None
+        return self.line.spent
 
 
 def _figure(columns: int, height: float = 3.2) -> tuple[Figure, list[Axes]]:
@@ -48,95 +63,87 @@ def _style(results: Results, optimizer: str) -> dict[str, Any]:
     return line_style(results.order.experiment.optimizers.index(optimizer))
 
 
-def _colour(results: Results, optimizer: str) -> str:
-    return str(_style(results, optimizer)["color"])
-
-
-def _averages(results: Results) -> dict[str, list[Line]]:
+def _averages(results: Results) -> dict[str, list[Point]]:
     """By dataset: every method's mean over targets."""
-    found: dict[str, list[Line]] = defaultdict(list)
+    found: dict[str, list[Point]] = defaultdict(list)
     for line in lines(results):
-        if line.dataset != ALL and line.column == AVERAGE and line.cell is not None:
-            found[line.dataset].append(line)
+        ours, paper = line.cells[AVERAGE]
+        if line.dataset != ALL and ours is not None:
+            colour = str(_style(results, line.method.optimizer)["color"])
+            found[line.dataset].append(
+                Point(line, ours.mean, ours.err, paper and paper.value, colour)
+            )
     return found
 
 
-def _value(line: Line) -> float:
-    assert line.cell is not None
-    return line.cell.mean
+def _by_dataset(results: Results, x: str) -> tuple[Figure, list[tuple[Axes, str, list[Point]]]]:
+    """A panel per dataset, with what belongs there."""
+    averages = _averages(results)
+    figure, panels = _figure(len(averages))
+    for axes, dataset in zip(panels, averages, strict=True):
+        _bare(axes, short(dataset), x, ACCURACY)
+    return figure, [(axes, *own) for axes, own in zip(panels, averages.items(), strict=True)]
 
 
-def _error(line: Line) -> float:
-    return 0.0 if line.cell is None else line.cell.err
+def _mark(
+    axes: Axes, x: float, point: Point, name: str = "", place: tuple[float, float] = (5, 4)
+) -> None:
+    look: dict[str, Any] = {"marker": "o", "color": point.colour, "capsize": 3}
+    axes.errorbar(x, point.value, yerr=point.error, **look)
+    axes.annotate(name, (x, point.value), xytext=place, textcoords="offset points", fontsize=8)
 
 
 def methods(results: Results) -> Figure:
     """Accuracy of every method, a panel per dataset; a line where the paper's is."""
-    by_dataset = _averages(results)
-    figure, panels = _figure(len(by_dataset))
-    for axes, (dataset, own) in zip(panels, by_dataset.items(), strict=True):
-        for x, line in enumerate(own):
-            colour = _colour(results, line.method.optimizer)
-            axes.errorbar(x, _value(line), yerr=_error(line), marker="o", color=colour, capsize=3)
-            if line.paper is not None:
-                axes.plot([x], [line.paper.value], **_PAPER)
-        names = [line.method.name for line in own]
-        axes.set_xticks(range(len(own)), names, rotation=60, ha="right")
+    figure, panels = _by_dataset(results, "")
+    for axes, _, points in panels:
+        for x, point in enumerate(points):
+            _mark(axes, x, point)
+            if point.paper is not None:
+                axes.plot([x], [point.paper], **_PAPER)
+        names = [point.line.method.name for point in points]
+        axes.set_xticks(range(len(points)), names, rotation=60, ha="right")
         axes.margins(0.08, 0.15)
-        _bare(axes, Path(dataset).name, "", "accuracy, per cent")
-    if any(line.paper for own in by_dataset.values() for line in own):
-        panels[0].plot([], [], **_PAPER, label="the paper's")
-        _legend(figure, panels[0])
+    if any(point.paper for _, _, points in panels for point in points):
+        panels[0][0].plot([], [], **_PAPER, label="the paper's")
+        _legend(figure, panels[0][0])
     return figure
 
 
 def ratio(results: Results) -> Figure:
     """Accuracy against training time; FAD's ratios are joined by a line."""
-    by_dataset, spent = _averages(results), costs(results)
-    figure, panels = _figure(len(by_dataset))
-    for axes, (dataset, own) in zip(panels, by_dataset.items(), strict=True):
-        joined: list[tuple[float, float]] = []
-        for line in own:
-            x, y = spent[line.dataset, line.arm, line.method].seconds, _value(line)
-            name = line.method.name if line.arm.value is None else f"{line.arm.value:.0%}"
-            axes.errorbar(
-                x,
-                y,
-                yerr=_error(line),
-                marker="o",
-                color=_colour(results, line.method.optimizer),
-            )
+    figure, panels = _by_dataset(results, "seconds of training")
+    for axes, _, points in panels:
+        joined: list[Point] = []
+        for point in points:
+            value = point.line.arm.value
+            name = point.line.method.name if value is None else f"{value:.0%}"
             # The first ratios lie close together: every other one has its name below.
-            place = (4, -11 if len(joined) % 2 else 4)
-            axes.annotate(name, (x, y), xytext=place, textcoords="offset points", fontsize=8)
-            if line.arm.value is not None:
-                joined.append((x, y))
+            _mark(axes, point.spent.seconds, point, name, (4, -11 if len(joined) % 2 else 4))
+            joined += [] if value is None else [point]
         if joined:
-            axes.plot(*zip(*joined, strict=True), color=_colour(results, "fad"), label="FAD")
+            x, y = [point.spent.seconds for point in joined], [point.value for point in joined]
+            axes.plot(x, y, color=joined[0].colour, label="FAD")
             axes.legend(frameon=False, fontsize=8)
-        _bare(axes, Path(dataset).name, "seconds of training", "accuracy, per cent")
     return figure
 
 
 def iterations(results: Results) -> Figure:
     """Accuracy against the number of updates, a line per method; dashed: the paper's."""
-    by_dataset = _averages(results)
-    figure, panels = _figure(len(by_dataset))
-    for axes, (dataset, own) in zip(panels, by_dataset.items(), strict=True):
-        by_method: dict[Row, list[Line]] = defaultdict(list)
-        for line in own:
-            by_method[line.method].append(line)
-        for number, (method, some) in enumerate(by_method.items()):
-            colour = _colour(results, method.optimizer)
-            x = [results.order.steps(line.arm, dataset) - 1 for line in some]
-            y = [_value(line) for line in some]
+    figure, panels = _by_dataset(results, "updates")
+    for axes, dataset, points in panels:
+        by_method: dict[Row, list[Point]] = defaultdict(list)
+        for point in points:
+            by_method[point.line.method].append(point)
+        for number, (method, own) in enumerate(by_method.items()):
+            x = [results.order.steps(point.line.arm, dataset) - 1 for point in own]
+            y, colour = [point.value for point in own], own[0].colour
             marker = MARKERS[number % len(MARKERS)]
             axes.plot(x, y, color=colour, marker=marker, label=method.name)
-            known = [(line.arm.steps, line.paper.value) for line in some if line.paper]
+            known = [(point.line.arm.steps, point.paper) for point in own if point.paper]
             if known and results.order.scale.share == 1:
                 axes.plot(*zip(*known, strict=True), color=colour, linestyle=":", linewidth=1)
-        _bare(axes, Path(dataset).name, "updates", "accuracy, per cent")
-    _legend(figure, panels[-1])
+    _legend(figure, panels[-1][0])
     return figure
 
 
@@ -157,9 +164,9 @@ def convergence(results: Results) -> Figure:
     return figure
 
 
-def _curve(runs: Sequence[Run]) -> tuple[list[float], list[float], list[float]]:
+def _curve(runs: Sequence[Run]) -> tuple[list[int], list[float], list[float]]:
     """Updates, seconds and training loss: means over runs, at the steps that all of them have."""
-    curves: list[Mapping[int, tuple[float, float]]] = []
+    curves: list[dict[int, tuple[float, float]]] = []
     for run in runs:
         curve, seconds, before = {}, 0.0, 0
         for record in run.records:
@@ -169,26 +176,27 @@ def _curve(runs: Sequence[Run]) -> tuple[list[float], list[float], list[float]]:
             if loss is not None:
                 curve[record.step] = (seconds, loss)
         curves.append(curve)
-    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    steps = sorted(set.intersection(*map(set, curves)))
     means = [[statistics.fmean(c[step][i] for c in curves) for step in steps] for i in (0, 1)]
-    return [float(step) for step in steps], means[0], means[1]
+    return steps, means[0], means[1]
 
 
 def ablation(results: Results) -> Figure:
-    """A panel for each of FAD's hyper-parameters, with SGD and Adam as lines."""
-    own = [line for some in _averages(results).values() for line in some]
+    """A panel for each of FAD's hyperparameters, with SGD and Adam as lines."""
+    points = [point for own in _averages(results).values() for point in own]
     names = dict.fromkeys(arm.label.split()[0] for arm in results.order.arms if arm.label)
     figure, panels = _figure(len(names))
     for axes, name in zip(panels, names, strict=True):
-        some = [line for line in own if line.arm.label.startswith(f"{name} ")]
-        x = list(range(len(some)))
-        y, errors = [_value(line) for line in some], [_error(line) for line in some]
+        own = [point for point in points if point.line.arm.label.startswith(f"{name} ")]
+        x = list(range(len(own)))
+        y, errors = [point.value for point in own], [point.error for point in own]
         axes.errorbar(x, y, yerr=errors, marker="o", color=COLOURS[0], label="fad", capsize=2)
-        axes.set_xticks(x, [f"{line.arm.value:g}" for line in some], fontsize=8)
-        for number, line in enumerate(line for line in own if not line.arm.label):
-            style: dict[str, Any] = {"color": COLOURS[number + 1], "linestyle": DASHES[number + 1]}
-            axes.axhline(_value(line), label=line.method.name, **style)
-        _bare(axes, "", name, "accuracy, per cent")
+        axes.set_xticks(x, [f"{point.line.arm.value:g}" for point in own], fontsize=8)
+        rivals = [point for point in points if not point.line.arm.label]
+        for number, rival in enumerate(rivals, start=1):
+            style: dict[str, Any] = {"color": COLOURS[number], "linestyle": DASHES[number]}
+            axes.axhline(rival.value, label=rival.line.method.name, **style)
+        _bare(axes, "", name, ACCURACY)
     _legend(figure, panels[-1])
     return figure
 
@@ -206,7 +214,7 @@ def sensitivity(results: Results) -> Figure:
         axes.plot(jitter, values, "o", markersize=3, alpha=0.5, color=COLOURS[x % len(COLOURS)])
         axes.plot([x], [statistics.median(values)], **_PAPER)
     axes.set_xticks(range(len(points)), list(points), rotation=60, ha="right")
-    _bare(axes, "every run of the search", "", "accuracy, per cent")
+    _bare(axes, "every run of the search", "", ACCURACY)
     return figure
 
 
@@ -229,12 +237,10 @@ def demo(results: Results) -> Figure:
             axes.set_xticks([])
             axes.set_yticks([])
         row[0].set_ylabel(domain.name, fontsize=7, rotation=0, ha="right", va="center")
-    axes, spent = right.subplots(), costs(results)
-    for line in _averages(results)[dataset]:
-        x = 1e3 * spent[dataset, line.arm, line.method].step.seconds_per_step
-        y, name = _value(line), line.method.name
-        axes.errorbar(x, y, yerr=_error(line), marker="o", color=_colour(results, name), capsize=3)
-        axes.annotate(name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
+    axes = right.subplots()
+    for point in _averages(results)[dataset]:
+        x = 1e3 * point.spent.step.seconds_per_step
+        _mark(axes, x, point, point.line.method.name)
     axes.margins(0.15)
     _bare(axes, "accuracy against cost", "milliseconds per step", "accuracy, percent")
     return figure

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 from statistics import fmean
@@ -43,12 +44,8 @@ def printed() -> tuple[Printed, ...]:
         (323, 'PACS', 'adam', 84.2)
     """
     text = resources.files("steppe.paper").joinpath("paper.csv").read_text(encoding="utf-8")
-    return tuple(_read(csv.DictReader(text.splitlines())))
-
-
-def _read(lines: Iterable[dict[str, str]]) -> Iterator[Printed]:
-    for line in lines:
-        yield Printed(
+    return tuple(
+        Printed(
             line["table"],
             int(line["line"]),
             line["dataset"],
@@ -60,6 +57,8 @@ def _read(lines: Iterable[dict[str, str]]) -> Iterator[Printed]:
             float(line["stderr"]) if line["stderr"] else None,
             line["source"],
         )
+        for line in csv.DictReader(text.splitlines())
+    )
 
 
 class Beside(NamedTuple):
@@ -95,28 +94,22 @@ def lookup(
         >>> lookup(["table1-pacs"], Row("ERM", "fad", "none"), "PACS", "photo+sketch").value
         90.6
     """
-    found = [
-        _one(tables, method, dataset, target, steps, quantity) for target in targets.split("+")
-    ]
-    known = [number for number in found if number is not None]
-    if len(known) < len(found):
-        return None
-    lines = tuple(dict.fromkeys(number.line for number in known))
-    return Beside(fmean(number.value for number in known), lines)
-
-
-def _one(
-    tables: Iterable[str], method: Row, dataset: str, target: str, steps: int | None, quantity: str
-) -> Printed | None:
-    wanted = (method, dataset, target, quantity)
-    for table in tables:  # what the paper took from others is beside no run of ours
-        for number in (n for n in _of(table) if n.source not in ("DomainBed", "literature")):
-            same = wanted == (number.method, number.dataset, number.target, number.quantity)
-            if same and (steps is None or number.steps in (None, steps)):
-                return number
-    return None
+    known = []
+    for target in targets.split("+"):
+        wanted = (method, dataset, target, quantity)
+        found = [n for table in tables for n in _own(table).get(wanted, ())]
+        found = [n for n in found if steps is None or n.steps in (None, steps)]
+        if not found:
+            return None
+        known.append(found[0])
+    return Beside(fmean(n.value for n in known), tuple(dict.fromkeys(n.line for n in known)))
 
 
 @cache
-def _of(table: str) -> tuple[Printed, ...]:
-    return tuple(number for number in printed() if number.table == table)
+def _own(table: str) -> dict[tuple[Row, str, str, str], list[Printed]]:
+    """The paper's own numbers of a table: what it took from others is beside no run of ours."""
+    found = defaultdict(list)
+    for n in printed():
+        if n.table == table and n.source not in ("DomainBed", "literature"):
+            found[n.method, n.dataset, n.target, n.quantity].append(n)
+    return found

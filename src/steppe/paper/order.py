@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -156,20 +156,19 @@ def _check_tuned(experiment: Experiment, scale: Scale, overrides: Sequence[str])
             raise UserError(f"{experiment.name} cannot try factors of learning rates: {reason}")
 
 
-def _methods(arm: Arm) -> Iterator[Row]:
-    for algorithm, averaging, optimizer in product(arm.algorithms, arm.averaging, arm.optimizers):
-        yield Row(algorithm, optimizer, averaging)
+def methods(arm: Arm) -> list[Row]:
+    """Those of an arm, in the paper's order."""
+    axes = product(arm.algorithms, arm.averaging, arm.optimizers)
+    return [Row(algorithm, optimizer, averaging) for algorithm, averaging, optimizer in axes]
 
 
 def cases(order: Order) -> list[Case]:
     """Everything that a learning rate is chosen for."""
     found = [
         Case(dataset, targets, method)
-        for dataset in order.datasets
-        for arm in order.arms
+        for dataset, arm in product(order.datasets, order.arms)
         if not arm.has_rate
-        for method in _methods(arm)
-        for targets in order.held_out(dataset)
+        for method, targets in product(methods(arm), order.held_out(dataset))
     ]
     return list(dict.fromkeys(found))
 
@@ -201,10 +200,7 @@ def tuning_grids(order: Order) -> list[Grid]:
     found = []
     for case in cases(order) if order.tunes else ():
         steps = max(2, round(order.scale.tuning * (order.steps(arm, case.dataset) - 1))) + 1
-        found += [
-            _grid(order, case, steps, lr, trials=1, tag=f"{TUNING}{lr:g}")
-            for lr in rates_tried(order, case)
-        ]
+        found += [_grid(order, case, steps, lr) for lr in rates_tried(order, case)]
     return found
 
 
@@ -213,43 +209,33 @@ def grids(order: Order, rates: Mapping[Case, Rate]) -> list[Grid]:
     found = []
     for dataset, arm in product(order.datasets, order.arms):
         steps = order.steps(arm, dataset)
-        for method, targets in product(_methods(arm), order.held_out(dataset)):
+        for method, targets in product(methods(arm), order.held_out(dataset)):
             case = Case(dataset, targets, method)
             if case in rates or arm.has_rate:
                 lr = None if order.scale.draws or arm.has_rate else rates[case].lr
-                trials, given = order.scale.trials, arm.overrides
-                found.append(
-                    _grid(order, case, steps, lr, trials=trials, tag=arm.tag, overrides=given)
-                )
+                found.append(_grid(order, case, steps, lr, arm))
     return found
 
 
-def _grid(
-    order: Order,
-    case: Case,
-    steps: int,
-    lr: float | None,
-    *,
-    trials: int,
-    tag: str,
-    overrides: Sequence[str] = (),
-) -> Grid:
+def _grid(order: Order, case: Case, steps: int, lr: float | None, arm: Arm | None = None) -> Grid:
+    """The runs of an arm; without one, the run that tries a learning rate."""
+    scale = order.scale
     options = {**order.options, "steps": steps}
-    if order.scale.evaluations is not None:
-        options["checkpoint_every"] = max(1, -(-(steps - 1) // order.scale.evaluations))
+    if scale.evaluations is not None:
+        options["checkpoint_every"] = max(1, -(-(steps - 1) // scale.evaluations))
     rate = () if lr is None else (f"{RATE}{lr:g}",)
     return Grid(
         datasets=(case.dataset,),
         algorithms=(case.method.algorithm,),
         optimizers=(case.method.optimizer,),
         averaging=(case.method.averaging,),
-        trials=trials,
-        draws=order.scale.draws if lr is None else 0,
+        trials=scale.trials if arm else 1,
+        draws=scale.draws if lr is None else 0,
         targets=case.targets,
-        space=order.scale.space,
-        overrides=(*rate, *overrides, *order.overrides),
+        space=scale.space,
+        overrides=(*rate, *(arm.overrides if arm else ()), *order.overrides),
         options=options,
-        tag=tag,
+        tag=arm.tag if arm else f"{TUNING}{lr:g}",
     )
 
 
@@ -266,32 +252,21 @@ def choose_rates(
         runs: those that tune and are finished.
         diverged: of `tuning_grids`, those whose run diverged.
     """
-    found: dict[tuple[str, str, Row], dict[float, float | None]] = defaultdict(dict)
+    found: dict[Case, dict[float, float | None]] = defaultdict(dict)
     for run in runs:
         chosen = best_step(run)
         if chosen is not None and chosen.validation is not None:
-            key = _key(Case(run.dataset, "+".join(run.targets), run.row))
-            found[key][float(run.hparams["lr"])] = 100 * chosen.validation
+            case = Case(run.dataset, "+".join(run.targets), run.row)
+            found[case][float(run.hparams["lr"])] = 100 * chosen.validation
     for grid in diverged:
         method = Row(grid.algorithms[0], grid.optimizers[0], grid.averaging[0])
-        found[_key(Case(grid.datasets[0], grid.targets, method))][_rate_of(grid)] = None
+        case = Case(grid.datasets[0], grid.targets, method)
+        found[case][float(grid.tag.removeprefix(TUNING))] = None
     rates = {}
     for case in cases(order):
-        seen = found.get(_key(case), {})
-        if not set(rates_tried(order, case)) <= set(seen):
-            continue
+        seen = found[case]
         learned = {lr: value for lr, value in seen.items() if value is not None}
-        if learned:
+        if learned and set(rates_tried(order, case)) <= set(seen):
             best = max(learned, key=lambda lr: (learned[lr], -lr))
             rates[case] = Rate(best, dict(sorted(seen.items())))
     return rates
-
-
-def _key(case: Case) -> tuple[str, str, Row]:
-    """A case, whatever the order of its targets."""
-    return case.dataset, "+".join(sorted(case.targets.split("+"))), case.method
-
-
-def _rate_of(grid: Grid) -> float:
-    """The learning rate that a grid of `tuning_grids` tries."""
-    return float(grid.tag.removeprefix(TUNING))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -23,13 +23,13 @@ from steppe.reports.cells import Cell
 from steppe.reports.columns import PAIRED, values
 from steppe.reports.curvature import Comparison
 from steppe.reports.differences import Paired, Unit
-from steppe.reports.tables import ALL, Selected, StepCost, Table, TableRow
+from steppe.reports.tables import ALL, Selected, StepCost
 from steppe.strangers import command
 from steppe.sweeps import Grid, Job, Sweep, jobs, look
 
 from .experiment import Arm
 from .numbers import Beside, lookup
-from .order import Case, Order, Rate, grids as planned_grids
+from .order import Case, Order, Rate, grids as planned_grids, methods
 
 AVERAGE = "Avg."
 
@@ -60,20 +60,6 @@ class Results:
     curvature: Comparison | None = None
 
 
-class Line(NamedTuple):
-    """One number of an experiment."""
-
-    dataset: str
-    """Its name, or `all`."""
-    column: str
-    """The target, or a dataset's name where `dataset` is `all`; `Avg.` for the mean."""
-    method: Row
-    arm: Arm
-    cell: Cell | None
-    """Ours, in percent."""
-    paper: Beside | None
-
-
 class TrainingCost(NamedTuple):
     """What a method's training took."""
 
@@ -87,26 +73,27 @@ class TrainingCost(NamedTuple):
     """Of one update; where there are several datasets, on the first of them."""
 
 
-class Finished(NamedTuple):
-    """The runs of some grids that have a result, by tag, and how many there are in all."""
+class Number(NamedTuple):
+    """An accuracy in percent: ours, and the paper's."""
 
-    by_tag: Mapping[str, Sequence[Path]]
-    total: int
-
-    @property
-    def paths(self) -> list[Path]:
-        return [path for paths in self.by_tag.values() for path in paths]
+    ours: Cell | None
+    paper: Beside | None
 
 
-def finished(sweep: Sweep, grids: Iterable[Grid]) -> Finished:
-    """Looks for the runs of some grids; others in the sweep are left out."""
-    found: dict[str, list[Path]] = {}
-    total = 0
-    for grid in grids:
-        results = [Job(sweep.folder(name)).result for name, _ in jobs(grid)]
-        total += len(results)
-        found.setdefault(grid.tag, []).extend(path for path in results if path.exists())
-    return Finished(found, total)
+class Line(NamedTuple):
+    """A method under an arm, on one dataset or `all`."""
+
+    dataset: str
+    method: Row
+    arm: Arm
+    cells: Mapping[str, Number]
+    """By target, or by dataset where this is of all; `Avg.` for the mean."""
+    spent: TrainingCost | None
+
+
+def result_folders(sweep: Sweep, grids: Iterable[Grid]) -> list[tuple[str, Path]]:
+    """The tag and the result of every run of some grids, whether it is there or not."""
+    return [(grid.tag, Job(sweep.folder(name)).result) for grid in grids for name, _ in jobs(grid)]
 
 
 def gather(order: Order, sweep: Sweep, rates: Mapping[Case, Rate]) -> Results:
@@ -117,22 +104,20 @@ def gather(order: Order, sweep: Sweep, rates: Mapping[Case, Rate]) -> Results:
         name: {targets: frozenset(targets.split("+")) for targets in order.held_out(name)}
         for name in order.datasets
     }
-    done = finished(sweep, planned_grids(order, rates))
-    for tag, folders in done.by_tag.items():
-        if not folders:
-            continue
-        loaded = load_runs(folders)
+    planned = result_folders(sweep, planned_grids(order, rates))
+    done = [(tag, path) for tag, path in planned if path.exists()]
+    for tag in dict.fromkeys(tag for tag, _ in done):
+        loaded = load_runs([path for own, path in done if own == tag])
         problems += loaded.problems
         for arm in order.arms:
-            own = [run for run in loaded.runs if arm.tag == tag and _of(arm, run.row)]
+            own = [run for run in loaded.runs if arm.tag == tag and run.row in methods(arm)]
             if own:
                 selected = select_runs(own, "train-val")
                 shown = {name: columns[name] for name in selected.datasets}
                 found.append(Variant(arm, replace(selected, columns=shown)))
-    if missing := done.total - len(done.paths):
-        problems.append(f"{missing:,} of {done.total:,} runs have no result: {look_at(sweep)}")
-    tuned = {} if order.scale.draws else dict(rates)
-    return Results(order, tuned, tuple(found), tuple(problems))
+    if missing := len(planned) - len(done):
+        problems.append(f"{missing:,} of {len(planned):,} runs have no result: {look_at(sweep)}")
+    return Results(order, {} if order.scale.draws else rates, tuple(found), tuple(problems))
 
 
 def look_at(sweep: Sweep) -> str:
@@ -142,22 +127,12 @@ def look_at(sweep: Sweep) -> str:
     return f"{said}see: {command('steppe', 'sweep', 'status', sweep.path)}"
 
 
-def _of(arm: Arm, row: Row) -> bool:
-    return (
-        row.optimizer in arm.optimizers
-        and row.algorithm in arm.algorithms
-        and row.averaging in arm.averaging
-    )
-
-
 def _paper(results: Results, arm: Arm, dataset: str, column: str, method: Row) -> Beside | None:
-    tables, steps = results.order.experiment.tables, arm.steps
-    if dataset != ALL:
-        target = "" if column == AVERAGE else column
-        return lookup(tables, method, short(dataset), target, steps)
-    if column != AVERAGE:
-        return lookup(tables, method, short(column), "", steps)
-    return lookup(tables, method, "", "", steps) if _has_all(results.order) else None
+    if (dataset, column) == (ALL, AVERAGE) and not _has_all(results.order):
+        return None
+    target = "" if column == AVERAGE else column
+    where = (short(target), "") if dataset == ALL else (short(dataset), target)
+    return lookup(results.order.experiment.tables, method, *where, arm.steps)
 
 
 def _has_all(order: Order) -> bool:
@@ -172,35 +147,24 @@ def short(dataset: str) -> str:
 
 def lines(results: Results) -> Iterator[Line]:
     """All numbers, table by table."""
+    spent = costs(results)
     for arm, selected in results.variants:
         across = across_datasets(selected)
-        means = {row.row: row for row in across.rows}
+        means = {row.row: row.cells for row in across.rows}
         whole = optimizer_by_algorithm(selected).cells
         tables = [*([across] if len(selected.datasets) > 1 else []), *dataset_tables(selected)]
         for table in tables:
-            for row in sorted(table.rows, key=lambda r: _place(arm, r.row)):
-                cells = {**row.cells, AVERAGE: _mean(table, row, means[row.row], whole[row.row])}
-                for column, cell in cells.items():
-                    beside = _paper(results, arm, table.dataset, column, row.row)
-                    yield Line(table.dataset, column, row.row, arm, cell, beside)
-
-
-def _place(arm: Arm, row: Row) -> tuple[int, ...]:
-    """Where the experiment, and so the paper, has a method."""
-    return (
-        arm.algorithms.index(row.algorithm),
-        arm.averaging.index(row.averaging),
-        arm.optimizers.index(row.optimizer),
-    )
-
-
-def _mean(table: Table, row: TableRow, across: TableRow, whole: Cell | None) -> Cell | None:
-    """The mean of a row, with its error over trials."""
-    if row.average is None:
-        return None
-    if table.dataset != ALL:
-        return across.cells[table.dataset]
-    return whole or row.average._replace(partial=True)
+            for row in sorted(table.rows, key=lambda r: methods(arm).index(r.row)):
+                mean = row.average  # which has no error over trials
+                if mean is not None:
+                    over_all = whole[row.row] or mean._replace(partial=True)
+                    mean = means[row.row].get(table.dataset, over_all)
+                cells = {
+                    column: Number(cell, _paper(results, arm, table.dataset, column, row.row))
+                    for column, cell in {**row.cells, AVERAGE: mean}.items()
+                }
+                cost = spent.get((table.dataset, arm, row.row))
+                yield Line(table.dataset, row.row, arm, cells, cost)
 
 
 def costs(results: Results) -> dict[tuple[str, Arm, Row], TrainingCost]:
@@ -292,16 +256,17 @@ def to_json(results: Results) -> dict[str, Any]:
         "results": [
             {
                 "dataset": short(line.dataset),
-                "column": short(line.column),
+                "column": short(column),
                 **line.method._asdict(),
                 "setting": order.setting(line.arm) or None,
-                "mean": None if line.cell is None else line.cell.mean,
-                "err": None if line.cell is None or line.cell.n < 2 else line.cell.err,
-                "trials": None if line.cell is None else line.cell.n,
-                "paper": None if line.paper is None else line.paper.value,
-                "paper's lines": None if line.paper is None else list(line.paper.lines),
+                "mean": ours and ours.mean,
+                "err": ours.err if ours and ours.n > 1 else None,
+                "trials": ours and ours.n,
+                "paper": paper and paper.value,
+                "paper's lines": paper and list(paper.lines),
             }
             for line in lines(results)
+            for column, (ours, paper) in line.cells.items()
         ],
         "costs": [
             {
@@ -310,7 +275,7 @@ def to_json(results: Results) -> dict[str, Any]:
                 "setting": order.setting(arm) or None,
                 "seconds": cost.seconds,
                 "over SGD": cost.relative,
-                "paper": None if cost.paper is None else cost.paper.value,
+                "paper": cost.paper and cost.paper.value,
             }
             for (dataset, arm, row), cost in costs(results).items()
         ],
@@ -325,5 +290,5 @@ def to_json(results: Results) -> dict[str, Any]:
             }
             for case, rate in results.rates.items()
         ],
-        "curvature": None if results.curvature is None else results.curvature.to_json(),
+        "curvature": results.curvature and results.curvature.to_json(),
     }

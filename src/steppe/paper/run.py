@@ -20,7 +20,7 @@ from steppe.reports.spectra import save_figure
 from steppe.sweeps import Grid, Job, Sweep, jobs, look, write_plan
 
 from .order import Case, Order, Rate, cases, choose_rates, default_rates, grids, tuning_grids
-from .results import Results, finished, gather, look_at, made, to_json
+from .results import Results, gather, look_at, made, result_folders, short, to_json
 from .tables import tables
 
 LOOK_SECONDS = 2.0
@@ -41,12 +41,12 @@ def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Case, 
         return write_plan(grids(order, rates), out, command=command, extend=True), rates
     tries = tuning_grids(order)
     sweep = write_plan(tries, out, command=command, extend=True)
-    done, diverged = finished(sweep, tries), _diverged(sweep, tries)
-    runs = load_runs(done.paths).runs if done.paths else ()
-    rates = choose_rates(order, runs, diverged)
+    planned, diverged = result_folders(sweep, tries), _diverged(sweep, tries)
+    done = [path for _, path in planned if path.exists()]
+    rates = choose_rates(order, load_runs(done).runs if done else (), diverged)
     if rates:
         sweep = write_plan(grids(order, rates), out, command=command, extend=True)
-    return sweep, rates if len(done.paths) + len(diverged) == done.total else None
+    return sweep, rates if len(done) + len(diverged) == len(planned) else None
 
 
 def _diverged(sweep: Sweep, tries: Sequence[Grid]) -> list[Grid]:
@@ -79,8 +79,8 @@ def reproduce(
     """
     sweep, rates = plan(order, out, command)
     if rates is None:
-        short = len(tuning_grids(order))
-        say(f"tuning learning rates: {short:,} short runs in {out}; the others follow one by one")
+        tries = len(tuning_grids(order))
+        say(f"tuning learning rates: {tries:,} short runs in {out}; the others follow one by one")
         with _planning(order, out, command):
             carry_out(sweep)
         sweep, rates = plan(order, out, command)
@@ -91,15 +91,14 @@ def reproduce(
         say(f"{order.experiment.name}: {len(sweep.names):,} runs in {out}")
         carry_out(sweep)
     found = gather(order, sweep, rates)
-    lost = [case for case in cases(order) if case not in rates]
-    found = replace(found, problems=(*found.problems, *map(_lost, lost)))
+    lost = [
+        f"{case.method.name} on {short(case.dataset)}, {case.targets} held out: diverged with "
+        "every learning rate that was tried; --factors tries others"
+        for case in cases(order)
+        if case not in rates
+    ]
+    found = replace(found, problems=(*found.problems, *lost))
     return _measured(found, say) if order.experiment.curvature and found.variants else found
-
-
-def _lost(case: Case) -> str:
-    """What is said of a case that has no learning rate."""
-    where = f"{case.method.name} on {Path(case.dataset).name}, {case.targets} held out"
-    return f"{where}: diverged with every learning rate that was tried; --factors tries others"
 
 
 @contextmanager
@@ -176,16 +175,17 @@ def write_results(
 
 def markdown(found: Results, pictures: list[str], command: str = "") -> str:
     """The results as a page of Markdown."""
-    order = found.order
-    where = f" (`{order.experiment.label}` in the paper)" if order.experiment.label else ""
-    about = order.experiment.about[0].upper() + order.experiment.about[1:]
-    parts = [f"# {order.experiment.name}\n", f"{about}{where}.\n"]
-    parts.append(f"Scale `{order.scale.name}`: {_made(found)}.\n")
-    if command:
-        parts.append(f"```bash\n{command}\n```\n")
-    parts += [f"![{order.experiment.about}]({name})\n" for name in pictures]
-    parts += [to_markdown(table) for table in tables(found)]
-    parts += [f"- {problem}" for problem in found.problems]
+    experiment = found.order.experiment
+    where = f" (`{experiment.label}` in the paper)" if experiment.label else ""
+    parts = [
+        f"# {experiment.name}\n",
+        f"{experiment.about[0].upper()}{experiment.about[1:]}{where}.\n",
+        f"Scale `{found.order.scale.name}`: {_made(found)}.\n",
+        *([f"```bash\n{command}\n```\n"] if command else []),
+        *(f"![{experiment.about}]({name})\n" for name in pictures),
+        *(to_markdown(table) for table in tables(found)),
+        *(f"- {problem}" for problem in found.problems),
+    ]
     return "\n".join(parts) + "\n"
 
 

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from steppe.errors import UserError, unknown
-from steppe.reports import Column, Row
+from steppe.reports import Column
 from steppe.reports.cells import Cell
 from steppe.reports.columns import COSTS
 from steppe.reports.curvature import comparison_text
 from steppe.reports.render import TextTable, paired_text, text_table
 from steppe.reports.tables import ALL
 
-from .experiment import Arm
 from .order import Case, Rate
-from .results import AVERAGE, Line, Results, TrainingCost, comparisons, costs, lines, short
+from .results import AVERAGE, Line, Results, TrainingCost, comparisons, lines, short
 
 
-class ResultRow(NamedTuple):
-    """A method under an arm, on one dataset or all."""
+class BesideColumn(Column[Line]):
+    """Our accuracy, with the paper's in brackets; the key is that of the cell."""
 
-    method: Row
-    arm: Arm
-    lines: Mapping[str, Line]
-    """By column."""
-    spent: TrainingCost | None
-
-
-class BesideColumn(Column[ResultRow]):
-    """Our accuracy, with the paper's in brackets; the key is that of the line."""
-
-    def text(self, row: ResultRow) -> str:
-        line = row.lines.get(self.key)
-        paper = "" if line is None or line.paper is None else f" ({line.paper.value:.1f})"
-        return super().text(row) + paper
+    def text(self, row: Line) -> str:
+        paper = row.cells[self.key].paper if self.key in row.cells else None
+        return super().text(row) + (f" ({paper.value:.1f})" if paper else "")
 
 
 def _seconds(spent: TrainingCost) -> str:
@@ -43,14 +31,14 @@ def _seconds(spent: TrainingCost) -> str:
     return ours + paper
 
 
-TIMES: list[Column[ResultRow]] = [
+TIMES: list[Column[Line]] = [
     Column("seconds", "seconds", lambda row: row.spent, show=_seconds),
     Column("over SGD", "over SGD", lambda row: row.spent and row.spent.relative, digits=2),
 ]
 """What an experiment may show beside accuracies, besides `reports.columns.COSTS`."""
 
 
-def _column(key: str) -> Column[ResultRow]:
+def _column(key: str) -> Column[Line]:
     times = {column.key: column for column in TIMES}
     known = {column.key: column for column in COSTS if column.key}
     if key in times:
@@ -59,7 +47,7 @@ def _column(key: str) -> Column[ResultRow]:
         raise UserError(unknown("column", key, [*times, *known]))
     cost = known[key]
 
-    def value(row: ResultRow) -> Any:
+    def value(row: Line) -> Any:
         return None if row.spent is None else cost.of(row.spent.step)
 
     return Column(key, cost.heading, value, digits=cost.digits, scale=cost.scale, show=cost.show)
@@ -70,9 +58,8 @@ def tables(results: Results) -> list[TextTable]:
     by_dataset: dict[str, list[Line]] = {}
     for line in lines(results):
         by_dataset.setdefault(line.dataset, []).append(line)
-    spent = costs(results)
     ordered = sorted(by_dataset, key=lambda name: name != ALL)
-    found = [_table(results, by_dataset[name], spent) for name in ordered]
+    found = [_table(results, name, by_dataset[name]) for name in ordered]
     if found and (compared := comparisons(results)):
         found.append(paired_text(compared, "train-val"))
     if results.curvature is not None:
@@ -82,46 +69,30 @@ def tables(results: Results) -> list[TextTable]:
     return found
 
 
-def _table(
-    results: Results,
-    given: Sequence[Line],
-    spent: Mapping[tuple[str, Arm, Row], TrainingCost],
-) -> TextTable:
-    order, dataset = results.order, given[0].dataset
-    own: dict[tuple[Row, Arm], dict[str, Line]] = {}
-    for line in given:
-        own.setdefault((line.method, line.arm), {})[line.column] = line
-    rows = [
-        ResultRow(method, arm, found, spent.get((dataset, arm, method)))
-        for (method, arm), found in own.items()
-    ]
-    names = sorted(dict.fromkeys(line.column for line in given), key=lambda name: name == AVERAGE)
-    columns: list[Column[ResultRow]] = [
+def _table(results: Results, dataset: str, rows: Sequence[Line]) -> TextTable:
+    order = results.order
+    names = dict.fromkeys(name for row in rows for name in row.cells)
+    columns: list[Column[Line]] = [
         Column("method", "method", lambda row: row.method.name, word=True)
     ]
     if any(order.setting(row.arm) for row in rows):
         columns.append(Column("setting", "setting", lambda r: order.setting(r.arm), word=True))
-    columns += [BesideColumn(name, short(name), _cell(name), better="high") for name in names]
+    ordered = sorted(names, key=lambda name: name == AVERAGE)
+    columns += [BesideColumn(name, short(name), _cell(name), better="high") for name in ordered]
     columns += [_column(key) for key in order.experiment.columns]
     title = "All datasets" if dataset == ALL else short(dataset)
-    return text_table(
-        f"{title}: {order.experiment.about}", columns, rows, note=_note(results, given)
-    )
-
-
-def _cell(name: str) -> Callable[[ResultRow], Cell | None]:
-    return lambda row: row.lines[name].cell if name in row.lines else None
-
-
-def _note(results: Results, given: Sequence[Line]) -> str:
     said = ["accuracy on the held-out domain in per cent, selected by training-domain validation"]
-    if any(line.paper for line in given):
+    beside = [row for row in rows if any(cell.paper for cell in row.cells.values())]
+    if beside:
         said.append("in brackets the paper's (ResNet-50, its own updates and search)")
-    if any(line.method.averaging == "sma" and line.paper for line in given):
+    if any(row.method.averaging == "sma" for row in beside):
         said.append("EoA also ensembles the averages ('steppe sweep ensemble'): not done here")
-    if results.order.experiment.note:
-        said.append(results.order.experiment.note)
-    return "; ".join(said)
+    said += filter(None, [order.experiment.note])
+    return text_table(f"{title}: {order.experiment.about}", columns, rows, note="; ".join(said))
+
+
+def _cell(name: str) -> Callable[[Line], Cell | None]:
+    return lambda row: row.cells[name].ours if name in row.cells else None
 
 
 def rates_table(results: Results) -> TextTable:

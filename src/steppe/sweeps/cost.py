@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -41,18 +40,11 @@ class Part:
 class Cost:
     """What a sweep will cost, on a device that was timed."""
 
-    parts: tuple[Part, ...]
+    runs: int
+    passes: int
+    seconds: float | None
     device: str
-
-    def to_json(self) -> dict[str, Any]:
-        known = [part.seconds for part in self.parts if part.seconds is not None]
-        return {
-            "runs": sum(part.runs for part in self.parts),
-            "passes": sum(part.passes for part in self.parts),
-            "seconds": sum(known) if len(known) == len(self.parts) else None,
-            "device": self.device,
-            "parts": [asdict(part) for part in self.parts],
-        }
+    parts: tuple[Part, ...]
 
 
 def estimate(sweep: Sweep, measured: bool = True) -> Cost:
@@ -70,7 +62,7 @@ def estimate(sweep: Sweep, measured: bool = True) -> Cost:
     for (dataset, optimizer), names in kinds.items():
         steps = sum(sweep.axes[name]["steps"] for name in names)
         passes = steps * optimizer_spec(optimizer).passes
-        seconds = None
+        taken = None
         if measured:
             config = Job(sweep.folder(names[0])).config()
             spec = dataset_spec(config.dataset)
@@ -78,9 +70,16 @@ def estimate(sweep: Sweep, measured: bool = True) -> Cost:
             kind = (config.backbone, config.image_size, spec.channels)
             if kind not in timed:
                 timed[kind] = _seconds_per_image(config, spec.channels, device)
-            seconds = passes * images * timed[kind]
-        parts.append(Part(dataset, optimizer, len(names), passes, seconds))
-    return Cost(tuple(parts), str(device))
+            taken = passes * images * timed[kind]
+        parts.append(Part(dataset, optimizer, len(names), passes, taken))
+    seconds = [part.seconds for part in parts if part.seconds is not None]
+    return Cost(
+        sum(part.runs for part in parts),
+        sum(part.passes for part in parts),
+        sum(seconds) if measured else None,
+        str(device),
+        tuple(parts),
+    )
 
 
 def _seconds_per_image(config: RunConfig, channels: int, device: torch.device) -> float:
@@ -106,14 +105,12 @@ def _seconds_per_image(config: RunConfig, channels: int, device: torch.device) -
 def table(cost: Cost) -> console.Table:
     one = "CPU core" if cost.device == "cpu" else cost.device
     headings = ("dataset", "optimizer", "runs", "passes", f"on one {one}, about")
-    total = {"dataset": "all", "optimizer": "", **cost.to_json()}
-    shown = console.table(headings, map(_row, map(asdict, cost.parts)), labels=2)
-    shown.add_section()
-    shown.add_row(*_row(total))
+    rows = [*cost.parts, Part("all", "", cost.runs, cost.passes, cost.seconds)]
+    shown = console.table(headings, map(_row, rows), labels=2)
+    shown.rows[-2].end_section = True
     return shown
 
 
-def _row(part: Mapping[str, Any]) -> list[str]:
-    seconds = part["seconds"]
-    taken = "" if seconds is None else str(timedelta(seconds=round(seconds)))
-    return [part["dataset"], part["optimizer"], f"{part['runs']:,}", f"{part['passes']:,}", taken]
+def _row(part: Part) -> list[str]:
+    taken = "" if part.seconds is None else str(timedelta(seconds=round(part.seconds)))
+    return [part.dataset, part.optimizer, f"{part.runs:,}", f"{part.passes:,}", taken]

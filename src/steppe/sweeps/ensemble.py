@@ -23,17 +23,13 @@ FILE = "ensembles.json"
 
 @dataclass(frozen=True)
 class Ensemble:
-    """The finished runs of a sweep that differ only in trial and draw, as one model.
-
-    Attributes:
-        axes: what they have in common.
-        runs: their names.
-        scores: by target domain.
-    """
+    """The finished runs of a sweep that differ only in trial and draw, as one model."""
 
     axes: dict[str, str]
+    """What they have in common."""
     runs: tuple[str, ...]
     scores: dict[str, EnsembleScores]
+    """By target domain."""
 
     def to_json(self) -> dict[str, Any]:
         scores = {domain: value.to_json(self.runs) for domain, value in self.scores.items()}

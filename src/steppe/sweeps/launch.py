@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from steppe.axes import AxisSpec, declared, registrar
 from steppe.console import Live, say, stderr, stdout
-from steppe.errors import UserError, unknown
+from steppe.errors import UserError
 from steppe.registry import Registry
 
 from .status import Status, show as shown
@@ -36,10 +36,10 @@ class Crew:
     """The workers that a launcher is asked for.
 
     Attributes:
-        workers: how many; None: as many as there is room for.
+        workers: how many workers (default: one for each GPU or core; on Slurm at most 16).
         per_gpu: workers that share a GPU.
-        threads: of each worker, on a CPU. One, so that results do not depend on it.
-        stale: seconds after which a silent worker is taken for dead.
+        threads: of each worker, on a CPU; the same number everywhere, because results depend on it.
+        stale: seconds of silence after which a worker is taken for dead.
     """
 
     workers: int | None = None
@@ -70,19 +70,16 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSpec(AxisSpec):
-    """One entry of the registry. The type of an option is that of its default; None: a text."""
-
     kind: ClassVar[str] = "launcher"
 
     def check(self, given: Mapping[str, Any]) -> None:
         for key in given.keys() - self.options.keys():
-            others = [spec.name for spec in launchers.entries() if key in spec.options]
-            if not others:
-                raise UserError(unknown(f"option for launcher {self.name!r}:", key, self.options))
-            option = "--" + key.replace("_", "-")
-            raise UserError(f"{option} is for --launcher {' or '.join(others)}, not {self.name}")
-        texts = {key for key, option in self.options.items() if option.default is None}
-        super().check({key: value for key, value in given.items() if key not in texts})
+            if others := [spec.name for spec in launchers.entries() if key in spec.options]:
+                option = "--" + key.replace("_", "-")
+                raise UserError(
+                    f"{option} is for --launcher {' or '.join(others)}, not {self.name}"
+                )
+        super().check(given)
 
 
 launchers = Registry(
@@ -106,9 +103,7 @@ def run_sweep(
     show: Show = lambda status: None,
     **options: Any,
 ) -> Status | str:
-    """Carry a sweep out with the workers of a launcher.
-
-    Others, on this machine or elsewhere, may work on the same sweep.
+    """Carry a sweep out with the workers of a launcher; others may work on it at the same time.
 
     Args:
         sweep: the sweep.
@@ -118,25 +113,17 @@ def run_sweep(
         **options: the launcher's own.
 
     Returns:
-        The status when the sweep is over; or, where workers were only submitted, what to tell the
-        user.
+        As `Launcher.start`.
     """
-    spec = launchers[launcher]
+    spec, crew = launchers[launcher], crew or Crew()
     spec.check(options)
-    crew = crew or Crew()
     tidy(sweep, crew.stale)
     starter: Launcher = spec.cls(**options)
     return starter.start(sweep, crew, show)
 
 
-def run(
-    path: Path, launcher: str = "local", crew: Crew | None = None, **options: Any
-) -> bool | None:
-    """As `run_sweep`, with the status on the terminal.
-
-    Returns:
-        Whether every run is done; None where workers were only submitted.
-    """
+def run(path: Path, launcher: str, crew: Crew, **options: Any) -> bool | None:
+    """As `run_sweep`, with the status on the terminal; whether all is done, None: not known yet."""
     sweep, console = read_plan(path), stderr()
     with Live(console=console, auto_refresh=False, transient=True) as live:
 

@@ -26,9 +26,9 @@ class Local:
     """Workers on this machine, one for each GPU or core; one that dies is started again."""
 
     def start(self, sweep: Sweep, crew: Crew, show: Show) -> Status:
-        log = f"local-{os.getpid()}-{{}}.log"
+        logs = sweep.path / "workers"
         slots = [
-            _Slot(crew.command(sweep.path, device), sweep.path / "workers" / log.format(number))
+            _Slot(crew.command(sweep.path, device), logs / f"local-{os.getpid()}-{number}.log")
             for number, device in enumerate(devices(crew))
         ]
         return supervise(sweep, crew, show, _Slots(sweep, slots))
@@ -60,9 +60,6 @@ class _Slot:
     def at_work(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def start(self) -> None:
-        self.process = _start(self.command, self.log)
-
     def dead_for_good(self, done: int) -> bool:
         """Whether one that died is not started again, when so many runs of the sweep are done."""
         self.deaths = self.deaths + 1 if done == self.done else 1
@@ -86,7 +83,7 @@ class _Slots:
                         continue
                 elif slot.process is not None and slot.dead_for_good(status.counts["done"]):
                     continue
-                slot.start()
+                slot.process = _start(slot.command, slot.log)
             alive += 1
         if not alive and any(slot.process and slot.process.returncode for slot in self.slots):
             raise died_again_and_again(self.sweep, f": {self.sweep.path / 'workers'} says why")

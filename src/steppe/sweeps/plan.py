@@ -19,6 +19,7 @@ from steppe.domains import DatasetSpec, dataset_spec, import_plugins, seed_hash
 from steppe.durable import replace
 from steppe.errors import RunError, UserError, unknown
 from steppe.optim import optimizer_spec
+from steppe.registry import Entry
 from steppe.sealed import seal
 from steppe.search import DEFAULT_SPACE, get_space
 from steppe.training import RunConfig, configure, read_config
@@ -38,12 +39,13 @@ class Grid:
         optimizers: names.
         averaging: names.
         trials: seeds of the split, counted from 0.
-        draws: hyperparameter samples per method; sample 0 is the space's defaults. With 0 draws,
-            nothing is drawn and a run has the settings of a single run.
+        draws: hyperparameter samples per method; sample 0 is the space's defaults. With 0, runs
+            have the settings of 'steppe train'.
         targets: what is held out: each target of the dataset (`single`), or also each with one
             more domain (`pairs`), which leave-one-domain-out selection needs; or domains, with
             commas: each of these in turn, or several at once where ``+`` joins them.
-        space: where defaults and draws come from.
+        space: where defaults and draws come from: fair (tuned per optimizer), fad (the paper's) or
+            domainbed.
         overrides: ``key=value`` texts for every run.
         options: other config keys for every run, such as `root`.
         tag: ends the names of the runs, so that a sweep can have several grids of the same axes.
@@ -99,10 +101,11 @@ def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
     """
     import_plugins(grid.options.get("plugins", ()))
     get_space(grid.space)
-    algorithms = _known(grid.algorithms, lambda name: algorithm_spec(name).name)
-    optimizers = _known(grid.optimizers, lambda name: optimizer_spec(name).name)
-    averaging = _known(grid.averaging, lambda name: averaging_spec(name).name)
-    for dataset in _known(grid.datasets, str):
+    algorithms = _known(grid.algorithms, algorithm_spec)
+    optimizers = _known(grid.optimizers, optimizer_spec)
+    averaging = _known(grid.averaging, averaging_spec)
+    _known(grid.datasets, dataset_spec)
+    for dataset in grid.datasets:
         spec = dataset_spec(dataset)
         axes = product(
             range(grid.trials), algorithms, optimizers, averaging, target_sets(spec, grid.targets)
@@ -124,8 +127,8 @@ def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
                 yield _name(config, grid.tag), config
 
 
-def _known(names: Sequence[str], find: Callable[[str], str]) -> list[str]:
-    found = [find(name) for name in names]
+def _known(names: Sequence[str], find: Callable[[str], Entry]) -> list[str]:
+    found = [find(name).name for name in names]
     for name in found:
         if found.count(name) > 1:
             raise UserError(f"{name!r} is given twice")
@@ -173,37 +176,36 @@ def write_plan(
         extend: add to the plan that the folder has; runs that it has already stay as they are.
     """
     old = _plan_so_far(path, extend)
-    grids = [grid] if isinstance(grid, Grid) else list(grid)
-    planned: dict[str, tuple[Grid, RunConfig]] = {}
-    for one in grids:
+    seen: set[str] = set()
+    new: dict[str, RunConfig] = {}
+    axes: dict[str, Any] = {}
+    used = []
+    for one in [grid] if isinstance(grid, Grid) else grid:
+        before = len(new)
         for name, config in jobs(one):
-            if name in planned:
+            if name in seen:
                 raise UserError(f"two runs would both be called {name}: plan them in two sweeps")
-            planned[name] = one, config
-    new = {name: run for name, run in planned.items() if name not in old.axes}
-    for name, (_, config) in planned.items():
-        if name in old.axes:
-            _check_same(path, name, config)
+            seen.add(name)
+            if name in old.axes:
+                _check_same(path, name, config)
+            else:
+                new[name], axes[name] = config, {**_axes(config), "tag": one.tag}
+        used += [asdict(one)] if len(new) > before else []
     if old.axes and not new and retries in (None, old.retries):
         return old
-    with _unwritten_explained(path):
-        for name, (_, config) in new.items():
-            _write_config(path / "runs" / name, config)
-        os.sync()  # at once: thousands of files, one by one, would take minutes
-    used = [one for one in grids if any(of is one for of, _ in new.values())]
+    for name, config in new.items():
+        _write_config(path, name, config)
+    os.sync()  # at once: thousands of files, one by one, would take minutes
     commands = old.facts["commands"]
     facts = {
         "version": VERSION,
         "steppe": __version__,
-        "grids": [*old.facts["grids"], *map(asdict, used)],
+        "grids": [*old.facts["grids"], *used],
         "commands": commands if commands[-1:] == [command] else [*commands, command],
         "retries": old.retries if retries is None else retries,
-        "runs": {
-            **old.axes,
-            **{name: {**_axes(config), "tag": of.tag} for name, (of, config) in new.items()},
-        },
+        "runs": {**old.axes, **axes},
     }
-    with _unwritten_explained(path):  # last: a plan that was cut off is no plan
+    with _unwritten_explained(path, path / FILE):  # last: a plan that was cut off is no plan
         replace(path / FILE, seal(json.dumps(facts, indent=1)) + b"\n")
     return read_plan(path)
 
@@ -236,27 +238,26 @@ def _check_same(path: Path, name: str, config: RunConfig) -> None:
             )
 
 
-def _write_config(folder: Path, config: RunConfig) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    if folder.is_symlink():
-        raise UserError(f"{folder} is a link: put the folder itself there")
-    path = folder / "config.json"
-    try:
-        path.unlink(missing_ok=True)  # of a plan that was cut off; a link is not followed
-        with path.open("x") as file:
-            file.write(config.to_json())
-    except OSError as error:  # a write that fails names no file
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+def _write_config(path: Path, name: str, config: RunConfig) -> None:
+    folder = path / "runs" / name
+    file = folder / "config.json"
+    with _unwritten_explained(path, file):
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder.is_symlink():
+            raise UserError(f"{folder} is a link: put the folder itself there")
+        file.unlink(missing_ok=True)  # of a plan that was cut off; a link is not followed
+        with file.open("x") as opened:
+            opened.write(config.to_json())
 
 
 @contextmanager
-def _unwritten_explained(path: Path) -> Iterator[None]:
+def _unwritten_explained(path: Path, file: Path) -> Iterator[None]:
     """Turns a failed write into an error that says what is left."""
     try:
         yield
     except OSError as error:
         left = "The plan is as it was" if (path / FILE).exists() else "Nothing is planned yet"
         raise RunError(
-            f"{error.filename or path} could not be written: {error.strerror}. {left}: fix that, "
+            f"{error.filename or file} could not be written: {error.strerror}. {left}: fix that, "
             "then plan again."
         ) from error

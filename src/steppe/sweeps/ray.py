@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,8 +37,8 @@ class Ray:
             cluster that is started here for the sweep).
     """
 
-    def __init__(self, *, address: Annotated[str | None, Option()] = None) -> None:
-        self.address = address or os.environ.get("RAY_ADDRESS")
+    def __init__(self, *, address: Annotated[str, Option()] = "") -> None:
+        self.address = address or os.environ.get("RAY_ADDRESS", "")
 
     def start(self, sweep: Sweep, crew: Crew, show: Show) -> Status:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -59,7 +58,7 @@ class Ray:
                 ray.shutdown()
 
 
-def _connect(address: str | None) -> None:
+def _connect(address: str) -> None:
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -67,8 +66,10 @@ def _connect(address: str | None) -> None:
         store = _OBJECT_STORE_BYTES
         ray.init("local", include_dashboard=False, object_store_memory=store, **quiet)
         return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        _knock(address)
+        if host and port.isdecimal():  # fails at once: Ray itself tries for minutes
+            socket.create_connection((host.strip("[]"), int(port)), _KNOCK_SECONDS).close()
         ray.init(address, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -78,18 +79,11 @@ def _connect(address: str | None) -> None:
         ) from None
 
 
-def _knock(address: str) -> None:
-    """Fails at once where nothing listens: Ray itself tries for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_SECONDS).close()
-
-
 def slots(per_gpu: int, threads: int) -> tuple[int, bool]:
     """How many workers the cluster has room for, and whether they have GPUs."""
     import ray
 
-    known: Callable[[], list[dict[str, Any]]] = ray.nodes
+    known: Any = ray.nodes  # which has no types
     nodes = [node["Resources"] for node in known() if node["Alive"]]
     gpus = any(node.get("GPU") for node in nodes)
     room = 0
@@ -181,16 +175,10 @@ def _work(path: Path, device: str, crew: Crew, here: str, variables: dict[str, s
             "use a folder that every node sees at the same path"
         )
     log = logging.getLogger("steppe")
-    handler = logging.FileHandler(
-        path / "workers" / f"ray-{socket.gethostname()}-{os.getpid()}.log"
-    )
-    handler.setLevel(logging.INFO)
-    log.addHandler(handler)
     log.setLevel(logging.INFO)
+    file = f"ray-{socket.gethostname()}-{os.getpid()}.log"
+    log.addHandler(logging.FileHandler(path / "workers" / file))  # the process ends with the task
     try:
         work(path, device, crew.threads, crew.stale)
     except (Interrupted, KeyboardInterrupt):  # asked to by `stop`, which only waits for the end
         log.info("stopped")
-    finally:
-        log.removeHandler(handler)
-        handler.close()

@@ -21,10 +21,33 @@ from .status import look
 from .sweep import Sweep
 
 WORKERS = 16
-"""Unless told how many: no more than that, nor more than there are runs left."""
+"""At most so many by default."""
 _GRACE_SECONDS = 60
 """Before a job's time is up, for a worker to save its run and give it back."""
 _GPU_OPTIONS = ("--gres", "--gpus", "-G", "--tres-per")
+_ONE = """
+# It takes runs until none is left. SIGTERM, from scancel or a minute before the job's
+# time is up, has it save its run and give it back to the others.
+exec {worker}
+"""
+_SEVERAL = """
+# {number} workers share the GPU. They take runs until none is left. SIGTERM, from
+# scancel or a minute before the job's time is up, has them save their runs and give them
+# back to the others.
+pids=""
+trap 'kill -TERM $pids 2>/dev/null' TERM
+for _ in $(seq {number}); do
+  {worker} &
+  pids="$pids $!"
+done
+status=0
+for pid in $pids; do
+  # A trap ends `wait`: it waits again for as long as the worker is there.
+  while true; do wait "$pid"; code=$?; kill -0 "$pid" 2>/dev/null || break; done
+  [ $code -eq 0 ] || status=$code
+done
+exit $status
+"""
 
 
 @register_launcher("slurm")
@@ -97,41 +120,9 @@ class Slurm:
             "#!/bin/bash",
             f"# Workers for {home}, written by 'steppe sweep run --launcher slurm'.",
             *(f"#SBATCH {option}" for option in (*options, *self.sbatch)),
-            "",
-            *(_one(worker) if crew.per_gpu == 1 else _several(worker, crew.per_gpu)),
-            "",
+            (_ONE if crew.per_gpu == 1 else _SEVERAL).format(worker=worker, number=crew.per_gpu),
         ]
         return "\n".join(lines)
-
-
-def _one(worker: str) -> list[str]:
-    # In the shell's place, it hears Slurm's signals.
-    return [
-        "# It takes runs until none is left. SIGTERM, from scancel or a minute before the job's",
-        "# time is up, has it save its run and give it back to the others.",
-        f"exec {worker}",
-    ]
-
-
-def _several(worker: str, number: int) -> list[str]:
-    return [
-        f"# {number} workers share the GPU. They take runs until none is left. SIGTERM, from",
-        "# scancel or a minute before the job's time is up, has them save their runs and give them",
-        "# back to the others.",
-        'pids=""',
-        "trap 'kill -TERM $pids 2>/dev/null' TERM",
-        f"for _ in $(seq {number}); do",
-        f"  {worker} &",
-        '  pids="$pids $!"',
-        "done",
-        "status=0",
-        "for pid in $pids; do",
-        "  # A trap ends `wait`: it waits again for as long as the worker is there.",
-        '  while true; do wait "$pid"; code=$?; kill -0 "$pid" 2>/dev/null || break; done',
-        "  [ $code -eq 0 ] || status=$code",
-        "done",
-        "exit $status",
-    ]
 
 
 def _submit(path: Path) -> str:

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from statistics import fmean
 from typing import Any
 
 from steppe.console import Console, Group, Live, table, text
 from steppe.errors import UserError, unknown
 
 from . import store
-from .store import Event
 from .sweep import AXES, Sweep, read_plan
 
 LEFT = ("planned", "running", "lost")
@@ -79,61 +79,45 @@ class Status:
 def look(sweep: Sweep, stale: float = store.STALE_SECONDS) -> Status:
     """Looks at every run of a sweep, as its plan is now: it may have been extended."""
     sweep = read_plan(sweep.path)
-    now = store.clock(sweep.path)
+    now = first = store.clock(sweep.path)
     states: dict[str, str] = {}
     seconds: dict[str, float] = {}
     running: dict[str, float] = {}
     ends: list[float] = []
-    first = now
-    failures = []
-    problems: list[str] = []
+    failures, problems = [], []
+    axes: dict[str, dict[str, Counter[str]]] = {axis: defaultdict(Counter) for axis in AXES}
     for job, events, state in sweep.survey(now, stale):
-        name = job.name
-        states[name] = state
+        states[job.name] = state
+        for axis in AXES:
+            axes[axis][str(sweep.axes[job.name][axis])][state] += 1
         problems += store.damage(job, events)
         claims = [event for event in events if event.kind == "claim"]
-        if claims:
-            first = min(first, claims[0].time)
+        first = min([first, *(event.time for event in claims[:1])])
         if state == "done":
             with suppress(OSError):  # of someone who may only look
                 job.settle(events[-1])
-            seconds[name] = _worked(events)
+            seconds[job.name] = sum(
+                max(0.0, after.time - event.time)
+                for event, after in itertools.pairwise(events)
+                if event.kind == "claim"
+            )
             ends.append(events[-1].time)
         elif state == "running":
-            running[name] = max(0.0, now - events[-1].time)
+            running[job.name] = max(0.0, now - events[-1].time)
         elif state == "failed":
-            failures.append(_failure(name, len(claims), events[-1]))
+            gone = {"error": "it was done, but its result is missing", "traceback": ""}
+            facts = gone if events[-1].kind == "done" else events[-1].facts
+            failures.append(Failure(job.name, len(claims), facts["error"], facts["traceback"]))
     span = min(RECENT_SECONDS, max(now - first, 1.0))
-    recent = sum(end > now - span for end in ends)
-    axes: dict[str, dict[str, Counter[str]]] = {axis: defaultdict(Counter) for axis in AXES}
-    for name, state in states.items():
-        for axis in AXES:
-            axes[axis][str(sweep.axes[name][axis])][state] += 1
-    counts = Counter(states.values())
     return Status(
-        {state: counts[state] for state in STATES},
+        {state: list(states.values()).count(state) for state in STATES},
         {axis: {value: dict(c) for value, c in values.items()} for axis, values in axes.items()},
-        3600 * recent / span,
+        3600 * sum(end > now - span for end in ends) / span,
         _seconds_left(sweep, states, seconds, running),
         running,
         tuple(failures),
         tuple(problems),
     )
-
-
-def _failure(name: str, attempts: int, last: Event) -> Failure:
-    if last.kind == "done":
-        return Failure(name, attempts, "it was done, but its result is missing", "")
-    return Failure(name, attempts, last.facts["error"], last.facts["traceback"])
-
-
-def _worked(events: list[Event]) -> float:
-    """The seconds that attempts worked on a run, until it was done."""
-    total = 0.0
-    for event, after in itertools.pairwise(events):
-        if event.kind == "claim":
-            total += max(0.0, after.time - event.time)
-    return total
 
 
 def _seconds_left(
@@ -153,33 +137,26 @@ def _seconds_left(
     known: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for name, value in seconds.items():
         known[kind(name)].append(value)
-    overall = sum(seconds.values()) / len(seconds)
     left = 0.0
     for name, state in states.items():
         if state in LEFT:
-            alike = known.get(kind(name))
-            expected = sum(alike) / len(alike) if alike else overall
+            expected = fmean(known.get(kind(name)) or seconds.values())
             left += max(0.0, expected - running.get(name, 0.0))
     return left / max(len(running), 1)
 
 
 def show(sweep: Sweep, status: Status) -> Group:
-    total = sum(status.counts.values())
-    done = status.counts["done"]
+    total, done = sum(status.counts.values()), status.counts["done"]
     states = ", ".join(f"{n:,} {state}" for state, n in status.counts.items() if n)
-    left = status.seconds_left
-    time_left = "?" if left is None else str(timedelta(seconds=round(left)))
-    parts: list[Any] = [
-        text(f"{sweep.path}: {states}"),
-        text(
-            f"{done:,} of {total:,} runs ({done / max(total, 1):.0%}), "
-            f"{status.runs_per_hour:,.1f} an hour, {time_left} left"
-            if not status.over
-            else f"{done:,} of {total:,} runs done"
-        ),
-    ]
+    line = f"{done:,} of {total:,} runs done"
+    if not status.over:
+        left = status.seconds_left
+        time_left = "?" if left is None else str(timedelta(seconds=round(left)))
+        line = f"{done:,} of {total:,} runs ({done / total:.0%}), {status.runs_per_hour:,.1f} an "
+        line += f"hour, {time_left} left"
+    parts: list[Any] = [text(f"{sweep.path}: {states}"), text(line)]
     rows = [
-        (axis if place == 0 else "", value, *_counts(counts))
+        (axis if place == 0 else "", value, *(_number(counts.get(state)) for state in STATES))
         for axis, values in status.axes.items()
         if len(values) > 1
         for place, (value, counts) in enumerate(values.items())
@@ -201,11 +178,11 @@ def show(sweep: Sweep, status: Status) -> Group:
     return Group(*parts, *(text(line, style="yellow") for line in lines))
 
 
-def _counts(counts: Mapping[str, int]) -> list[str]:
-    return [f"{counts[state]:,}" if counts.get(state) else "" for state in STATES]
+def _number(n: int | None) -> str:
+    return f"{n:,}" if n else ""
 
 
-def watch(sweep: Sweep, console: Console, stale: float, seconds: float = 2.0) -> None:
+def watch(sweep: Sweep, console: Console, stale: float = store.STALE_SECONDS) -> None:
     """Shows the status in place, again and again, until the sweep is over."""
     with Live(console=console, auto_refresh=False) as live:
         while True:
@@ -213,7 +190,7 @@ def watch(sweep: Sweep, console: Console, stale: float, seconds: float = 2.0) ->
             live.update(show(sweep, status), refresh=True)
             if status.over:
                 return
-            time.sleep(seconds)
+            time.sleep(2.0)
 
 
 def retry(sweep: Sweep, names: tuple[str, ...] = ()) -> list[str]:

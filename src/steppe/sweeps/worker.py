@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -51,9 +51,9 @@ class Worker:
 
     Attributes:
         device: what runs compute on, whatever their configs say.
-        stale: seconds without a sign of life after which another worker is taken for dead.
+        stale: seconds of silence after which another worker is taken for dead.
         beat: seconds between two signs of its own life.
-        limit: how many runs to take; none: as many as there are.
+        limit: how many runs to take (default: as many as there are).
     """
 
     sweep: Sweep
@@ -77,14 +77,14 @@ class Worker:
                     if claim is not None:
                         claim.release()
                     raise Interrupted(interrupts.number)
-                if claim is None:
-                    if not left:
-                        break
+                if claim is not None:
+                    taken += 1
+                    finished += self._carry_out(claim)
+                    _free_memory()
+                elif left:
                     time.sleep(min(IDLE_SECONDS, self.stale / 2))
-                    continue
-                taken += 1
-                finished += self._carry_out(claim)
-                _free_memory()
+                else:
+                    break
         return finished
 
     def _next(self) -> tuple[Claim | None, bool]:
@@ -95,7 +95,9 @@ class Worker:
         now, left = store.clock(self.sweep.path), False
         names = [name for name in self.sweep.names if name not in self._done]
         for job, events, state in self.sweep.survey(now, self.stale, names):
-            self._tell(store.damage(job, events))
+            for problem in set(store.damage(job, events)) - self._told:
+                log.warning("%s", problem)
+                self._told.add(problem)
             if state == "done":
                 job.settle(events[-1])
                 self._done.add(job.name)
@@ -113,13 +115,6 @@ class Worker:
                 left = True
         return None, left
 
-    def _tell(self, problems: list[str]) -> None:
-        """Logs what was not logged yet."""
-        for problem in problems:
-            if problem not in self._told:
-                log.warning("%s", problem)
-                self._told.add(problem)
-
     @cached_property
     def _memory(self) -> str:
         """Names the memory that its runs are in: a GPU's or the machine's."""
@@ -128,33 +123,32 @@ class Worker:
             return str(torch.cuda.get_device_properties(device).uuid)
         return socket.gethostname()
 
-    def _claims(self) -> Iterator[tuple[str, store.Event | None]]:
-        """Who claimed a run that is, or was, in the same memory, and what ended it, if anything."""
-        now = store.clock(self.sweep.path)
+    def _beside(self, since: float) -> tuple[set[str], set[str], int]:
+        """Who else has had runs in the same memory since then, who has now, how many fitted."""
+        now, had, have, fitted = store.clock(self.sweep.path), set(), set(), 0
         for job, events, _ in self.sweep.survey(now, self.stale):
             for event, after in zip_longest(events, events[1:]):
                 if event.kind != "claim" or event.facts.get("memory") != self._memory:
                     continue
-                if after or job.alive(event, now, self.stale):
-                    yield str(event.facts.get("worker")), after
-
-    def _others(self, since: float) -> int:
-        """How many other workers have had runs in the same memory since then."""
-        found = {who for who, end in self._claims() if end is None or end.time >= since}
-        return len(found - {store.worker_name()})
+                who = {str(event.facts.get("worker"))} - {store.worker_name()}
+                if after is None and job.alive(event, now, self.stale):
+                    had |= who
+                    have |= who
+                elif after is not None and after.time >= since:
+                    had |= who
+                    fitted += after.kind == "done"
+        return had, have, fitted
 
     def _has_room(self) -> bool:
-        """Whether a run may fit, by what others are at work and what has fitted of late."""
+        """Whether a run may fit, by what others are at work and what has fitted since."""
         if self._crowd is None:
             return True
         others, since = self._crowd
-        claims = list(self._claims())
-        at_work = {who for who, end in claims if end is None}
-        fitted = sum(1 for _, end in claims if end and end.kind == "done" and end.time >= since)
+        _, at_work, fitted = self._beside(since)
         allowed = others // 2 + fitted
         if allowed >= others:
             self._crowd = None
-        return len(at_work - {store.worker_name()}) <= allowed
+        return len(at_work) <= allowed
 
     def _carry_out(self, claim: Claim) -> bool:
         name, began, failure = claim.job.name, time.time(), None
@@ -170,11 +164,22 @@ class Worker:
                 return False
             claim.release()
             raise
-        except Exception as error:
-            failure = _Failure.of(error)  # and not the error, which holds what the run had
+        except Exception as error:  # which holds what the run had: only its words are kept
+            failure = {
+                "error": f"{type(error).__name__}: {error}",
+                "traceback": traceback.format_exc(),
+                "diverged": isinstance(error, Diverged),
+            }
+            wanting, refused = _out_of_memory(error), isinstance(error, UserError)
         if failure is not None:
             _free_memory()  # before others may take the run
-            self._give_up(claim, failure, began)
+            # Since it began: those that were just as short of memory may be gone by now.
+            if wanting and (others := len(self._beside(began)[0])):
+                claim.release()
+                self._crowd = others, time.time()
+                log.warning("%s: no memory was left beside %d other runs: given back", name, others)
+            else:
+                self._fail(claim, refused, failure)
             return False
         if not claim.commit():
             log.warning("%s: finished, but another worker has it: the result is dropped", name)
@@ -183,23 +188,14 @@ class Worker:
         self._refused = 0
         return True
 
-    def _give_up(self, claim: Claim, failure: _Failure, began: float) -> None:
-        """Gives a run back for which others left no room, or notes that it failed."""
-        name = claim.job.name
-        # Since it began: those that were just as short of memory may be gone by now.
-        others = self._others(began) if failure.out_of_memory else 0
-        if others:
-            claim.release()
-            self._crowd = others, time.time()
-            log.warning("%s: no memory was left beside %d other runs: given back", name, others)
-            return
-        claim.fail(failure.error, failure.traceback, failure.diverged)
-        log.error("%s: failed: %s", name, failure.error)
-        self._refused = self._refused + 1 if failure.refused else 0
+    def _fail(self, claim: Claim, refused: bool, failure: dict[str, Any]) -> None:
+        claim.fail(**failure)
+        log.error("%s: failed: %s", claim.job.name, failure["error"])
+        self._refused = self._refused + 1 if refused else 0
         if self._refused == REFUSALS:
             raise UserError(
                 f"{REFUSALS} runs in a row failed here for the same kind of reason "
-                f"({failure.error}): fix that on this machine, then: "
+                f"({failure['error']}): fix that on this machine, then: "
                 + command("steppe", "sweep", "retry", self.sweep.path)
             )
 
@@ -228,27 +224,6 @@ class Worker:
         finally:
             over.set()
             thread.join()
-
-
-class _Failure(NamedTuple):
-    """What is to be known of an error after it is gone."""
-
-    error: str
-    traceback: str
-    out_of_memory: bool
-    diverged: bool
-    refused: bool
-    """Whether the run could not even start here."""
-
-    @classmethod
-    def of(cls, error: Exception) -> _Failure:
-        return cls(
-            f"{type(error).__name__}: {error}",
-            traceback.format_exc(),
-            _out_of_memory(error),
-            isinstance(error, Diverged),
-            isinstance(error, UserError),
-        )
 
 
 def _out_of_memory(error: BaseException | None) -> bool:
@@ -286,7 +261,7 @@ def work(
     Args:
         path: the sweep's folder.
         device: what to compute on.
-        threads: of a CPU. One unless given, everywhere, so that results do not depend on it.
+        threads: of a CPU; the same number everywhere, because results depend on it.
         stale: seconds after which a silent worker is taken for dead; four signs of life in them.
         limit: how many runs to take, at most.
 

@@ -1,0 +1,186 @@
+"""Options that are declared elsewhere: keys of a run's config, fields of a class, a launcher's."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Container, Iterable, Mapping
+from functools import wraps
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from steppe.algorithms import algorithm_names
+from steppe.averaging import averaging_names
+from steppe.errors import UserError
+from steppe.optim import optimizer_names
+from steppe.options import arguments
+from steppe.training.config import MACHINE, RUN, Named, RunConfig
+
+from .common import load_plugins
+
+AXES: Mapping[str, Callable[[], Iterable[str]]] = {
+    "algorithm": algorithm_names,
+    "optimizer": optimizer_names,
+    "averaging": averaging_names,
+}
+_PANELS = {str(RUN): "Which run", str(MACHINE): "How it is carried out"}
+_DEFAULTS: Mapping[str, str | bool] = {
+    "dataset": False,
+    "targets": False,
+    "optimizer": "adam",
+    "space": "fair",
+    "root": "$STEPPE_DATA or ./data",
+    "workers": "chosen from the machine",
+}
+"""Of keys whose default is not the field's own."""
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names that commas separate."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(word) for word in names(text))
+        if found and len(set(found)) == len(found) and all(0 < n < math.inf for n in found):
+            return found
+    except ValueError:
+        pass
+    raise typer.BadParameter(f"{text}: give different positive numbers with commas, as in 0.3,1,3")
+
+
+_LISTS = {tuple[str, ...]: names, tuple[float, ...]: numbers}
+
+
+def _option(name: str, kind: Any, flag: str = "", **facts: Any) -> inspect.Parameter:
+    """An option that is None where it is not given."""
+    info = typer.Option(flag or "--" + name.replace("_", "-"), **facts)
+    annotation = Annotated[kind | None, info]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def keys(*wanted: str) -> list[inspect.Parameter]:
+    """Keys of a run's config; it refuses what a value cannot be."""
+    found = []
+    for key in wanted:
+        field = RunConfig.model_fields[key]
+        several, flag = field.annotation == tuple[str, ...], key.replace("_", "-")
+        flag = f"--{flag.removesuffix('s') if several else flag}"
+        flag += f"/--no-{flag[2:]}" if field.annotation is bool else ""
+        kinds = (field.annotation, *get_args(field.annotation))
+        kind = next((kind for kind in (bool, int, float) if kind in kinds), str)
+        known = f": {', '.join(AXES[key]())}" if key in AXES else ""
+        folder = {"metavar": "DIR", "parser": lambda text: str(Path(text))}
+        option = _option(
+            key,
+            list[str] if several else kind,
+            flag,
+            help=f"{field.description}{known}.",
+            show_default=_default("the dataset's" if field.is_required() else field.default, key),
+            rich_help_panel=_PANELS.get(str(field.json_schema_extra), "Training"),
+            **folder if key == "root" else {},
+        )
+        found.append(option)
+    return found
+
+
+def _default(value: Any, key: str = "") -> str | bool:
+    if key in _DEFAULTS:
+        return _DEFAULTS[key]
+    value = value.name if isinstance(value, Named) else value
+    return False if value in (None, ()) else json.dumps(value).strip('"')
+
+
+def fields(cls: type, *wanted: str, default: str = "", **facts: Any) -> list[inspect.Parameter]:
+    """Fields of a dataclass, whose docstring says what they mean; lists have commas."""
+    hints, meanings = get_type_hints(cls), dict(arguments(inspect.getdoc(cls) or ""))
+    found = []
+    for name in wanted:
+        meaning = meanings.get(name, name).replace("`", "")  # python -OO has none
+        own = getattr(cls, name, None)
+        shown = default or (",".join(own) if isinstance(own, tuple) else _default(own))
+        more: dict[str, Any] = {
+            "show_default": shown,
+            "help": meaning[0].upper() + meaning[1:],
+            **facts,
+        }
+        if parser := _LISTS.get(hints[name]):
+            more |= {"parser": parser, "metavar": "A,B,..."}
+        found.append(_option(name, str if parser else hints[name], **more))
+    return found
+
+
+def with_options(
+    **groups: Iterable[inspect.Parameter],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command groups of options; what was given of each arrives as a dictionary."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def called(**values: Any) -> None:
+            for group, options in groups.items():
+                given = {option.name: values.pop(option.name, None) for option in options}
+                values[group] = {k: v for k, v in given.items() if v not in (None, [])}
+            command(**values)
+
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.name not in groups]
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own]
+        parameters += [option for options in groups.values() for option in options]
+        called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {p.name: p.annotation for p in parameters}
+        return called
+
+    return decorate
+
+
+class RunCommand(TyperCommand):
+    """A command that also has the options of every launcher, and puts them in ``context.obj``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for word, following in pairwise([*args, ""]):  # a plugin decides which options there are
+            if word == "--plugin" or word.startswith("--plugin="):
+                load_plugins([following if word == "--plugin" else word.partition("=")[2]])
+        launchers_own = _launcher_options(taken={parameter.name for parameter in self.params})
+        own, self.params = self.params, [*self.params, *launchers_own]
+        try:
+            rest = super().parse_args(ctx, args)
+        finally:
+            self.params = own
+        values = {parameter.name: ctx.params.pop(parameter.name) for parameter in launchers_own}
+        ctx.obj = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+            if value not in (None, [], ())
+        }
+        return rest
+
+
+def _launcher_options(taken: Container[str]) -> list[Any]:
+    from steppe.sweeps import launchers
+
+    kinds = {bool: bool, int: int, float: float, tuple: list[str]}
+    found: dict[str, inspect.Parameter] = {}
+    for spec in launchers.entries():
+        for name, option in spec.options.items():
+            if name in taken:
+                raise UserError(
+                    f"launcher {spec.name!r} cannot have the option {name!r}: 'sweep run' has one "
+                    "of that name"
+                )
+            kind = kinds.get(type(option.default), str)
+            told = _option(name, kind, help=f"{spec.name}: {option.meaning}")
+            found.setdefault(name, told)
+
+    app = typer.Typer(add_completion=False)  # makes options of a signature
+    app.command()(with_options(given=found.values())(lambda given: None))
+    made: Any = typer.main.get_command(app)
+    return list(made.params)
