@@ -13,8 +13,7 @@ from steppe.domains import load, packing
 from steppe.domains.pack import Packed, location, remedy
 from steppe.errors import UserError
 
-PIXELS = 227
-"""The side of photograph-sized images, as in PACS."""
+PIXELS = 227  # the side of photograph-sized images, as in PACS
 
 
 @contextmanager

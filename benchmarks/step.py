@@ -10,33 +10,19 @@ import gc
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
-from harness import (
-    Result,
-    RunOptions,
-    Still,
-    command,
-    facts,
-    option,
-    ratio,
-    seconds,
-    spread,
-    take_turns,
-    track,
-    wait,
-)
+from harness import Result, RunOptions, Still, command, option, ratio, seconds, spread
 from images import name_of, packed_images
 
 from steppe.algorithms import algorithm_names, algorithm_spec
 from steppe.domains import load
-from steppe.domains.batches import Batch
 from steppe.errors import UserError
 from steppe.optim import optimizer_spec
 from steppe.training import RunConfig, RunDirectory, make_config
@@ -47,10 +33,8 @@ from steppe.training.setup import resolved_precision
 from steppe.training.trainer import Trainer
 from steppe.training.update import Passes
 
-ADAM = "adam"
-"""The optimizer that others are compared with."""
-BASELINE = "ERM"
-"""What other algorithms are compared with."""
+ADAM, BASELINE = "adam", "ERM"
+"""What other optimizers and algorithms are compared with."""
 PLAIN = {"precision": "fp32", "engine": "off", "data": "host"}
 AT_HAND = "ms per step, batch at hand"
 
@@ -58,38 +42,23 @@ AT_HAND = "ms per step, batch at hand"
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
     batch: int = option(24, "Images in a step, of all domains but one.", min=2)
-    algorithm: list[str] | None = option(
-        None, "Compare its step with ERM's; may be repeated; all: every algorithm."
-    )
+    algorithm: list[str] | None = option(None, "To compare with ERM; may be repeated; or all.")
     rounds: int = option(5, "Measurements.", min=1)
     steps: int = option(4, "Steps in a measurement.", min=1)
     eager: bool = option(False, "Without the engine: nothing compiled or captured.", "--eager")
-    deterministic: bool = option(
-        False, "As in 'steppe train', to see what it costs.", "--deterministic"
-    )
+    deterministic: bool = option(False, "As in 'steppe train'.", "--deterministic")
 
     def config(self, images: Path, optimizer: str, **values: str) -> RunConfig:
-        """A run on packed images, the last domain held out.
-
-        No weights are needed to time it; batch norm that is frozen is usual.
-        """
-        *sources, target = (domain.name for domain in load(images).domains)
-        if self.batch % len(sources):
-            raise UserError(f"--batch {self.batch} is not a multiple of {len(sources)} domains")
+        sources = len(load(images).domains) - 1
+        if self.batch % sources:
+            raise UserError(f"--batch {self.batch} is not a multiple of {sources} domains")
         own = {
-            "dataset": str(images),
-            "targets": [target],
-            "backbone": self.backbone,
-            "weights": "none",
-            "freeze_bn": True,
-            "optimizer": {"name": optimizer, "lr": 1e-4},
-            "batch_size": self.batch // len(sources),
-            "device": str(self.where),
-            "precision": self.precision,
+            "batch_size": self.batch // sources,
             "engine": "off" if self.eager else "auto",
             "deterministic": self.deterministic,
         }
-        return make_config({**own, **values})
+        chosen = replace(self, optimizer=optimizer)
+        return make_config({**chosen.values(images), **own, **values})
 
 
 class Runner:
@@ -101,15 +70,12 @@ class Runner:
 
     def __init__(self, config: RunConfig, out: Path, parts: bool = True) -> None:
         self.device = torch.device(config.device)
-        self._deterministic = config.deterministic
         self._precision = resolved_precision(config, self.device)
+        self._settings = partial(settings, self._precision, config.deterministic)
         with self._settings():
-            run = RunDirectory(out)
-            trainer = Trainer(config, run, Processes(self.device), self._precision)
-            self.trainer = trainer
-            self._batches: Iterator[list[Batch]] = trainer.store.training(
-                trainer.sampling, 0, 10**9
-            )
+            processes = Processes(self.device)
+            self.trainer = trainer = Trainer(config, RunDirectory(out), processes, self._precision)
+            self._batches = trainer.store.training(trainer.sampling, 0, 10**9)
             # Both sides of an adversary's game are captured after steps of their own.
             for _ in range((WARM_UP + 2) * (1 if len(trainer.objectives) == 1 else 4)):
                 trainer.step(next(self._batches))
@@ -172,16 +138,13 @@ class Runner:
             Passes(trainer.parallel, cast),
             network,
             batch=network.compiled.batch if network.compiled else None,
-            deterministic=self._deterministic,
+            deterministic=trainer.config.deterministic,
         )
         idle = Still(trainer.parallel.parameters())
         run = partial(engine.optimize, idle, trainer.objectives[0].name, prepared)
         for _ in range(WARM_UP + 2):
             run()
         return run
-
-    def _settings(self) -> AbstractContextManager[None]:
-        return settings(self._precision, self._deterministic)
 
 
 def contenders(options: Options, images: Path) -> dict[str, RunConfig]:
@@ -207,26 +170,27 @@ def measure(options: Options) -> Result:
         tempfile.TemporaryDirectory(prefix="steppe-bench-") as out,
     ):
         configs = contenders(options, images)
-        ready = track(configs.items(), f"{options.backbone}: getting ready")
+        ready = harness.track(configs.items(), f"{options.backbone}: getting ready")
         runners = {name: Runner(config, Path(out), not options.algorithm) for name, config in ready}
         turns = {
             name: partial(runner.alone if options.algorithm else runner.measure, options.steps)
             for name, runner in runners.items()
         }
-        found = take_turns(turns, options.rounds, options.backbone)
+        found = harness.take_turns(turns, options.rounds, options.backbone)
         runs = {name: runner.about() for name, runner in runners.items()}
-        parameters = sum(
-            p.nbytes for p in next(iter(runners.values())).trainer.algorithm.parameters()
-        )
-        del runners, turns  # their memory is not to be counted as another's
+        network = next(iter(runners.values())).trainer.algorithm
+        parameters = sum(p.nbytes for p in network.parameters())
+        del runners, turns, network  # their memory is not to be counted as another's
         for name, rows in found.items():
             runs[name] |= _figures(rows, options, runs[name]["passes"])
             if device.type == "cuda" and not options.algorithm:
                 runs[name]["peak GiB"] = _peak(configs[name], Path(out), device) / 2**30
     first, *others = configs
     per_domain = configs[first].batch_size
+    part = "ready" if options.algorithm else "whole"
+    times = {name: [row[part] for row in rows] for name, rows in found.items()}
+    pairs = [(other, first) if options.algorithm else (first, other) for other in others]
     result: Result = {
-        "environment": facts(device),
         "backbone": options.backbone,
         "optimizer": options.optimizer,
         "batch": f"{options.batch // per_domain} x {per_domain}",
@@ -235,13 +199,8 @@ def measure(options: Options) -> Result:
         "rounds": options.rounds,
         "steps a round": options.steps,
         "runs": runs,
+        "ratios": {f"{a} over {b}": ratio(times[a], times[b]) for a, b in pairs},
     }
-    if options.algorithm:
-        pairs, part = [(other, first) for other in others], "ready"
-    else:
-        pairs, part = [(first, other) for other in others], "whole"
-    times = {name: [row[part] for row in rows] for name, rows in found.items()}
-    result["ratios"] = {f"{a} over {b}": ratio(times[a], times[b]) for a, b in pairs}
     if device.type == "cpu":
         unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -284,10 +243,8 @@ def _peak(config: RunConfig, out: Path, device: torch.device) -> int:
     # What was asked for: what the allocator rounds it up to depends on what was free.
     before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
     Runner(config, out)
-    wait(device)
+    harness.wait(device)
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before)
 
 
 main = command(Options, measure)
-if __name__ == "__main__":
-    main()
