@@ -32,7 +32,6 @@ class CORAL(FeatureMatching):
     """
 
     def distance(self, features: Sequence[Tensor]) -> Tensor:
-        """The mean distance over pairs of domains."""
         means = [x.mean(0) for x in features]
         covariances = [_covariance(x - mean) for x, mean in zip(features, means, strict=True)]
         pairs = combinations(range(len(means)), 2)

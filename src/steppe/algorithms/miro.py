@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -17,7 +17,7 @@ from steppe.errors import UserError
 from steppe.options import Option
 from steppe.search import Choice
 
-from .algorithm import Algorithm, Losses, Objective, Prepared, trainable
+from .algorithm import Algorithm, First, Losses, Objective, Prepared, trainable
 from .network import Network, Tap, tapped
 from .registry import register_algorithm
 
@@ -49,8 +49,6 @@ class MIRO(Algorithm):
     The authors tune `penalty` for each dataset; what a search draws it from is ours.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         penalty: the weight of the regularizer.
         lr_factor: the learning rate of its own parameters over the network's.
     """
@@ -78,17 +76,13 @@ class MIRO(Algorithm):
         self.train()
 
     def prepare(self, batches: Sequence[Batch]) -> Prepared:
-        """Also computes what the first network makes of the images."""
         prepared = super().prepare(batches)
         outputs, tap = _collector()
         with torch.no_grad(), tapped(self.first_featurizer, self.network.stages, tap):
             self.first_featurizer(prepared.images)
         return replace(prepared, draws={"first outputs": outputs})
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The mean cross-entropy and the distance to the first network."""
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         outputs, tap = _collector()
         features = self.network.features(prepared.images, prepared.keep, tap)
         risk = F.cross_entropy(self.network.classifier(features), prepared.labels)
@@ -107,12 +101,10 @@ class MIRO(Algorithm):
         return Losses(risk + self.penalty * penalty, {"risk": risk, "penalty": penalty})
 
     def objectives(self) -> Sequence[Objective]:
-        """One loss over all parameters, the variances faster."""
         faster = dict.fromkeys(self.raw_variances, self.lr_factor)
         return (Objective("main", tuple(trainable(self)), lr_factors=faster),)
 
     def train(self, mode: bool = True) -> MIRO:
-        """Sets the mode, except that of the first network."""
         super().train(mode)
         self.first_featurizer.eval()
         return self

@@ -64,27 +64,19 @@ class SMA(Averaging):
             id(x) for norm in unfrozen(module) for x in (norm.running_mean, norm.running_var)
         }
         self.tensors |= {name: x for name, x in module.named_buffers() if id(x) in statistics}
-        self.start = start
-        self.updates = 0
-        self._mean = Mean()
+        self.start, self.updates, self._mean = start, 0, Mean()
 
     def update(self) -> None:
-        """Takes the weights into the mean."""
         self._check_live("update()")
         self.updates += 1
-        live = list(self.tensors.values())
-        if self.updates <= self.start:
-            self._mean.set(live)
-        else:
-            self._mean.add(live)
+        take = self._mean.set if self.updates <= self.start else self._mean.add
+        take(list(self.tensors.values()))
 
     @property
     def serving(self) -> bool:
-        """From the first update on."""
         return self.updates > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The mean and the number of updates."""
         self._check_live("state_dict()")
         return {
             "served": self._named(self._mean.tensors) if self.serving else None,
@@ -93,7 +85,6 @@ class SMA(Averaging):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state."""
         self._check_live("load_state_dict()")
         served = state["served"]
         self._mean = Mean(() if served is None else self._own(served), state["weight"])
