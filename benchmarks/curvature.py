@@ -1,9 +1,8 @@
 """The top eigenvalues of a Hessian against the tools that people use, to the same residual.
 
-The same network, data and number format for all, on the same device. The rivals are SciPy's `eigsh`
-(ARPACK) on curvlinops' Hessian, and PyHessian's deflated power iteration. Residuals are not taken
-from the solvers: they are computed afterwards, for everyone by the same products, in float64 where
-the network is small enough.
+The rivals are SciPy's `eigsh` (ARPACK) on curvlinops' Hessian, and PyHessian's deflated power
+iteration, with the same network, data, number format and device. Residuals are computed afterwards,
+for everyone by the same products, in float64 where the network is small enough.
 """
 
 import copy
@@ -28,8 +27,7 @@ from torch.nn import functional as F
 from steppe.curvature import HessianOperator, top_eigenvalues
 from steppe.errors import UserError, unknown
 
-RESIDUAL = 1e-3
-"""What a residual may be, relative to the largest eigenvalue: everyone is asked for this."""
+RESIDUAL = 1e-3  # what anyone's may be, relative to the largest eigenvalue
 RIVALS = {"eigsh": "steppe", "pyhessian": "steppe, by magnitude"}
 """And what of ours each is compared with."""
 EXACT = 1_000_000  # parameters up to which residuals are checked in float64
@@ -55,8 +53,7 @@ class Found(NamedTuple):
     products: int | None
 
 
-Solver = Callable[[int, float], Found]
-"""Finds some eigenpairs to a tolerance of its own kind."""
+Solver = Callable[[int, float], Found]  # of some eigenpairs, to a tolerance of its own kind
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -176,8 +173,7 @@ def worst(check: HessianOperator, found: Found) -> float:
 def reaching(check: HessianOperator, name: str, solver: Solver, k: int, tol: float) -> Found:
     """The first run of a rival whose residuals are as small as ours are asked to be.
 
-    Its own tolerance means something else: it is lowered until they are. Only the run that reaches
-    it counts.
+    Its own tolerance means something else, and is lowered until they are.
     """
     for power in range(7):
         found = solver(k, tol / 10**power)
@@ -203,10 +199,10 @@ def steppe(task: Task, k: int, which: Any) -> Found:
 
 
 def eigsh(task: Task, limit: float) -> Solver:
-    """ARPACK on curvlinops' Hessian, in the network's own number format.
+    """In the network's own number format, which is faster than its default of float64.
 
-    That is faster than its default of float64. Its basis is indexed with 32 bits: where the default
-    of 2 k + 1 vectors would overflow (and crash the process), it gets as many as it can hold.
+    Its basis is indexed with 32 bits: where the default of 2 k + 1 vectors would overflow (and
+    crash the process), it gets as many as it can hold.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.jit, at the import

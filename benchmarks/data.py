@@ -1,9 +1,8 @@
 """How fast images can be had, from files and packed, and what limits it.
 
-The limits are the disk, which a pack is read from, and the decoder, which files go through. Beside
-them: single images read from files and from the pack, batches as training wants them (cropped,
-jittered), from every place where a run may keep its images, and as evaluation does (resized). The
-disk is read past the operating system's memory of files; all others find there what they read.
+The limits are the disk, read past the operating system's memory of files, and the decoder. Beside
+them: single images from files and from the pack, batches as training wants them (cropped and
+jittered), from every place where a run may keep its images, and as evaluation does (resized).
 """
 
 import math
@@ -70,11 +69,9 @@ class Options(DeviceOptions):
 
 @dataclass(frozen=True)
 class Sample:
-    """The images that are read, of a dataset opened in two ways: for each domain, which."""
-
     files: Dataset
     packed: Dataset
-    chosen: tuple[Indices, ...]
+    chosen: tuple[Indices, ...]  # of each domain
     share: int  # images of each domain in a batch
 
     def __len__(self) -> int:
@@ -212,8 +209,7 @@ def train_rate(
 ) -> float:
     """Images per second once the workers are at work, and have nothing ready beforehand.
 
-    Nothing is done with a batch, so that the workers never wait; a multiple of as many batches as
-    there are workers, since these finish at about the same time.
+    A multiple of as many batches as there are workers, since these finish at about the same time.
     """
     pairs = zip(dataset.domains, sample.chosen, strict=True)
     splits = tuple(Split(d, n, True, {"train": chosen}) for n, (d, chosen) in enumerate(pairs))

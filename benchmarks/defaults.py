@@ -12,7 +12,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from harness import Result, command, option
 from runs import SweepOptions, carry_out
 
@@ -20,10 +19,8 @@ from steppe.errors import UserError, unknown
 from steppe.optim import optimizer_names, optimizer_spec
 from steppe.sweeps import Grid
 from steppe.training import RunDirectory, select, validation_accuracy
-from steppe.training.processes import find_device
 
-FACTORS = (1 / 9, 1 / 3, 1, 3, 9)
-"""Of the default learning rate; those about the radius have the middle three."""
+FACTORS = (1 / 9, 1 / 3, 1, 3, 9)  # of the default rate; about the radius, the middle three
 RHO, BATCHES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0), (8, 32)
 SEEDS = 3
 
@@ -75,10 +72,7 @@ class Options(SweepOptions):
     study: list[str] | None = option(None, f"May be repeated: {', '.join(STUDIES)}.")
     root: Path | None = option(None, "The data folder.")
     weights: Path | None = option(None, "The backbone's ImageNet weights.")
-
-    @property
-    def where(self) -> torch.device:
-        return find_device("auto")
+    device = "auto"
 
 
 def measure(options: Options) -> Result:
@@ -90,7 +84,6 @@ def measure(options: Options) -> Result:
 
 
 def run(name: str, options: Options) -> dict[str, Any]:
-    """Accuracies by row and learning rate."""
     study = STUDIES[name]
     given = {"root": options.root, "weights": options.weights}
     config: dict[str, Any] = {key: str(value) for key, value in given.items() if value}

@@ -35,8 +35,8 @@ class Options(TaskOptions):
 
 def radii() -> tuple[float, ...]:
     """Every rho that a search draws, for FAD, SAM or GAM."""
-    values = {r for n in ("fad", "sam", "gam") for r in search_space(n)["rho"].distribution.values}  # type: ignore[union-attr]
-    return tuple(sorted(values))
+    found = {r for n in ("fad", "sam", "gam") for r in search_space(n)["rho"].distribution.values}  # type: ignore[union-attr]
+    return tuple(sorted(found))
 
 
 def differences(

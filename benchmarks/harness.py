@@ -48,21 +48,18 @@ OVERRIDES = option(None, "Any key of the config: optimizer.rho=0.1.", "--set", m
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
+    device = "cpu"
     as_json: bool = option(False, "Print the result as JSON, for programs.", "--json")
     save: Path | None = option(None, "Also store it in this file.", callback=writable)
 
     @property
     def where(self) -> torch.device:
-        return torch.device("cpu")
+        return find_device(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Options):
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
-
-    @property
-    def where(self) -> torch.device:
-        return find_device(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +70,7 @@ class RunOptions(DeviceOptions):
     precision: str = option("auto", "auto, fp32, tf32, fp16 or bf16.")
 
     def values(self, images: Path) -> dict[str, Any]:
-        """The config of a run on packed images, the last domain held out.
-
-        From random weights: time does not depend on them. The rate is one that half precision
-        survives; batch norm that is frozen is usual.
-        """
+        """The config of a run from random weights, at a rate that half precision survives."""
         return {
             "dataset": str(images),
             "targets": [load(images).domains[-1].name],
@@ -91,7 +84,7 @@ class RunOptions(DeviceOptions):
 
 
 def command(options: type[O], measure: Callable[[O], Result]) -> Callable[[], None]:
-    """Runs a script if it is the program; otherwise the function returned does.
+    """A script's `main`, called at once where it is the program.
 
     Exit code 2 for a user's mistake, 1 for a run that failed or a missing package.
     """
@@ -131,12 +124,10 @@ def command(options: type[O], measure: Callable[[O], Result]) -> Callable[[], No
 def _signature(options: type[Options]) -> inspect.Signature:
     """What typer reads the options from."""
     hints, found = get_type_hints(options), inspect.signature(options).parameters
-    return inspect.Signature(
-        [
-            found[one.name].replace(annotation=Annotated[hints[one.name], one.metadata["typer"]])
-            for one in fields(options)
-        ]
-    )
+    typed: dict[str, Any] = {
+        f.name: Annotated[hints[f.name], f.metadata["typer"]] for f in fields(options)
+    }
+    return inspect.Signature([p.replace(annotation=typed[p.name]) for p in found.values()])
 
 
 def track(items: Iterable[T], title: str) -> Iterator[T]:

@@ -26,8 +26,8 @@ from steppe.errors import RunError, UserError
 from steppe.training import RunConfig, RunDirectory, configure, train
 from steppe.training.progress import Display
 
+# What a run's time is divided into, in order; the first update compiles.
 PARTS = ("start", "first update", "updates", "evaluations", "checkpoints", "end")
-"""What a run's time is divided into, in order; the first update compiles."""
 OF_ONE_RUN = ("seconds", "said", "ms per update but the first", "peak GiB")
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # where compiled code is kept
 
@@ -64,10 +64,7 @@ def interval(steps: int, evaluations: int) -> int:
 
 
 class Timeline(Display):
-    """Keeps account of what a run spends its time on.
-
-    The device is waited for before an evaluation, so that this does not pay for updates.
-    """
+    """Keeps account of what a run spends its time on."""
 
     def __init__(self, config: RunConfig, console: Console | None) -> None:
         super().__init__(console)
@@ -82,7 +79,7 @@ class Timeline(Display):
 
     def step(self, done: int) -> None:
         if (done - 1) % self._every == 0 or done == self._meter.total:
-            wait(self._device)
+            wait(self._device)  # an evaluation does not pay for updates
         self.spend("updates" if self.updates else "first update")
         self.updates = self._done = done
         self._meter.update(done)

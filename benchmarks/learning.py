@@ -1,11 +1,9 @@
 """Whether the fast way of training learns what the plain one does.
 
 The engine (compiled, captured, in the precision that `auto` chooses, packed images transformed on
-the device) against a plain run (eager, fp32, files through Pillow): pairs of runs with the same
-seeds, split, batches and augmentation, for every target. They differ by rounding alone, which
-training then makes larger, so that two runs of a pair end in different weights; what is asked is
-whether they are equally good. A seed's difference is the mean over targets, and the interval is
-Student's over seeds.
+the device) against a plain run (eager, fp32, files through Pillow), for every target, in pairs that
+differ by rounding alone. Training makes that larger, so that the two end in different weights: are
+they equally good? A seed's difference is the mean over targets; the interval, Student's over seeds.
 """
 
 import statistics
@@ -26,15 +24,13 @@ from steppe.sweeps import Grid
 from steppe.training import RunDirectory
 
 LEVEL = 0.95
-BAR = 1.5
-"""Points that the interval of the mean difference is to lie within, on either side."""
+BAR = 1.5  # points that the interval of the mean difference is to lie within, on either side
 WAYS: dict[str, dict[str, Any]] = {
     "engine": {"engine": "auto", "data": "auto", "packed": True},
     "plain": {"engine": "off", "data": "host", "packed": False, "precision": "fp32"},
 }
 """What the two runs of a pair are told; the engine's precision is an option."""
-Accuracies = Mapping[tuple[str, str, int], float]
-"""By way, target and seed, from 0 to 1."""
+Accuracies = Mapping[tuple[str, str, int], float]  # by way, target and seed, from 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +83,12 @@ def measure(options: Options) -> Result:
             config = run.config()
             accuracies[way, config.targets[0], config.trial_seed] = last_accuracy(run)
             lines.setdefault(way, said(run, options.images))
+    own = ("backbone", "optimizer", "steps", "precision")
     return {
-        "backbone": options.backbone,
+        **{name: getattr(options, name) for name in own},
         "weights": Path(options.weights).name,
-        "optimizer": options.optimizer,
         "data": options.images.resolve().name,
         "fingerprint": fingerprint,
-        "steps": options.steps,
-        "precision": options.precision,
         "overrides": list(options.overrides or ()),
         "said": lines,
         **summary(accuracies),
@@ -107,7 +101,7 @@ def last_accuracy(run: RunDirectory) -> float:
 
 
 def summary(accuracies: Accuracies) -> Result:
-    """The differences, engine minus plain, in points of 100."""
+    """Engine minus plain, in points of 100."""
     targets = list(dict.fromkeys(target for _, target, _ in accuracies))
     seeds = sorted({seed for _, _, seed in accuracies})
     points = {

@@ -36,15 +36,10 @@ def shapes() -> list[torch.Size]:
 
 
 class Gradients:
-    """A closure that hands out gradients and keeps account of what this takes.
-
-    Each is in fresh memory that nothing else refers to, as autograd's are.
-    """
+    """A closure that hands out gradients, in fresh memory as autograd's, and times itself."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
-        self.params = params
-        self.calls = 0
-        self.seconds = 0.0
+        self.params, self.calls, self.seconds = params, 0, 0.0
         self._values = [torch.randn_like(p) for p in params]
 
     def __call__(self) -> Tensor:
@@ -70,15 +65,9 @@ def _gpu_meter(run: Callable[[], object], gradients: Gradients) -> Callable[[], 
     run()
     gradients.calls = 0
     run()
-    calls = gradients.calls
-
-    def supply() -> None:
-        for _ in range(calls):
-            gradients()
-
-    if not calls:  # a single kernel: as a node of a graph, a copy is slower than launched
+    if not (calls := gradients.calls):  # one kernel: as a graph's node, a copy is slower
         return partial(_gpu_ms, run)
-    whole, part = _captured(run), _captured(supply)
+    whole, part = _captured(run), _captured(lambda: [gradients() for _ in range(calls)])
     return lambda: _gpu_ms(whole) - _gpu_ms(part)
 
 

@@ -32,8 +32,7 @@ def carry_out(
         def show(status: Status) -> None:
             meter.update(status.counts["done"] + status.counts["failed"])
 
-        crew = Crew(workers=options.workers, per_gpu=options.per_gpu)
-        run_sweep(sweep, crew=crew, show=show)
+        run_sweep(sweep, crew=Crew(workers=options.workers, per_gpu=options.per_gpu), show=show)
 
     def result(run: str) -> RunDirectory | None:
         found = RunDirectory(Job(sweep.folder(run)).result)  # there once it is done

@@ -33,8 +33,7 @@ from steppe.training.setup import resolved_precision
 from steppe.training.trainer import Trainer
 from steppe.training.update import Passes
 
-ADAM, BASELINE = "adam", "ERM"
-"""What other optimizers and algorithms are compared with."""
+ADAM, BASELINE = "adam", "ERM"  # what other optimizers and algorithms are compared with
 PLAIN = {"precision": "fp32", "engine": "off", "data": "host"}
 AT_HAND = "ms per step, batch at hand"
 
@@ -62,11 +61,7 @@ class Options(RunOptions):
 
 
 class Runner:
-    """One way of training, ready to be timed: warmed up, compiled, captured.
-
-    Its folder `out` stays empty. Without `parts`, only steps alone are timed, and no worker reads
-    on.
-    """
+    """A way of training, ready to be timed; without `parts`, only `alone`: no worker reads on."""
 
     def __init__(self, config: RunConfig, out: Path, parts: bool = True) -> None:
         self.device = torch.device(config.device)
@@ -88,15 +83,14 @@ class Runner:
         self._passes: Callable[[], object] | None = None
 
     def about(self) -> dict[str, Any]:
-        trainer = self.trainer
-        name = trainer.config.optimizer.name
+        name, engine = self.trainer.config.optimizer.name, self.trainer.engine
         return {
             "optimizer": name,
             "passes": optimizer_spec(name).passes,
-            "precision": trainer.precision,
-            "engine": trainer.engine.gear,
-            "reasons": list(trainer.engine.reasons),
-            "images": trainer.store.where,
+            "precision": self.trainer.precision,
+            "engine": engine.gear,
+            "reasons": list(engine.reasons),
+            "images": self.trainer.store.where,
         }
 
     def alone(self, steps: int) -> dict[str, float]:
@@ -107,10 +101,15 @@ class Runner:
     def measure(self, steps: int) -> dict[str, float]:
         """Seconds a step, on average over some: whole, in parts."""
         timed = partial(seconds, self.device)
+
+        def step() -> None:
+            self.trainer.step(next(self._batches))
+            self.trainer.check_divergence()
+
         with self._settings():
-            timed(self._whole, self._ahead)
+            timed(step, self._ahead)
             self.trainer.update_seconds = 0.0
-            whole = timed(self._whole, steps)
+            whole = timed(step, steps)
             update = self.trainer.update_seconds / steps
             ready = self.alone(steps)["ready"]
             if self._passes is None:
@@ -121,10 +120,6 @@ class Runner:
             rounds = max(2, -(-steps // self._workers)) * self._workers
             data = timed(lambda: next(self._batches), rounds)
         return {"whole": whole, "update": update, "ready": ready, "pass": one_pass, "data": data}
-
-    def _whole(self) -> None:
-        self.trainer.step(next(self._batches))
-        self.trainer.check_divergence()
 
     def _prepare_passes(self) -> Callable[[], object]:
         """Forward and backward on one batch, in an engine like the run's, and nothing else."""
