@@ -4,8 +4,6 @@ Only this module and `steppe.cli` import rich: what the others show, they build 
 Text goes through `printable`, and is never markup: names of files and domains come from anywhere.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterable, Sequence

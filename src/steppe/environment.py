@@ -36,7 +36,7 @@ def environment(device: torch.device, program: str = "steppe") -> dict[str, Any]
 
 
 def _command(program: str, arguments: list[str]) -> str:
-    """The command line, without where things lie on this machine or where the result goes."""
+    """Without where things lie on this machine or where the result goes."""
     words = [w for a in arguments for w in (a.split("=", 1) if a.startswith("--") else [a])]
     if "--save" in words:
         at = words.index("--save")

@@ -6,8 +6,6 @@ says the default, what a search draws from and which values make sense; the clas
 what it means. Registries, search spaces, `--help`, docs and tests are derived from that.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import math

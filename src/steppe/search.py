@@ -178,8 +178,7 @@ class Spaces(NamedTuple):
 
 
 DEFAULT_SPACE = "fair"
-FROM_SCRATCH = 20.0
-"""Learning rates for a network that starts from scratch, over those for fine-tuning."""
+FROM_SCRATCH = 20.0  # learning rates for training from scratch, over those for fine-tuning
 
 PAPER_WEIGHT_DECAY = Hyperparameter(1e-4, LogUniform(-6, -3))
 # Decoupled decay shrinks a weight by lr * weight_decay: the paper's 1e-4 at lr 5e-5 is below half a
@@ -194,12 +193,9 @@ ADAM_LR = Hyperparameter(5e-5, LogUniform(-5, -3.5))
 ADAM_LR_FROM_SCRATCH = 3e-3  # with 1e-3 the Adam family is two points behind on Doodles
 SGD_LR = Hyperparameter(1e-3, LogUniform(-4, -2))
 
+# SAM's and GAM's in the FAD paper's appendix B, which prints what is searched but no defaults for
+# rho, alpha and beta: those are ours. (It prints FAD's three sets under the name of GAM.)
 RHO = Choice((0.01, 0.05, 0.1, 0.2, 0.5, 1.0))
-"""Radii of SAM and GAM in the FAD paper's appendix B.
-
-It prints what is searched but no default for rho, alpha and beta: those are ours. (It prints FAD's
-three sets under the name of GAM.)
-"""
 GAM_ALPHA = Choice((0.1, 0.2, 0.5, *map(float, range(1, 11))))
 
 _NO_DROPOUT = Hyperparameter(0.0, Fixed(0.0))

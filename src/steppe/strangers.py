@@ -1,7 +1,5 @@
 """Files, names and texts that somebody else may have made, and hints that show a command."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ cut in three: `prepare` draws every random choice, `forward` is pure in the para
 one to four times, `commit` updates the algorithm's own state once.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

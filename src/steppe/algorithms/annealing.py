@@ -1,7 +1,5 @@
 """What algorithms share whose penalty has another weight at the start of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """ARM: a network that adapts to a domain by a picture of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """CDANN: features that do not tell which domain an image is from, given its class."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CORAL: features with the same mean and covariance in all domains."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 

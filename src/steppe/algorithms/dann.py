@@ -1,7 +1,5 @@
 """DANN: features that do not tell which domain an image is from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any

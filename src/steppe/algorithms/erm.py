@@ -1,7 +1,5 @@
 """ERM: one loss over all domains' images, as if they were one."""
 
-from __future__ import annotations
-
 from torch.nn import functional as F
 
 from .algorithm import Algorithm, First, Losses, Prepared

@@ -1,7 +1,5 @@
 """Fishr: gradients with the same variance in all domains."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

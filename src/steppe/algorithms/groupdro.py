@@ -1,7 +1,5 @@
 """GroupDRO: the domains with the highest risk count the most."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

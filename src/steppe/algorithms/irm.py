@@ -1,7 +1,5 @@
 """IRM: one classifier that is optimal in every domain at once."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

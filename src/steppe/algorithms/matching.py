@@ -1,7 +1,5 @@
 """What algorithms share that make the features of all domains alike."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated

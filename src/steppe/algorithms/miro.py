@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -18,7 +19,7 @@ from steppe.options import Option
 from steppe.search import Choice
 
 from .algorithm import Algorithm, First, Losses, Objective, Prepared, trainable
-from .network import Network, Tap, tapped
+from .network import Network, tapped
 from .registry import register_algorithm
 
 _VARIANCE, _EPS = 0.1, 1e-5
@@ -77,27 +78,21 @@ class MIRO(Algorithm):
 
     def prepare(self, batches: Sequence[Batch]) -> Prepared:
         prepared = super().prepare(batches)
-        outputs, tap = _collector()
+        outputs: list[Tensor] = []
+        tap = partial(_collect, outputs)
         with torch.no_grad(), tapped(self.first_featurizer, self.network.stages, tap):
             self.first_featurizer(prepared.images)
         return replace(prepared, draws={"first outputs": outputs})
 
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
-        outputs, tap = _collector()
-        features = self.network.features(prepared.images, prepared.keep, tap)
+        outputs: list[Tensor] = []
+        collect = partial(_collect, outputs)
+        features = self.network.features(prepared.images, prepared.keep, collect)
         risk = F.cross_entropy(self.network.classifier(features), prepared.labels)
-        penalty = torch.stack(
-            [
-                _distance(now, then, raw, stage.dim)
-                for now, then, raw, stage in zip(
-                    outputs,
-                    prepared.draws["first outputs"],
-                    self.raw_variances,
-                    self.network.stages,
-                    strict=True,
-                )
-            ]
-        ).sum()
+        dims = [stage.dim for stage in self.network.stages]
+        then = prepared.draws["first outputs"]
+        distances = map(_distance, outputs, then, self.raw_variances, dims)
+        penalty = torch.stack(list(distances)).sum()
         return Losses(risk + self.penalty * penalty, {"risk": risk, "penalty": penalty})
 
     def objectives(self) -> Sequence[Objective]:
@@ -110,13 +105,8 @@ class MIRO(Algorithm):
         return self
 
 
-def _collector() -> tuple[list[Tensor], Tap]:
-    outputs: list[Tensor] = []
-
-    def tap(number: int, output: Tensor) -> None:
-        outputs.append(output)
-
-    return outputs, tap
+def _collect(outputs: list[Tensor], number: int, output: Tensor) -> None:
+    outputs.append(output)
 
 
 def _distance(now: Tensor, then: Tensor, raw: Tensor, channel_dim: int) -> Tensor:

@@ -1,7 +1,5 @@
 """MixStyle: feature maps with the statistics of two images."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, NamedTuple

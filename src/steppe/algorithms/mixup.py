@@ -1,7 +1,5 @@
 """Mixup: images and labels between those of two domains."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """MLDG: a step on one domain that should also help another."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle

@@ -1,7 +1,5 @@
 """A perceptron whose dropout is drawn beforehand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """MMD: features with the same distribution in all domains, as seen by a kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """MTL: a classifier that also sees what the images of a domain have in common."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

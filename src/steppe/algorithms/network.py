@@ -99,7 +99,9 @@ class Network(nn.Module):
         self.featurizer = featurizer
         self.classifier = nn.Linear(n_features, n_classes)
         self.n_features, self.n_classes = n_features, n_classes
-        self.dropout, self.freeze_bn, self.stages = dropout, freeze_bn, tuple(stages)
+        self.dropout = dropout
+        self.freeze_bn = freeze_bn
+        self.stages = tuple(stages)
         self.compiled: Compiled | None = None
         """The featurizer's compiled code, where there is some."""
         # Constants of the pipeline, not learned: not in checkpoints.
@@ -108,7 +110,7 @@ class Network(nn.Module):
         self.train()
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Pixels as the featurizer wants them; input that is not uint8 is returned as it is."""
+        """Pixels as the featurizer wants them; input that is not uint8 stays as it is."""
         if images.dtype is not torch.uint8:
             return images
         # Torchvision's ToTensor and Normalize, operation by operation, so that bits agree.
@@ -138,7 +140,6 @@ class Network(nn.Module):
         return features if keep is None else features * keep
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
-        """The logits; `keep` as in `features`."""
         logits: Tensor = self.classifier(self.features(images, keep))
         return logits
 

@@ -1,7 +1,5 @@
 """RSC: learning without the features that it relied on the most."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

@@ -1,7 +1,5 @@
 """SagNet: a classifier that looks at content and features that carry no style."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated

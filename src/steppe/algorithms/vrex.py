@@ -1,7 +1,5 @@
 """VREx: risks that are equal in all domains."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from steppe.options import Option

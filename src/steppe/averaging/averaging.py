@@ -1,7 +1,5 @@
 """The contract of weight averaging: follow a module, and lend it the average for predictions."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -123,10 +121,13 @@ class Averaging(ABC):
         )
         for name in {**ours, **saved}:
             if saved.get(name) != ours.get(name):
+                why = f"{name} is not averaged here"
+                if name in ours:
+                    found = saved.get(name, "nothing")
+                    why = f"for {name} it has {found}, the model has {ours[name]}"
                 raise UserError(
-                    f"the saved average is of another model: for {name} it has "
-                    f"{saved.get(name, 'nothing')}, the model has {ours.get(name, 'nothing')}. "
-                    "Resume with the options the run was started with."
+                    f"the saved average is of another model: {why}. Resume with the options the "
+                    "run was started with."
                 )
         return [torch.empty_like(live).copy_(named[n]) for n, live in self.tensors.items()]
 

@@ -1,7 +1,5 @@
 """The running mean of a list of tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """No averaging: the weights are used as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SMA: the mean of all weights from some step on, from the first prediction to the last."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -64,7 +62,9 @@ class SMA(Averaging):
             id(x) for norm in unfrozen(module) for x in (norm.running_mean, norm.running_var)
         }
         self.tensors |= {name: x for name, x in module.named_buffers() if id(x) in statistics}
-        self.start, self.updates, self._mean = start, 0, Mean()
+        self.start = start
+        self.updates = 0
+        self._mean = Mean()
 
     def update(self) -> None:
         self._check_live("update()")

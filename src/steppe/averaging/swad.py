@@ -1,7 +1,5 @@
 """SWAD: the mean of all weights within the valley of the validation loss."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

@@ -5,8 +5,6 @@ the valley, the search waits for a loss that none of the following \(N_s - 1\) i
 where \(N_e\) losses in a row are above the threshold, \(1 + r\) times the mean of those \(N_s\).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
