@@ -16,7 +16,7 @@ from typing import Any
 from harness import KNOWN, OVERRIDES, PACKED, Result, RunOptions, command, option
 from images import packed_images
 from runs import SweepOptions, carry_out, refuse_own, said
-from scipy import stats
+from scipy.special import stdtrit
 
 from steppe.domains import load
 from steppe.errors import RunError
@@ -132,8 +132,8 @@ def difference(values: Sequence[float]) -> Result:
     """The mean of some differences, and its interval where there are at least two."""
     n, mean, interval = len(values), statistics.fmean(values), None
     if n > 1:
-        ends = stats.t.interval(LEVEL, n - 1, loc=mean, scale=stats.sem(values))
-        interval = [round(float(end), 4) for end in ends]
+        half = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * statistics.stdev(values) / n**0.5
+        interval = [round(mean - half, 4), round(mean + half, 4)]
     return {"mean": round(mean, 4), "interval": interval, "n": n}
 
 
