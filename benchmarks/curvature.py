@@ -1,9 +1,8 @@
 """The top eigenvalues of a Hessian against the tools that people use, to the same residual.
 
-The same network, data and number format for all, on the same device. The rivals are SciPy's `eigsh`
-(ARPACK) on curvlinops' Hessian, and PyHessian's deflated power iteration. Residuals are not taken
-from the solvers: they are computed afterwards, for everyone by the same products, in float64 where
-the network is small enough.
+The rivals are SciPy's `eigsh` (ARPACK) on curvlinops' Hessian, and PyHessian's deflated power
+iteration, with the same network, data, number format and device. Residuals are computed afterwards,
+for everyone by the same products, in float64 where the network is small enough.
 """
 
 import copy
@@ -15,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from harness import Result, command, facts, option, ratio, seconds, spread, take_turns
+from harness import Result, command, option, ratio, seconds, spread, take_turns
 from images import write_doodles
 from task import SMALL, Task, TaskOptions, prepare
 from torch import Tensor, nn
@@ -28,14 +27,11 @@ from torch.nn import functional as F
 from steppe.curvature import HessianOperator, top_eigenvalues
 from steppe.errors import UserError, unknown
 
-RESIDUAL = 1e-3
-"""What a residual may be, relative to the largest eigenvalue: everyone is asked for this."""
+RESIDUAL = 1e-3  # what anyone's may be, relative to the largest eigenvalue
 RIVALS = {"eigsh": "steppe", "pyhessian": "steppe, by magnitude"}
 """And what of ours each is compared with."""
-EXACT = 1_000_000
-"""Parameters up to which residuals are checked in float64."""
-FEW = 10
-"""Eigenvalues that power iteration is asked for; the others take it too long."""
+EXACT = 1_000_000  # parameters up to which residuals are checked in float64
+FEW = 10  # eigenvalues that power iteration is asked for; the others take it too long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +40,11 @@ class Options(TaskOptions):
     batches: int = option(1, "Batches the loss is the mean of.", min=1)
     top: int = option(50, "Eigenvalues.", min=1)
     rounds: int = option(3, "Rounds of all solvers.", min=1)
-    rival: list[str] | None = option(
-        None, "eigsh (with curvlinops), pyhessian, or none (default: both)."
-    )
+    rival: list[str] | None = option(None, "eigsh, pyhessian, or none (default: both).")
     limit: float = option(math.inf, "Seconds after which eigsh is stopped; its time is then more.")
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What a solver returned: values, vectors in columns, and what it took."""
 
     values: Tensor
@@ -60,17 +53,11 @@ class Found:
     products: int | None
 
 
-Solver = Callable[[int, float], Found]
-"""Finds some eigenpairs to a tolerance of its own kind."""
-
-
-class TooSlowError(Exception):
-    """A rival was stopped at the limit, after some seconds and products."""
+Solver = Callable[[int, float], Found]  # of some eigenpairs, to a tolerance of its own kind
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    images, labels = batch
-    return F.cross_entropy(model(images), labels)
+    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def measure(options: Options) -> Result:
@@ -89,10 +76,9 @@ def measure(options: Options) -> Result:
 
 
 def solve(task: Task, options: Options, rivals: Sequence[str]) -> Result:
-    """All solvers in turn."""
     n = sum(p.numel() for p in task.model.parameters())
     top, few = options.top, min(FEW, options.top)
-    check = Check(task, exact=n <= EXACT)
+    check = checker(task, exact=n <= EXACT)
     # What is imported or chosen at the first product is not timed.
     values = steppe(task, top, "LA").values.tolist()
     solvers: dict[str, tuple[int, Callable[[], Found]]] = {
@@ -101,21 +87,20 @@ def solve(task: Task, options: Options, rivals: Sequence[str]) -> Result:
     if "eigsh" in rivals:
         # Its tolerance is relative to each eigenvalue: this asks the smallest for `RESIDUAL`.
         tol = min(RESIDUAL * max(values) / abs(min(values)), 0.1)
-        arpack = partial(reaching, check, "eigsh", eigsh(task, options.limit), top, tol)
-        solvers["eigsh"] = top, arpack
+        arpack = eigsh(task, options.limit)
+        solvers["eigsh"] = top, partial(reaching, check, "eigsh", arpack, top, tol)
     if "pyhessian" in rivals:
         solvers[RIVALS["pyhessian"]] = few, partial(steppe, task, few, "LM")
-        power = partial(reaching, check, "PyHessian", pyhessian(task), few, RESIDUAL)
-        solvers["pyhessian"] = few, power
+        power = pyhessian(task)
+        solvers["pyhessian"] = few, partial(reaching, check, "PyHessian", power, few, RESIDUAL)
     turns = {name: partial(_row, run, check, task.device) for name, (_, run) in solvers.items()}
     rows = take_turns(turns, options.rounds, "solving")
     ratios = {
-        f"{ours}, top {solvers[rival][0]}, over {rival}": _ratio(rows[ours], rows[rival])
+        f"{ours}, top {solvers[rival][0]}, over {rival}": found
         for rival, ours in RIVALS.items()
-        if rival in rows
+        if rival in rows and (found := _ratio(rows[ours], rows[rival]))
     }
     return {
-        "environment": facts(task.device),
         **task.about,
         "images": sum(len(y) for _, y in task.batches),
         "batches": len(task.batches),
@@ -125,22 +110,22 @@ def solve(task: Task, options: Options, rivals: Sequence[str]) -> Result:
             {"solver": name, "eigenvalues": k, **_summary(rows[name])}
             for name, (k, _) in solvers.items()
         ],
-        "ratios": {name: found for name, found in ratios.items() if found is not None},
+        "ratios": ratios,
     }
 
 
-def _row(run: Callable[[], Found], check: "Check", device: torch.device) -> Result:
+def _row(run: Callable[[], Found], check: HessianOperator, device: torch.device) -> Result:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
         found = run()
-    except TooSlowError as stopped:
+    except TimeoutError as stopped:
         spent, products = stopped.args
         return {"seconds": spent, "products": products, "stopped": True}
     row: Result = {"seconds": found.seconds, "products": found.products}
     if device.type == "cuda":
         row["peak GiB"] = torch.cuda.max_memory_allocated(device) / 2**30
-    row["residual"] = float(check.residuals(found).max() / found.values.abs().max())
+    row["residual"] = worst(check, found)
     return {**row, "max": float(found.values.max()), "min": float(found.values.min())}
 
 
@@ -148,13 +133,12 @@ def _summary(rows: Sequence[Result]) -> Result:
     summary = {"seconds": spread([row["seconds"] for row in rows]), "products": rows[0]["products"]}
     if any("stopped" in row for row in rows):
         return {**summary, "stopped": True}  # the seconds are a lower bound
-    peak = {"peak GiB": round(rows[-1]["peak GiB"], 2)} if "peak GiB" in rows[-1] else {}
     return {
         **summary,
         "worst residual over lambda_max": float(f"{max(row['residual'] for row in rows):.2e}"),
         "lambda_max": float(f"{rows[0]['max']:.8g}"),
         "smallest": float(f"{rows[0]['min']:.8g}"),
-        **peak,
+        **{name: round(value, 2) for name, value in rows[-1].items() if name == "peak GiB"},
     }
 
 
@@ -166,37 +150,34 @@ def _ratio(ours: Sequence[Result], theirs: Sequence[Result]) -> Result | None:
     return found
 
 
-class Check:
-    """Residuals, by products of their own."""
-
-    def __init__(self, task: Task, exact: bool) -> None:
-        model, batches = task.model, task.batches
-        if exact:
-            model = copy.deepcopy(model).double()
-            batches = [(x.double(), y) for x, y in batches]
-        # Not kept: its memory must not count as a solver's.
-        self._op = HessianOperator(model, loss, batches, keep_graphs=False)
-        self.dtype = self._op.dtype
-
-    def residuals(self, found: Found) -> Tensor:
-        """The norms of H v - value v, for unit vectors v."""
-        lengths = []
-        for value, vector in zip(found.values.tolist(), found.vectors.T, strict=True):
-            v = vector.to(self._op.device, self.dtype)
-            v = v / torch.linalg.vector_norm(v)
-            lengths.append(float(torch.linalg.vector_norm(self._op @ v - value * v)))
-        return torch.tensor(lengths, dtype=torch.float64)
+def checker(task: Task, exact: bool) -> HessianOperator:
+    """What residuals are computed with, in float64 if they are to be exact."""
+    model, batches = task.model, task.batches
+    if exact:
+        model = copy.deepcopy(model).double()
+        batches = [(x.double(), y) for x, y in batches]
+    # Graphs are not kept: their memory must not count as a solver's.
+    return HessianOperator(model, loss, batches, keep_graphs=False)
 
 
-def reaching(check: Check, name: str, solver: Solver, k: int, tol: float) -> Found:
+def worst(check: HessianOperator, found: Found) -> float:
+    """The largest norm of H v - value v over unit vectors v, over the largest eigenvalue."""
+    norms = []
+    for value, vector in zip(found.values.tolist(), found.vectors.T, strict=True):
+        v = vector.to(check.device, check.dtype)
+        v = v / torch.linalg.vector_norm(v)
+        norms.append(float(torch.linalg.vector_norm(check @ v - value * v)))
+    return max(norms) / float(found.values.abs().max())
+
+
+def reaching(check: HessianOperator, name: str, solver: Solver, k: int, tol: float) -> Found:
     """The first run of a rival whose residuals are as small as ours are asked to be.
 
-    Its own tolerance means something else: it is lowered until they are. Only the run that reaches
-    it counts.
+    Its own tolerance means something else, and is lowered until they are.
     """
     for power in range(7):
         found = solver(k, tol / 10**power)
-        if check.residuals(found).max() <= RESIDUAL * found.values.abs().max():
+        if worst(check, found) <= RESIDUAL:
             return found
     raise UserError(
         f"{name} does not reach a residual of {RESIDUAL} for {k} eigenvalues: leave it out with "
@@ -218,10 +199,10 @@ def steppe(task: Task, k: int, which: Any) -> Found:
 
 
 def eigsh(task: Task, limit: float) -> Solver:
-    """ARPACK on curvlinops' Hessian, in the network's own number format.
+    """In the network's own number format, which is faster than its default of float64.
 
-    That is faster than its default of float64. Its basis is indexed with 32 bits: where the default
-    of 2 k + 1 vectors would overflow (and crash the process), it gets as many as it can hold.
+    Its basis is indexed with 32 bits: where the default of 2 k + 1 vectors would overflow (and
+    crash the process), it gets as many as it can hold.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.jit, at the import
@@ -242,7 +223,7 @@ def eigsh(task: Task, limit: float) -> Solver:
             nonlocal count
             count += 1
             if (spent := time.perf_counter() - start) > limit:
-                raise TooSlowError(spent, count)
+                raise TimeoutError(spent, count)
             return hessian.matvec(v)
 
         with warnings.catch_warnings():
@@ -281,5 +262,3 @@ def pyhessian(task: Task) -> Solver:
 
 
 main = command(Options, measure)
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,8 @@
 """How fast images can be had, from files and packed, and what limits it.
 
-The limits are the disk, which a pack is read from, and the decoder, which files go through. Beside
-them: single images read from files and from the pack, batches as training wants them (cropped,
-jittered), from every place where a run may keep its images, and as evaluation does (resized). The
-disk is read past the operating system's memory of files; all others find there what they read.
+The limits are the disk, read past the operating system's memory of files, and the decoder. Beside
+them: single images from files and from the pack, batches as training wants them (cropped and
+jittered), from every place where a run may keep its images, and as evaluation does (resized).
 """
 
 import math
@@ -16,20 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import torch
-from harness import (
-    DeviceOptions,
-    Result,
-    command,
-    facts,
-    image_folder,
-    option,
-    ratio,
-    spread,
-    take_turns,
-    wait,
-)
+from harness import IMAGES, DeviceOptions, Result, command, option, ratio, spread
 from images import name_of, packed_images
 
 from steppe.domains import Dataset, Split, load
@@ -41,17 +30,15 @@ from steppe.domains.store import SHARE, Host, Store, open_store, size as store_s
 from steppe.errors import UserError
 from steppe.training.execution import choose_gears
 
-LEAST = 0.25
-"""Seconds that a measurement takes at least: it is repeated until then."""
-READ_AT_MOST = 2**30
-"""Bytes of a pack that are read in order, and that images may take on a CPU."""
-CHUNK = 2**22
-"""Bytes that are asked of the disk at a time."""
+LEAST = 0.25  # seconds that a measurement is repeated for
+READ_AT_MOST = 2**30  # bytes of a pack that are read in order
+CHUNK = 2**22  # bytes that are asked of the disk at a time
 DIRECT = getattr(os, "O_DIRECT", None)
 """What makes the system read from the disk; not every system or file system can."""
 
 DISK, CACHE = "disk: the pack, in order", "memory: the pack, in order"
 DECODER = "decoding a file, one process"
+ALL_CORES = f"{DECODER}, all cores"
 PACKED = "reading a packed image, one process"
 TRAINING_FILES = "training batches from files, transformed by Pillow"
 TRAINING_PACK = "training batches from the pack, transformed by Pillow"
@@ -67,30 +54,25 @@ RATIOS = {
     "training, on the device over files": (RESIDENT, TRAINING_FILES),
     "evaluation, pack over files": (EVALUATION_PACK, EVALUATION_FILES),
     "training, streamed over the disk": (STREAM, DISK),
-    "training from files over decoding on all cores": (TRAINING_FILES, f"{DECODER}, all cores"),
+    "training from files over decoding on all cores": (TRAINING_FILES, ALL_CORES),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(DeviceOptions):
-    images: Path | None = image_folder()
+    images: Path | None = IMAGES
     batch: int = option(96, "Images in a batch, of all domains.", min=1)
-    workers: int | None = option(
-        None, "Processes that read training batches (default: one per core).", min=0
-    )
+    workers: int | None = option(None, "Processes that read (default: one per core).", min=0)
     rounds: int = option(5, "Measurements.", min=1)
     batches: int = option(4, "Batches in a measurement.", min=1)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The images that are read, of a dataset opened in two ways: for each domain, which."""
-
     files: Dataset
     packed: Dataset
-    chosen: tuple[Indices, ...]
-    share: int
-    """Images of each domain in a batch."""
+    chosen: tuple[Indices, ...]  # of each domain
+    share: int  # images of each domain in a batch
 
     def __len__(self) -> int:
         return sum(map(len, self.chosen))
@@ -101,7 +83,6 @@ class Sample:
 
     @property
     def shards(self) -> list[Path]:
-        """The pack's files of pixels."""
         return [images.pack / shard.file for images in self.packs for shard in images.shards]
 
     def mean(self, size: Callable[[Any], Any]) -> float:
@@ -133,16 +114,13 @@ def measure(options: Options) -> Result:
         sample = draw(root, options.batch, options.batches)
         places = _places(device, sample.packed)
         turns = contenders(sample, device, workers, options.batches, places)
-        rates = take_turns(turns, options.rounds, "reading")
-        kinds = {
-            Path(domain.images.name(int(i))).suffix.lower()
-            for domain, chosen in zip(sample.files.domains, sample.chosen, strict=True)
-            for i in chosen
-        }
-    rates[f"{DECODER}, all cores"] = [cores() * rate for rate in rates[DECODER]]
+        rates = harness.take_turns(turns, options.rounds, "reading")
+        pairs = zip(sample.files.domains, sample.chosen, strict=True)
+        kinds = {Path(d.images.name(int(i))).suffix.lower() for d, chosen in pairs for i in chosen}
+    rates[ALL_CORES] = [cores() * rate for rate in rates[DECODER]]
     megabytes, total = sample.packed_bytes / 1e6, sum(map(len, sample.files.domains))
+    in_order = {name: rates[name] for name in (DISK, CACHE) if name in rates}
     return {
-        "environment": facts(device),
         "images": f"{name_of(options.images)}: {total:,} in {len(sample.chosen)} domains",
         "files": ", ".join(sorted(kinds)),
         "bytes of an image": {
@@ -156,11 +134,7 @@ def measure(options: Options) -> Result:
         "rounds": options.rounds,
         "images read singly": len(sample),
         "images per second": {name: spread(values) for name, values in rates.items()},
-        "MB per second": {
-            name: spread([megabytes * rate for rate in rates[name]])
-            for name in (DISK, CACHE)
-            if name in rates
-        },
+        "MB per second": {n: spread([megabytes * r for r in in_order[n]]) for n in in_order},
         "ratios": {
             name: ratio(rates[top], rates[below])
             for name, (top, below) in RATIOS.items()
@@ -174,9 +148,10 @@ def contenders(
 ) -> dict[str, Callable[[], float]]:
     """What is measured, in turn; each call is a measurement, in images per second."""
     files, packed = sample.files, sample.packed
+    gears = choose_gears("auto", device, packed.spec.image_size, needs_graph=False, world=1)
 
     def training(dataset: Dataset, place: str) -> Callable[[], float]:
-        compiled = place != "host" and _compiled(device, packed.spec.image_size)
+        compiled = place != "host" and gears.compiled
         store = open_store(place, device, dataset.domains, workers, compiled=compiled)
         return lambda: train_rate(store, dataset, sample, device, batches)
 
@@ -201,10 +176,6 @@ def _places(device: torch.device, packed: Dataset) -> tuple[str, ...]:
         return ()
     fits = store_size(packed.domains) <= SHARE * torch.cuda.mem_get_info(device)[0]
     return ("stream", "device") if fits else ("stream",)
-
-
-def _compiled(device: torch.device, size: int) -> bool:
-    return choose_gears("auto", device, size, needs_graph=False, world=1).compiled
 
 
 def rate(work: Callable[[], float]) -> float:
@@ -238,15 +209,10 @@ def train_rate(
 ) -> float:
     """Images per second once the workers are at work, and have nothing ready beforehand.
 
-    Nothing is done with a batch, so that the workers never wait; a multiple of as many batches as
-    there are workers, since these finish at about the same time.
+    A multiple of as many batches as there are workers, since these finish at about the same time.
     """
-    splits = tuple(
-        Split(domain, position, True, {"train": chosen})
-        for position, (domain, chosen) in enumerate(
-            zip(dataset.domains, sample.chosen, strict=True)
-        )
-    )
+    pairs = zip(dataset.domains, sample.chosen, strict=True)
+    splits = tuple(Split(d, n, True, {"train": chosen}) for n, (d, chosen) in enumerate(pairs))
     view = View(dataset.spec.image_size, augment=True)
     sampling = Sampling(splits, sample.share, view, seed=0)
     first = max(1, getattr(store, "workers", 0))
@@ -254,15 +220,15 @@ def train_rate(
     arriving = store.training(sampling, 0, stop)
     for _ in range(first):
         next(arriving)
-    wait(device)
+    harness.wait(device)
     began = time.perf_counter()
     images = sum(len(batch.labels) for step in arriving for batch in step)
-    wait(device)
+    harness.wait(device)
     return images / (time.perf_counter() - began)
 
 
 def in_order(sample: Sample, flags: int = 0) -> float:
-    """Images per second of reading the pack's files from the beginning, and nothing more."""
+    """Images per second of reading the pack's files from the beginning."""
     if not flags:
         _read(sample.shards, flags)  # it may be from the disk
     began = time.perf_counter()
@@ -275,14 +241,10 @@ def _read(shards: Sequence[Path], flags: int) -> int:
     buffer = mmap.mmap(-1, CHUNK)  # begins with a page, as the disk wants it
     read = 0
     for path in shards:
-        descriptor = os.open(path, os.O_RDONLY | flags)
-        try:
-            at, end = 0, min(path.stat().st_size, READ_AT_MOST - read)
-            while at < end:
-                at += os.preadv(descriptor, [buffer], at)
-        finally:
-            os.close(descriptor)
-        read += at
+        end = min(path.stat().st_size, READ_AT_MOST - read) + read
+        with open(path, "rb", 0, opener=lambda name, mode: os.open(name, mode | flags)) as file:
+            while read < end:
+                read += file.readinto(buffer)
     return read
 
 
@@ -296,5 +258,3 @@ def _opens(path: Path, flags: int) -> bool:
 
 
 main = command(Options, measure)
-if __name__ == "__main__":
-    main()

@@ -5,14 +5,14 @@ that was interrupted goes on, and `steppe sweep status` shows how far it is. The
 are made by `docs/defaults.py`, from stored results.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-from harness import Result, command, facts, option
+from harness import Result, command, option
 from runs import SweepOptions, carry_out
 
 from steppe.errors import UserError, unknown
@@ -20,8 +20,7 @@ from steppe.optim import optimizer_names, optimizer_spec
 from steppe.sweeps import Grid
 from steppe.training import RunDirectory, select, validation_accuracy
 
-FACTORS = (1 / 9, 1 / 3, 1, 3, 9)
-"""Of the default learning rate; those about the radius have the middle three."""
+FACTORS = (1 / 9, 1 / 3, 1, 3, 9)  # of the default rate; about the radius, the middle three
 RHO, BATCHES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0), (8, 32)
 SEEDS = 3
 
@@ -37,19 +36,24 @@ class Study:
     """Those whose learning rates are tried, all if empty; none of it where FAD's radius is."""
     radius: bool = False
 
-    def settings(self) -> Iterator[tuple[tuple[str, ...], str, str, tuple[str, ...], str]]:
-        """For every cell: its row, the optimizer, the learning rate, other overrides, a tag."""
+    def cells(self, config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Grid]]:
+        """The runs of every cell, after its row and learning rate."""
+        common = partial(
+            Grid, (self.dataset,), trials=SEEDS, draws=0, targets=self.target, options=config
+        )
         for optimizer in ("fad",) if self.radius else self.optimizers or optimizer_names():
             default = optimizer_spec(optimizer).defaults(pretrained=bool(self.backbone))["lr"]
-            rates = [default * factor for factor in (FACTORS[1:4] if self.radius else FACTORS)]
-            if self.radius:
-                for batch, rho, lr in product(BATCHES, RHO, rates):
-                    overrides = (f"optimizer.rho={rho:g}", f"batch_size={batch}")
-                    tag = f"b{batch}-rho{rho:g}-lr{lr:.3g}"
-                    yield (str(batch), f"{rho:g}"), optimizer, f"{lr:.3g}", overrides, tag
-            else:
-                for factor, lr in zip(FACTORS, rates, strict=True):
-                    yield (optimizer,), optimizer, f"{lr:.4g}", (), f"x{factor:.3g}"
+            grid = partial(common, optimizers=(optimizer,))
+            if not self.radius:
+                for factor in FACTORS:
+                    lr, tag = f"{default * factor:.4g}", f"x{factor:.3g}"
+                    yield (optimizer, lr), grid(overrides=(f"optimizer.lr={lr}",), tag=tag)
+                continue
+            for batch, rho, factor in product(BATCHES, RHO, FACTORS[1:4]):
+                lr, radius = f"{default * factor:.3g}", f"{rho:g}"
+                values = (f"optimizer.lr={lr}", f"optimizer.rho={radius}", f"batch_size={batch}")
+                tag = f"b{batch}-rho{radius}-lr{lr}"
+                yield (str(batch), radius, lr), grid(overrides=values, tag=tag)
 
 
 FEW = ("adam", "adamw", "sgd", "sam", "fad")
@@ -68,40 +72,26 @@ class Options(SweepOptions):
     study: list[str] | None = option(None, f"May be repeated: {', '.join(STUDIES)}.")
     root: Path | None = option(None, "The data folder.")
     weights: Path | None = option(None, "The backbone's ImageNet weights.")
+    device = "auto"
 
 
 def measure(options: Options) -> Result:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name in options.study or ():
         if name not in STUDIES:
             raise UserError(unknown("study", name, STUDIES))
     studies = {name: run(name, options) for name in options.study or ()}
-    return {"environment": facts(device), "studies": studies}
+    return {"studies": studies}
 
 
 def run(name: str, options: Options) -> dict[str, Any]:
-    """Accuracies by row and learning rate."""
     study = STUDIES[name]
     given = {"root": options.root, "weights": options.weights}
     config: dict[str, Any] = {key: str(value) for key, value in given.items() if value}
     if study.backbone:
         config |= {"backbone": study.backbone, "steps": 201, "checkpoint_every": 200}
-    settings = list(study.settings())
-    planned = [
-        Grid(
-            (study.dataset,),
-            optimizers=(optimizer,),
-            trials=SEEDS,
-            draws=0,
-            targets=study.target,
-            overrides=(f"optimizer.lr={lr}", *overrides),
-            options=config,
-            tag=tag,
-        )
-        for _, optimizer, lr, overrides, tag in settings
-    ]
+    places, grids = zip(*study.cells(config), strict=True)
     found: dict[str, Any] = {}
-    for (row, _, lr, _, _), runs in zip(settings, carry_out(name, planned, options), strict=True):
+    for (*row, lr), runs in zip(places, carry_out(name, grids, options), strict=True):
         rates = found
         for key in row:
             rates = rates.setdefault(key, {})
@@ -116,5 +106,3 @@ def accuracies(runs: Sequence[RunDirectory | None]) -> list[float | None]:
 
 
 main = command(Options, measure)
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Result, command, facts, option, track
+from harness import Result, command, option, track
 from task import Task, TaskOptions, prepare
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,22 +24,19 @@ from steppe.optim import FAD, Bfloat16Warning, search_space
 from steppe.training.precision import autocast, settings
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-LOSS_SCALE = 2.0**14
-"""The first loss scale tried with fp16; halved until all gradients are finite."""
+LOSS_SCALE = 2.0**14  # the first tried with fp16; halved until all gradients are finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TaskOptions):
     weights: Path | None = option(None, "Pretrained, as safetensors.", exists=True, dir_okay=False)
-    images: Path | None = option(
-        None, "A folder DOMAIN/CLASS/IMAGE to train on (default: built-in digits)."
-    )
+    images: Path | None = option(None, "A folder DOMAIN/CLASS/IMAGE (default: built-in digits).")
 
 
 def radii() -> tuple[float, ...]:
     """Every rho that a search draws, for FAD, SAM or GAM."""
-    values = {r for n in ("fad", "sam", "gam") for r in search_space(n)["rho"].distribution.values}  # type: ignore[union-attr]
-    return tuple(sorted(values))
+    found = {r for n in ("fad", "sam", "gam") for r in search_space(n)["rho"].distribution.values}  # type: ignore[union-attr]
+    return tuple(sorted(found))
 
 
 def differences(
@@ -78,32 +75,27 @@ def _four_gradients(
 def fidelity(task: Task, rhos: Sequence[float], precisions: Sequence[str]) -> list[dict[str, Any]]:
     """One row per rho and precision: cosine of h0 and of h1 to float64, mean and worst batch."""
     exact = copy.deepcopy(task.model).double()
-    cosines: dict[tuple[float, str], list[tuple[float, float]]]
+    cosines: dict[tuple[float, str], list[list[float]]]
     cosines = {key: [] for key in product(rhos, precisions)}
     for rho, (x, y) in track(product(rhos, task.batches), "measuring"):
         h0, h1 = differences(exact, x.double(), y, rho, "fp64")
         for precision in precisions:
             k0, k1 = differences(task.model, x, y, rho, precision)
-            cosines[rho, precision].append((_cosine(h0, k0), _cosine(h1, k1)))
+            pairs = ((h0, k0), (h1, k1))
+            cosines[rho, precision].append([float(F.cosine_similarity(*p, dim=0)) for p in pairs])
     rows = []
-    for (rho, precision), pairs in cosines.items():
+    for (rho, precision), values in cosines.items():
         row: dict[str, Any] = {"rho": rho, "precision": precision}
-        for name, values in zip(("h0", "h1"), zip(*pairs, strict=True), strict=True):
-            row[name] = {"mean": round(statistics.mean(values), 6), "worst": min(values)}
+        for name, found in zip(("h0", "h1"), zip(*values, strict=True), strict=True):
+            row[name] = {"mean": round(statistics.mean(found), 6), "worst": round(min(found), 6)}
         rows.append(row)
     return rows
 
 
-def _cosine(a: Tensor, b: Tensor) -> float:
-    return round(float(a @ b / (a.norm() * b.norm())), 6)
-
-
 def measure(options: Options) -> Result:
     task = prepare(options, options.images, options.weights)
-    device = task.device
-    precisions = [p for p in PRECISIONS if p != "tf32" or device.type == "cuda"]
+    precisions = [p for p in PRECISIONS if p != "tf32" or task.device.type == "cuda"]
     return {
-        "environment": facts(device),
         **task.about,
         "batch": len(task.batches[0][0]),
         "batches": len(task.batches),
@@ -112,5 +104,3 @@ def measure(options: Options) -> Result:
 
 
 main = command(Options, measure)
-if __name__ == "__main__":
-    main()

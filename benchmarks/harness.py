@@ -1,7 +1,7 @@
 """What the benchmarks share: a command line, turns that share the noise, tables, the record.
 
 A script has a dataclass of its options and `measure`, from these to plain values. `command` makes a
-program of the two, and `tables` shows any result.
+program of the two, which adds the environment; `tables` shows any result.
 """
 
 import inspect
@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from steppe.cli.common import writable
 from steppe.cli.extras import missing
-from steppe.console import Meter, RenderableType, Table, stderr, stdout, table
+from steppe.console import Meter, Table, stderr, stdout, table
+from steppe.domains import load
 from steppe.durable import replace
 from steppe.environment import environment
 from steppe.errors import RunError, UserError
@@ -41,25 +42,15 @@ def option(default: Any, help: str, *flags: str, **limits: Any) -> Any:
     return field(default=default, metadata={"typer": typer.Option(*flags, help=help, **limits)})
 
 
-def image_folder() -> Any:
-    return option(None, f"{PACKED} (default: photograph-sized images are made).", metavar="DIR")
-
-
-def overrides() -> Any:
-    return option(None, "Any key of the config: optimizer.rho=0.1.", "--set", metavar="KEY=VALUE")
+IMAGES = option(None, f"{PACKED} (default: photograph-sized images are made).", metavar="DIR")
+OVERRIDES = option(None, "Any key of the config: optimizer.rho=0.1.", "--set", metavar="KEY=VALUE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
+    device = "cpu"
     as_json: bool = option(False, "Print the result as JSON, for programs.", "--json")
-    save: Path | None = option(
-        None, "Also store the result as JSON in this file.", callback=writable
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceOptions(Options):
-    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
+    save: Path | None = option(None, "Also store it in this file.", callback=writable)
 
     @property
     def where(self) -> torch.device:
@@ -67,39 +58,55 @@ class DeviceOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceOptions(Options):
+    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunOptions(DeviceOptions):
-    images: Path | None = image_folder()
+    images: Path | None = IMAGES
     backbone: str = option("resnet18", KNOWN)
     optimizer: str = option("adam", KNOWN)
     precision: str = option("auto", "auto, fp32, tf32, fp16 or bf16.")
 
+    def values(self, images: Path) -> dict[str, Any]:
+        """The config of a run from random weights, at a rate that half precision survives."""
+        return {
+            "dataset": str(images),
+            "targets": [load(images).domains[-1].name],
+            "backbone": self.backbone,
+            "weights": "none",
+            "freeze_bn": True,
+            "optimizer": {"name": self.optimizer, "lr": 1e-4},
+            "device": str(self.where),
+            "precision": self.precision,
+        }
 
-def command(
-    options: type[O],
-    measure: Callable[[O], Result],
-    shown: Callable[[Result], Sequence[RenderableType]] | None = None,
-) -> Callable[[], None]:
-    """A program: exit code 2 for a user's mistake, 1 for a run that failed or a missing package.
 
-    `shown` makes something other than tables of the result.
+def command(options: type[O], measure: Callable[[O], Result]) -> Callable[[], None]:
+    """A script's `main`, called at once where it is the program.
+
+    Exit code 2 for a user's mistake, 1 for a run that failed or a missing package.
     """
+    name = Path(str(sys.modules[measure.__module__].__file__)).name
 
     def run(**values: Any) -> None:
         chosen = options(**values)
-        result = measure(chosen)
+        found = measure(chosen)
+        result = {"environment": environment(chosen.where, f"python benchmarks/{name}"), **found}
+        text = json.dumps(result, indent=2)
         if chosen.save is not None:
-            write(result, chosen.save)
+            replace(chosen.save, f"{text}\n".encode())
         if chosen.as_json:
-            print(json.dumps(result, indent=2))
+            print(text)
         else:
-            stdout().print(*(shown or tables)(result), sep="\n")
+            stdout().print(*tables(result), sep="\n")
 
     def main() -> None:
         # A SIGTERM ends a benchmark as Ctrl-C does: its folders and children go with it.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         app.command(help=sys.modules[measure.__module__].__doc__)(run)
-        name = Path(sys.argv[0]).name
         try:
             app(prog_name=name)
         except ModuleNotFoundError as error:
@@ -109,37 +116,21 @@ def command(
             sys.exit(1 if isinstance(error, RunError) else 2)
 
     run.__signature__ = _signature(options)  # type: ignore[attr-defined]
+    if measure.__module__ == "__main__":
+        main()
     return main
 
 
 def _signature(options: type[Options]) -> inspect.Signature:
     """What typer reads the options from."""
-    hints = get_type_hints(options)
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                one.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if one.default is MISSING else one.default,
-                annotation=Annotated[hints[one.name], one.metadata["typer"]],
-            )
-            for one in fields(options)
-        ]
-    )
-
-
-def facts(device: torch.device) -> Result:
-    """The environment, with the command of this script."""
-    return environment(device, f"python benchmarks/{Path(sys.argv[0]).name}")
-
-
-def write(result: Result, path: Path) -> None:
-    """Replaces a file in one go: whoever kills this leaves the old one or the new one."""
-    replace(path, (json.dumps(result, indent=2) + "\n").encode())
+    hints, found = get_type_hints(options), inspect.signature(options).parameters
+    typed: dict[str, Any] = {
+        f.name: Annotated[hints[f.name], f.metadata["typer"]] for f in fields(options)
+    }
+    return inspect.Signature([p.replace(annotation=typed[p.name]) for p in found.values()])
 
 
 def track(items: Iterable[T], title: str) -> Iterator[T]:
-    """The items, with a display of how far they are."""
     every = list(items)
     with Meter(title, len(every), console=stderr()) as meter:
         for item in every:
@@ -148,16 +139,9 @@ def track(items: Iterable[T], title: str) -> Iterator[T]:
 
 
 def take_turns(
-    contenders: Mapping[str, Callable[[], T]],
-    rounds: int,
-    title: str,
-    *,
-    warm_up: int = 0,
+    contenders: Mapping[str, Callable[[], T]], rounds: int, title: str, *, warm_up: int = 0
 ) -> dict[str, list[T]]:
-    """What each contender gave in each round: all take their turn in every one, to share noise.
-
-    The rounds for warming up come first, and do not count.
-    """
+    """What each contender gave in each round, after some to warm up; turns share the noise."""
     found: dict[str, list[T]] = {name: [] for name in contenders}
     for number in track(range(-warm_up, rounds), title):
         for name, run in contenders.items():
@@ -173,7 +157,7 @@ def wait(device: torch.device) -> None:
 
 
 def seconds(device: torch.device, run: Callable[[], object], times: int = 1) -> float:
-    """Seconds that one of several runs takes, until the device is done with it."""
+    """The mean over some runs, until the device is done with them."""
     wait(device)
     began = time.perf_counter()
     for _ in range(times):
@@ -227,8 +211,7 @@ def _cell(value: Any) -> str:
 class Still(Optimizer):
     """A base that does not move, so that only what is around it is timed."""
 
-    _step_supports_amp_scaling = True
-    """It asks the host nothing."""
+    _step_supports_amp_scaling = True  # it asks the host nothing
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, options)

@@ -13,16 +13,12 @@ from steppe.domains import load, packing
 from steppe.domains.pack import Packed, location, remedy
 from steppe.errors import UserError
 
-PIXELS = 227
-"""The side of photograph-sized images, as in PACS."""
+PIXELS = 227  # the side of photograph-sized images, as in PACS
 
 
 @contextmanager
 def packed_images(images: Path | None = None, per_class: int = 24) -> Iterator[Path]:
-    """A folder ``domain/class/image`` with a pack beside it, which is made if it is not there.
-
-    Without a folder, a temporary one with `per_class` images in each class of each domain.
-    """
+    """A folder, or a temporary one of doodles, with a pack beside it, which is made if need be."""
     if images is not None:
         check_folder(images)
         _pack(images, stderr())
@@ -45,10 +41,7 @@ def name_of(images: Path | None) -> str:
 
 
 def write_doodles(root: Path, per_class: int = 24) -> None:
-    """Writes a folder of photograph-sized images in four domains and seven classes.
-
-    Enlarged doodles: what is in an image does not matter to the time, its size does.
-    """
+    """Photograph-sized images in four domains and seven classes: only size matters to the time."""
     doodles = load("Doodles")
     for domain in doodles.domains:
         for label, name in enumerate(doodles.classes[:7]):

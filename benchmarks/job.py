@@ -17,21 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Result, RunOptions, command, facts, option, overrides, wait
+from harness import OVERRIDES, Result, RunOptions, command, option, wait
 from images import name_of, packed_images
 from runs import refuse_own, said
 
-from steppe.console import Meter, stderr
-from steppe.domains import load
+from steppe.console import Console, stderr
 from steppe.errors import RunError, UserError
 from steppe.training import RunConfig, RunDirectory, configure, train
 from steppe.training.progress import Display
 
+# What a run's time is divided into, in order; the first update compiles.
 PARTS = ("start", "first update", "updates", "evaluations", "checkpoints", "end")
-"""What a run's time is divided into, in order; the first update compiles."""
 OF_ONE_RUN = ("seconds", "said", "ms per update but the first", "peak GiB")
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""Where compiled code is kept, as torch and triton call it."""
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # where compiled code is kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,26 +37,16 @@ class Options(RunOptions):
     target: str | None = option(None, "The domain held out (default: the last one).")
     weights: str = option("none", "none, imagenet, or a file.")
     steps: int = option(30, "Updates.", min=1)
-    evaluations: int | None = option(
-        None, "At most so many (default: as many as a run makes by itself).", min=2
-    )
-    overrides: list[str] | None = overrides()
+    evaluations: int | None = option(None, "At most (default: as a run does by itself).", min=2)
+    overrides: list[str] | None = OVERRIDES
     cold: bool = option(False, "In a new process with nothing compiled, then once more.", "--cold")
 
     def config(self, images: Path) -> RunConfig:
-        # From random weights a network would learn at a rate that half precision may not survive.
-        slow = {"lr": 1e-4} if self.weights == "none" else {}
-        values: dict[str, Any] = {
-            "dataset": str(images),
-            "targets": [self.target or load(images).domains[-1].name],
-            "backbone": self.backbone,
-            "weights": self.weights,
-            "freeze_bn": True,
-            "optimizer": {"name": self.optimizer, **slow},
-            "precision": self.precision,
-            "steps": self.steps,
-            "device": str(self.where),
-        }
+        values = self.values(images) | {"weights": self.weights, "steps": self.steps}
+        if self.target is not None:
+            values["targets"] = [self.target]
+        if self.weights != "none":
+            values["optimizer"] = self.optimizer
         if self.evaluations is not None:
             values["checkpoint_every"] = interval(self.steps, self.evaluations)
         refuse_own(values, self.overrides or ())
@@ -76,33 +64,24 @@ def interval(steps: int, evaluations: int) -> int:
 
 
 class Timeline(Display):
-    """Keeps account of what a run spends its time on.
+    """Keeps account of what a run spends its time on."""
 
-    The device is waited for before an evaluation, so that this does not pay for updates.
-    """
-
-    def __init__(self, config: RunConfig, meter: Meter) -> None:
-        super().__init__()
+    def __init__(self, config: RunConfig, console: Console | None) -> None:
+        super().__init__(console)
         self._device, self._every = torch.device(config.device), config.checkpoint_every
-        self._meter, self._mark = meter, time.perf_counter()
+        self._mark = time.perf_counter()
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.updates = self.evaluations = 0
 
     def start(self, title: str, done: int, steps: int, records: int) -> None:
         self.spend("start")
-        self._meter.update(0, total=steps)
-
-    def evaluating(self, images: int, total: int) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass  # the meter is the caller's
+        super().start(title, done, steps, records)
 
     def step(self, done: int) -> None:
         if (done - 1) % self._every == 0 or done == self._meter.total:
-            wait(self._device)
+            wait(self._device)  # an evaluation does not pay for updates
         self.spend("updates" if self.updates else "first update")
-        self.updates += 1
+        self.updates = self._done = done
         self._meter.update(done)
 
     def record(self, record: Mapping[str, Any]) -> None:
@@ -123,20 +102,16 @@ def measure(options: Options) -> Result:
     with packed_images(options.images) as images:
         config = options.config(images)  # what is wrong is said before a process is started
         found = _cold_and_warm(options, images) if options.cold else _run(options, config, images)
-    return {"environment": facts(options.where), **found, "data": name_of(options.images)}
+    return {**found, "data": name_of(options.images)}
 
 
 def _run(options: Options, config: RunConfig, images: Path) -> Result:
-    """A run in this process, with whatever compiled code the caches on the disk have."""
-    with (
-        tempfile.TemporaryDirectory(prefix="steppe-bench-") as out,
-        Meter("updates", console=stderr()) as meter,
-    ):
-        timeline = Timeline(config, meter)
-        records = train(config, Path(out) / "run", display=timeline)
+    with tempfile.TemporaryDirectory(prefix="steppe-bench-") as home:
+        timeline, out = Timeline(config, stderr()), Path(home) / "run"
+        records = train(config, out, display=timeline)
         timeline.spend("end")
-        lines = said(RunDirectory(Path(out) / "run"), images)
-    seconds = timeline.seconds
+        lines = said(RunDirectory(out), images)
+    seconds = {"total": sum(timeline.seconds.values()), **timeline.seconds}
     each = 1e3 * seconds["updates"] / max(timeline.updates - 1, 1)
     return {
         "backbone": options.backbone,
@@ -147,10 +122,7 @@ def _run(options: Options, config: RunConfig, images: Path) -> Result:
         "steps": timeline.updates,
         "evaluations": timeline.evaluations,
         "said": lines,
-        "seconds": {
-            "total": round(sum(seconds.values()), 3),
-            **{part: round(seconds[part], 3) for part in PARTS},
-        },
+        "seconds": {part: round(value, 3) for part, value in seconds.items()},
         "ms per update but the first": round(each, 3),
         "peak GiB": round(records[-1]["memory_gb"], 3),
     }
@@ -184,5 +156,3 @@ def _words(options: Options) -> list[str]:
 
 
 main = command(Options, measure)
-if __name__ == "__main__":
-    main()

@@ -1,21 +1,19 @@
 """Whether the fast way of training learns what the plain one does.
 
 The engine (compiled, captured, in the precision that `auto` chooses, packed images transformed on
-the device) against a plain run (eager, fp32, files through Pillow): pairs of runs with the same
-seeds, split, batches and augmentation, for every target. They differ by rounding alone, which
-training then makes larger, so that two runs of a pair end in different weights; what is asked is
-whether they are equally good. A seed's difference is the mean over targets, and the interval is
-Student's over seeds.
+the device) against a plain run (eager, fp32, files through Pillow), for every target, in pairs that
+differ by rounding alone. Training makes that larger, so that the two end in different weights: are
+they equally good? A seed's difference is the mean over targets; the interval, Student's over seeds.
 """
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from harness import KNOWN, PACKED, DeviceOptions, Result, command, facts, option, overrides
+from harness import KNOWN, OVERRIDES, PACKED, Result, RunOptions, command, option
 from images import packed_images
 from runs import SweepOptions, carry_out, refuse_own, said
 from scipy.special import stdtrit
@@ -26,31 +24,25 @@ from steppe.sweeps import Grid
 from steppe.training import RunDirectory
 
 LEVEL = 0.95
-"""Of the confidence intervals."""
-BAR = 1.5
-"""Points that the interval of the mean difference is to lie within, on either side."""
+BAR = 1.5  # points that the interval of the mean difference is to lie within, on either side
 WAYS: dict[str, dict[str, Any]] = {
     "engine": {"engine": "auto", "data": "auto", "packed": True},
     "plain": {"engine": "off", "data": "host", "packed": False, "precision": "fp32"},
 }
 """What the two runs of a pair are told; the engine's precision is an option."""
-Accuracies = Mapping[tuple[str, str, int], float]
-"""By way, target and seed, from 0 to 1."""
+Accuracies = Mapping[tuple[str, str, int], float]  # by way, target and seed, from 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(SweepOptions, DeviceOptions):
+class Options(SweepOptions, RunOptions):
     images: Path = option(MISSING, f"{PACKED}.", metavar="DIR")
-    backbone: str = option("resnet18", KNOWN)
     weights: str = option("none", "none, imagenet, or a file.")
     optimizer: str = option("fad", KNOWN)
     precision: str = option("auto", "The engine's: auto, fp32, tf32, fp16 or bf16.")
     steps: int = option(300, "Updates of a run.", min=1)
     seeds: int = option(3, "Pairs of runs for each target.", min=1)
-    target: list[str] | None = option(
-        None, "A domain to hold out, may be repeated (default: each in turn)."
-    )
-    overrides: list[str] | None = overrides()
+    target: list[str] | None = option(None, "Held out; may be repeated (default: each in turn).")
+    overrides: list[str] | None = OVERRIDES
 
     def grid(self, way: str) -> Grid:
         """The runs of one way: every target and seed."""
@@ -63,14 +55,7 @@ class Options(SweepOptions, DeviceOptions):
             "device": self.device,
             **WAYS[way],
         }
-        own = {
-            **values,
-            "dataset": "",
-            "targets": "",
-            "optimizer": "",
-            "seed": "",
-            "trial_seed": "",
-        }
+        own = {*values, "dataset", "targets", "optimizer", "seed", "trial_seed"}
         refuse_own(own, self.overrides or ())
         return Grid(
             (str(self.images),),
@@ -87,9 +72,8 @@ class Options(SweepOptions, DeviceOptions):
 def measure(options: Options) -> Result:
     with packed_images(options.images):
         fingerprint = load(options.images).fingerprint()[:16]
-    found = carry_out(
-        f"learning-{options.images.name}", [options.grid(way) for way in WAYS], options
-    )
+    grids = [options.grid(way) for way in WAYS]
+    found = carry_out(f"learning-{options.images.name}", grids, options)
     accuracies: dict[tuple[str, str, int], float] = {}
     lines: dict[str, list[str]] = {}
     for way, runs in zip(WAYS, found, strict=True):
@@ -99,15 +83,12 @@ def measure(options: Options) -> Result:
             config = run.config()
             accuracies[way, config.targets[0], config.trial_seed] = last_accuracy(run)
             lines.setdefault(way, said(run, options.images))
+    own = ("backbone", "optimizer", "steps", "precision")
     return {
-        "environment": facts(options.where),
-        "backbone": options.backbone,
+        **{name: getattr(options, name) for name in own},
         "weights": Path(options.weights).name,
-        "optimizer": options.optimizer,
         "data": options.images.resolve().name,
         "fingerprint": fingerprint,
-        "steps": options.steps,
-        "precision": options.precision,
         "overrides": list(options.overrides or ()),
         "said": lines,
         **summary(accuracies),
@@ -115,29 +96,25 @@ def measure(options: Options) -> Result:
 
 
 def last_accuracy(run: RunDirectory) -> float:
-    """On the target, after the last step."""
     target = run.config().targets[0]
     return float(run.records()[-1]["domains"][target]["test"]["accuracy"])
 
 
 def summary(accuracies: Accuracies) -> Result:
-    """The differences, engine minus plain, in points of 100."""
+    """Engine minus plain, in points of 100."""
     targets = list(dict.fromkeys(target for _, target, _ in accuracies))
     seeds = sorted({seed for _, _, seed in accuracies})
     points = {
-        (target, seed): 100
-        * (accuracies["engine", target, seed] - accuracies["plain", target, seed])
-        for target in targets
-        for seed in seeds
+        (t, s): 100 * (accuracies["engine", t, s] - accuracies["plain", t, s])
+        for t, s in product(targets, seeds)
     }
     means = [statistics.fmean(points[target, seed] for target in targets) for seed in seeds]
     overall = difference(means)
     by_target: Result = {}
-    for target in targets:
-        by_target[target] = difference([points[target, seed] for seed in seeds])
-        for way in WAYS:
-            mean = statistics.fmean(accuracies[way, target, seed] for seed in seeds)
-            by_target[target][way] = round(100 * mean, 3)
+    for t in targets:
+        ways = {w: 100 * statistics.fmean(accuracies[w, t, s] for s in seeds) for w in WAYS}
+        by_target[t] = difference([points[t, s] for s in seeds])
+        by_target[t] |= {way: round(mean, 3) for way, mean in ways.items()}
     return {
         "difference": overall,
         "by seed": {str(s): round(mean, 4) for s, mean in zip(seeds, means, strict=True)},
@@ -153,14 +130,11 @@ def summary(accuracies: Accuracies) -> Result:
 
 def difference(values: Sequence[float]) -> Result:
     """The mean of some differences, and its interval where there are at least two."""
-    n, mean = len(values), statistics.fmean(values)
-    interval = None
+    n, mean, interval = len(values), statistics.fmean(values), None
     if n > 1:
-        half = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * statistics.stdev(values) / math.sqrt(n)
+        half = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * statistics.stdev(values) / n**0.5
         interval = [round(mean - half, 4), round(mean + half, 4)]
     return {"mean": round(mean, 4), "interval": interval, "n": n}
 
 
 main = command(Options, measure)
-if __name__ == "__main__":
-    main()

@@ -14,13 +14,12 @@ from typing import Any
 import pytorch_optimizer
 import torch
 import torchvision
-from harness import DeviceOptions, Result, Still, command, facts, option, ratio, spread, take_turns
+from harness import DeviceOptions, Result, Still, command, option, ratio, spread, take_turns
 from torch import Tensor, nn
 
 from steppe.optim import FAD, SAM
 
-FAD_COPIES = 11.5
-"""Copies of all parameters that move what FAD must move, read and write counted."""
+FAD_COPIES = 11.5  # of all parameters: they move what FAD must move, read and write counted
 COMPILED = "fad, compiled stages"
 
 
@@ -29,23 +28,18 @@ class Options(DeviceOptions):
     rounds: int = option(15, "Measurements of each contender.", min=1)
 
 
-def shapes(backbone: str = "resnet50", classes: int = 7) -> list[torch.Size]:
-    """The shapes of a backbone's parameters (161 tensors for ResNet-50)."""
+def shapes() -> list[torch.Size]:
+    """Of ResNet-50's 161 parameters, with seven classes."""
     with torch.device("meta"):
-        model = torchvision.models.get_model(backbone, weights=None, num_classes=classes)
+        model = torchvision.models.resnet50(num_classes=7)
     return [p.shape for p in model.parameters()]
 
 
 class Gradients:
-    """A closure that hands out gradients and keeps account of what this takes.
-
-    Each is in fresh memory that nothing else refers to, as autograd's are.
-    """
+    """A closure that hands out gradients, in fresh memory as autograd's, and times itself."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
-        self.params = params
-        self.calls = 0
-        self.seconds = 0.0
+        self.params, self.calls, self.seconds = params, 0, 0.0
         self._values = [torch.randn_like(p) for p in params]
 
     def __call__(self) -> Tensor:
@@ -59,56 +53,42 @@ class Gradients:
         return torch.zeros(())
 
 
-Meter = Callable[[], float]
-"""Measures once, in milliseconds."""
+def _cpu_ms(run: Callable[[], object], gradients: Gradients) -> float:
+    gradients.seconds = 0.0
+    start = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - start - gradients.seconds)
 
 
-def _cpu_meter(run: Callable[[], object], gradients: Gradients) -> Meter:
-    def measure() -> float:
-        gradients.seconds = 0.0
-        start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start - gradients.seconds)
-
-    return measure
-
-
-def _gpu_meter(run: Callable[[], object], gradients: Gradients) -> Meter:
+def _gpu_meter(run: Callable[[], object], gradients: Gradients) -> Callable[[], float]:
     """The device's time in a CUDA graph, less that of a graph that only makes the gradients."""
     run()
     gradients.calls = 0
     run()
-    calls = gradients.calls
-
-    def supply() -> None:
-        for _ in range(calls):
-            gradients()
-
-    if not calls:  # a single kernel: as a node of a graph, a copy is slower than launched
+    if not (calls := gradients.calls):  # one kernel: as a graph's node, a copy is slower
         return partial(_gpu_ms, run)
-    whole, part = _captured(run), _captured(supply)
+    whole, part = _captured(run), _captured(lambda: [gradients() for _ in range(calls)])
     return lambda: _gpu_ms(whole) - _gpu_ms(part)
 
 
 def measure(options: Options) -> Result:
-    """Milliseconds between gradients, and their ratios."""
     device = options.where
     params = [nn.Parameter(torch.randn(s, device=device)) for s in shapes()]
     n = sum(p.numel() for p in params)
     # One long copy, not several of the same memory, of which a cache would keep a part.
     source, target = (torch.ones(int(FAD_COPIES * n), device=device) for _ in range(2))
     gradients = Gradients(params)
-    theirs = [f"pytorch_optimizer sam, foreach={foreach}" for foreach in (False, True)]
     runs: dict[str, Callable[[], object]] = {
         "floor": lambda: target.copy_(source),
         "fad": partial(FAD(Still(params)).step, gradients),
         "sam": partial(SAM(Still(params)).step, gradients),
     }
-    for name, foreach in zip(theirs, (False, True), strict=True):
+    theirs = {f"pytorch_optimizer sam, foreach={each}": each for each in (False, True)}
+    for name, foreach in theirs.items():
         runs[name] = _theirs(pytorch_optimizer.SAM(params, Still, foreach=foreach), gradients)
     if device.type == "cuda":
         runs[COMPILED] = partial(FAD(Still(params), compile=True).step, gradients)
-    meter = _gpu_meter if device.type == "cuda" else _cpu_meter
+    meter = _gpu_meter if device.type == "cuda" else partial(partial, _cpu_ms)
     meters = {name: meter(run, gradients) for name, run in runs.items()}
     times = take_turns(meters, options.rounds, "between gradients", warm_up=3)
     best = list(map(min, *(times[name] for name in theirs)))
@@ -119,7 +99,6 @@ def measure(options: Options) -> Result:
     if COMPILED in times:
         ratios[f"{COMPILED} / floor"] = ratio(times[COMPILED], times["floor"])
     return {
-        "environment": facts(device),
         "parameters": n,
         "tensors": len(params),
         "rounds": options.rounds,
@@ -160,5 +139,3 @@ def _gpu_ms(run: Callable[[], object]) -> float:
 
 
 main = command(Options, measure)
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,8 @@
 """Runs that a benchmark carries out, one by one or as a sweep."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import harness
 from harness import option
@@ -27,15 +26,13 @@ def carry_out(
     name: str, planned: Sequence[Grid], options: SweepOptions
 ) -> list[list[RunDirectory | None]]:
     """The runs of each grid; None for one that diverged."""
-    command = f"benchmarks {name}"
-    sweep = write_plan(planned, options.out / name, command=command, extend=True)
+    sweep = write_plan(planned, options.out / name, command=f"benchmarks {name}", extend=True)
     with Meter(name, len(sweep.names), console=stderr()) as meter:
 
         def show(status: Status) -> None:
             meter.update(status.counts["done"] + status.counts["failed"])
 
-        crew = Crew(workers=options.workers, per_gpu=options.per_gpu)
-        run_sweep(sweep, crew=crew, show=show)
+        run_sweep(sweep, crew=Crew(workers=options.workers, per_gpu=options.per_gpu), show=show)
 
     def result(run: str) -> RunDirectory | None:
         found = RunDirectory(Job(sweep.folder(run)).result)  # there once it is done
@@ -44,7 +41,7 @@ def carry_out(
     return [[result(run) for run, _ in jobs(grid)] for grid in planned]
 
 
-def refuse_own(own: Mapping[str, Any], overrides: Sequence[str]) -> None:
+def refuse_own(own: Collection[str], overrides: Sequence[str]) -> None:
     """Refuses overrides of what a benchmark sets, and records, itself."""
     for text in overrides:
         key = text.partition("=")[0].strip()

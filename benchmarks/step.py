@@ -1,42 +1,26 @@
-"""What a step of a run costs, whole and in parts, beside Adam's and beside one done plainly.
+"""What a step of a run costs, whole and in parts, beside Adam's and beside a plain one.
 
-The same batches and steps as in `steppe train`, from packed images, with everything that belongs to
-a step: reading, augmenting, moving, normalizing, all passes, the optimizer, counting. Done plainly
-means eager, in fp32, with images transformed by Pillow. With --algorithm: how the steps of
-algorithms compare with ERM's.
+The same batches and steps as in `steppe train`, from packed images, with the whole data path. Plain
+means eager, in fp32, with images transformed by Pillow. --algorithm compares steps with ERM's.
 """
 
 import gc
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
-from harness import (
-    Result,
-    RunOptions,
-    Still,
-    command,
-    facts,
-    option,
-    ratio,
-    seconds,
-    spread,
-    take_turns,
-    track,
-    wait,
-)
+from harness import Result, RunOptions, Still, command, option, ratio, seconds, spread
 from images import name_of, packed_images
 
 from steppe.algorithms import algorithm_names, algorithm_spec
 from steppe.domains import load
-from steppe.domains.batches import Batch
 from steppe.errors import UserError
 from steppe.optim import optimizer_spec
 from steppe.training import RunConfig, RunDirectory, make_config
@@ -46,10 +30,7 @@ from steppe.training.processes import Processes
 from steppe.training.trainer import Trainer
 from steppe.training.update import Passes
 
-ADAM = "adam"
-"""The optimizer that others are compared with."""
-BASELINE = "ERM"
-"""What other algorithms are compared with."""
+ADAM, BASELINE = "adam", "ERM"  # what other optimizers and algorithms are compared with
 PLAIN = {"precision": "fp32", "engine": "off", "data": "host"}
 AT_HAND = "ms per step, batch at hand"
 
@@ -57,58 +38,35 @@ AT_HAND = "ms per step, batch at hand"
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
     batch: int = option(24, "Images in a step, of all domains but one.", min=2)
-    algorithm: list[str] | None = option(
-        None, "Compare its step with ERM's; may be repeated; all: every algorithm."
-    )
+    algorithm: list[str] | None = option(None, "To compare with ERM; may be repeated; or all.")
     rounds: int = option(5, "Measurements.", min=1)
     steps: int = option(4, "Steps in a measurement.", min=1)
     eager: bool = option(False, "Without the engine: nothing compiled or captured.", "--eager")
-    deterministic: bool = option(
-        False, "As in 'steppe train', to see what it costs.", "--deterministic"
-    )
+    deterministic: bool = option(False, "As in 'steppe train'.", "--deterministic")
 
     def config(self, images: Path, optimizer: str, **values: str) -> RunConfig:
-        """A run on packed images, the last domain held out.
-
-        No weights are needed to time it; batch norm that is frozen is usual.
-        """
-        *sources, target = (domain.name for domain in load(images).domains)
-        if self.batch % len(sources):
-            raise UserError(f"--batch {self.batch} is not a multiple of {len(sources)} domains")
+        sources = len(load(images).domains) - 1
+        if self.batch % sources:
+            raise UserError(f"--batch {self.batch} is not a multiple of {sources} domains")
         own = {
-            "dataset": str(images),
-            "targets": [target],
-            "backbone": self.backbone,
-            "weights": "none",
-            "freeze_bn": True,
-            "optimizer": {"name": optimizer, "lr": 1e-4},
-            "batch_size": self.batch // len(sources),
-            "device": str(self.where),
-            "precision": self.precision,
+            "batch_size": self.batch // sources,
             "engine": "off" if self.eager else "auto",
             "deterministic": self.deterministic,
         }
-        return make_config({**own, **values})
+        return make_config({**replace(self, optimizer=optimizer).values(images), **own, **values})
 
 
 class Runner:
-    """One way of training, ready to be timed: warmed up, compiled, captured.
-
-    Its folder `out` stays empty. Without `parts`, only steps alone are timed, and no worker reads
-    on.
-    """
+    """A way of training, ready to be timed; without `parts`, only `alone`: no worker reads on."""
 
     def __init__(self, config: RunConfig, out: Path, parts: bool = True) -> None:
         self.device = torch.device(config.device)
-        self._deterministic = config.deterministic
         self._precision = resolve(config.precision, self.device, config.optimizer)
+        self._settings = partial(settings, self._precision, config.deterministic)
         with self._settings():
-            run = RunDirectory(out)
-            trainer = Trainer(config, run, Processes(self.device), self._precision)
-            self.trainer = trainer
-            self._batches: Iterator[list[Batch]] = trainer.store.training(
-                trainer.sampling, 0, 10**9
-            )
+            processes = Processes(self.device)
+            self.trainer = trainer = Trainer(config, RunDirectory(out), processes, self._precision)
+            self._batches = trainer.store.training(trainer.sampling, 0, 10**9)
             # Both sides of an adversary's game are captured after steps of their own.
             for _ in range((WARM_UP + 2) * (1 if len(trainer.objectives) == 1 else 4)):
                 trainer.step(next(self._batches))
@@ -121,15 +79,14 @@ class Runner:
         self._passes: Callable[[], object] | None = None
 
     def about(self) -> dict[str, Any]:
-        trainer = self.trainer
-        name = trainer.config.optimizer.name
+        name, engine = self.trainer.config.optimizer.name, self.trainer.engine
         return {
             "optimizer": name,
             "passes": optimizer_spec(name).passes,
-            "precision": trainer.precision,
-            "engine": trainer.engine.gear,
-            "reasons": list(trainer.engine.reasons),
-            "images": trainer.store.where,
+            "precision": self.trainer.precision,
+            "engine": engine.gear,
+            "reasons": list(engine.reasons),
+            "images": self.trainer.store.where,
         }
 
     def alone(self, steps: int) -> dict[str, float]:
@@ -140,10 +97,15 @@ class Runner:
     def measure(self, steps: int) -> dict[str, float]:
         """Seconds a step, on average over some: whole, in parts."""
         timed = partial(seconds, self.device)
+
+        def step() -> None:
+            self.trainer.step(next(self._batches))
+            self.trainer.check_divergence()
+
         with self._settings():
-            timed(self._whole, self._ahead)
+            timed(step, self._ahead)
             self.trainer.update_seconds = 0.0
-            whole = timed(self._whole, steps)
+            whole = timed(step, steps)
             update = self.trainer.update_seconds / steps
             ready = self.alone(steps)["ready"]
             if self._passes is None:
@@ -154,10 +116,6 @@ class Runner:
             rounds = max(2, -(-steps // self._workers)) * self._workers
             data = timed(lambda: next(self._batches), rounds)
         return {"whole": whole, "update": update, "ready": ready, "pass": one_pass, "data": data}
-
-    def _whole(self) -> None:
-        self.trainer.step(next(self._batches))
-        self.trainer.check_divergence()
 
     def _prepare_passes(self) -> Callable[[], object]:
         """Forward and backward on one batch, in an engine like the run's, and nothing else."""
@@ -171,16 +129,13 @@ class Runner:
             Passes(trainer.parallel, cast),
             network,
             batch=network.compiled.batch if network.compiled else None,
-            deterministic=self._deterministic,
+            deterministic=trainer.config.deterministic,
         )
         idle = Still(trainer.parallel.parameters())
         run = partial(engine.optimize, idle, trainer.objectives[0].name, prepared)
         for _ in range(WARM_UP + 2):
             run()
         return run
-
-    def _settings(self) -> AbstractContextManager[None]:
-        return settings(self._precision, self._deterministic)
 
 
 def contenders(options: Options, images: Path) -> dict[str, RunConfig]:
@@ -210,26 +165,27 @@ def measure(options: Options) -> Result:
         tempfile.TemporaryDirectory(prefix="steppe-bench-") as out,
     ):
         configs = contenders(options, images)
-        ready = track(configs.items(), f"{options.backbone}: getting ready")
+        ready = harness.track(configs.items(), f"{options.backbone}: getting ready")
         runners = {name: Runner(config, Path(out), not options.algorithm) for name, config in ready}
         turns = {
             name: partial(runner.alone if options.algorithm else runner.measure, options.steps)
             for name, runner in runners.items()
         }
-        found = take_turns(turns, options.rounds, options.backbone)
+        found = harness.take_turns(turns, options.rounds, options.backbone)
         runs = {name: runner.about() for name, runner in runners.items()}
-        parameters = sum(
-            p.nbytes for p in next(iter(runners.values())).trainer.algorithm.parameters()
-        )
-        del runners, turns  # their memory is not to be counted as another's
+        network = next(iter(runners.values())).trainer.algorithm
+        parameters = sum(p.nbytes for p in network.parameters())
+        del runners, turns, network  # their memory is not to be counted as another's
         for name, rows in found.items():
             runs[name] |= _figures(rows, options, runs[name]["passes"])
             if device.type == "cuda" and not options.algorithm:
                 runs[name]["peak GiB"] = _peak(configs[name], Path(out), device) / 2**30
     first, *others = configs
     per_domain = configs[first].batch_size
+    part = "ready" if options.algorithm else "whole"
+    times = {name: [row[part] for row in rows] for name, rows in found.items()}
+    pairs = [(other, first) if options.algorithm else (first, other) for other in others]
     result: Result = {
-        "environment": facts(device),
         "backbone": options.backbone,
         "optimizer": options.optimizer,
         "batch": f"{options.batch // per_domain} x {per_domain}",
@@ -238,13 +194,8 @@ def measure(options: Options) -> Result:
         "rounds": options.rounds,
         "steps a round": options.steps,
         "runs": runs,
+        "ratios": {f"{a} over {b}": ratio(times[a], times[b]) for a, b in pairs},
     }
-    if options.algorithm:
-        pairs, part = [(other, first) for other in others], "ready"
-    else:
-        pairs, part = [(first, other) for other in others], "whole"
-    times = {name: [row[part] for row in rows] for name, rows in found.items()}
-    result["ratios"] = {f"{a} over {b}": ratio(times[a], times[b]) for a, b in pairs}
     if device.type == "cpu":
         unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -287,10 +238,8 @@ def _peak(config: RunConfig, out: Path, device: torch.device) -> int:
     # What was asked for: what the allocator rounds it up to depends on what was free.
     before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
     Runner(config, out)
-    wait(device)
+    harness.wait(device)
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before)
 
 
 main = command(Options, measure)
-if __name__ == "__main__":
-    main()

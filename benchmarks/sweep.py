@@ -13,12 +13,10 @@ from pathlib import Path
 
 import harness
 import torch
-from harness import Result, command, facts, option, seconds, track
+from harness import Result, command, option, seconds, track
 
 from steppe.sweeps import Grid, Job, write_plan
 from steppe.training import train
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +26,7 @@ class Options(harness.Options):
 
 
 def measure(options: Options) -> Result:
-    steps = options.steps
+    steps, cpu = options.steps, options.where
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="steppe-bench-") as home:
         grid = Grid(
@@ -42,12 +40,11 @@ def measure(options: Options) -> Result:
         train(jobs[0].config(), Path(home) / "warm-up")
         alone = 0.0
         for job in track(jobs, "runs alone"):
-            alone += seconds(CPU, partial(train, job.config(), Path(home) / job.name))
+            alone += seconds(cpu, partial(train, job.config(), Path(home) / job.name))
         run = [sys.executable, "-m", "steppe", "sweep", "run", str(sweep.path), "--workers", "1"]
-        whole = seconds(CPU, lambda: subprocess.run(run, check=True, capture_output=True))
+        whole = seconds(cpu, lambda: subprocess.run(run, check=True, capture_output=True))
         done = sum(job.result.exists() for job in jobs)
     return {
-        "environment": facts(CPU),
         "runs": len(jobs),
         "done": done,
         "steps": steps,
@@ -58,5 +55,3 @@ def measure(options: Options) -> Result:
 
 
 main = command(Options, measure)
-if __name__ == "__main__":
-    main()

@@ -41,10 +41,7 @@ class Task:
 
 
 def prepare(options: TaskOptions, images: Path | None = None, weights: Path | None = None) -> Task:
-    """A model after some steps of SGD on built-in digits or a folder ``domain/class/image``.
-
-    Batch norm runs on its stored statistics, as fine-tuning for domain generalization does.
-    """
+    """A model after some steps of SGD, with batch norm on its stored statistics, as usual."""
     torch.manual_seed(0)
     device, backbone, steps = options.where, options.backbone, options.steps
     if (backbone == SMALL) != (images is None):
@@ -79,9 +76,8 @@ def prepare(options: TaskOptions, images: Path | None = None, weights: Path | No
     data = "digits" if images is None else f"{images.name} ({names})"
     about = {"backbone": backbone, "data": data, "steps": steps}
     task = Task(model.eval(), [next(draw) for _ in range(options.batches)], about)
-    with torch.no_grad():
-        x, y = task.batches[0]
-        loss = F.cross_entropy(model(x), y)
+    x, y = task.batches[0]
+    loss = F.cross_entropy(model(x), y).detach()
     if not loss.isfinite():
         raise UserError(f"{backbone} diverged in {steps} steps of training (loss {loss.item()})")
     return task

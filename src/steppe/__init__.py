@@ -10,17 +10,8 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 _SUBPACKAGES = (
-    "algorithms",
-    "averaging",
-    "curvature",
-    "domains",
-    "integrations",
-    "measure",
-    "optim",
-    "paper",
-    "reports",
-    "sweeps",
-    "training",
+    *("algorithms", "averaging", "curvature", "domains", "integrations", "measure"),
+    *("optim", "paper", "reports", "sweeps", "training"),
 )
 
 

@@ -12,13 +12,12 @@ import ast
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from steppe.errors import UserError, unknown
-from steppe.options import Option, declared_options, evaluate, read
+from steppe.options import Option, declared_options, evaluate
 from steppe.registry import Registry
 
 
@@ -44,15 +43,14 @@ class AxisSpec:
 
     @classmethod
     def of(cls, target: type, name: str, **facts: Any) -> Self:
-        """The entry of a class that was imported."""
-        summary = (inspect.getdoc(target) or "").partition("\n")[0]
-        return cls(
-            name=name, target=target, summary=summary, options=declared_options(target), **facts
+        summary, options = (
+            (inspect.getdoc(target) or "").partition("\n")[0],
+            declared_options(target),
         )
+        return cls(name=name, target=target, summary=summary, options=options, **facts)
 
     @property
     def cls(self) -> Any:
-        """The class."""
         if isinstance(self.target, type):
             return self.target
         module, _, attribute = self.target.partition(":")
@@ -90,7 +88,7 @@ def registrar(registry: Registry[S], spec: type[S], name: str, **facts: Any) -> 
 
 
 def declared(spec: type[S], package: str, decorator: str, first: Iterable[str] = ()) -> Iterator[S]:
-    """The entries that the files of a package declare, by name.
+    """The entries that the files of a package declare: those named `first`, then others by name.
 
     Args:
         spec: their type.
@@ -98,10 +96,10 @@ def declared(spec: type[S], package: str, decorator: str, first: Iterable[str] =
         decorator: what marks a class, called with its name and the facts of its entry.
         first: names that come before the others, in this order.
     """
-    classes: dict[str, tuple[ast.ClassDef, _Names]] = {}
-    for path in sorted(_folder(package).glob("*.py")):
+    classes: _Classes = {}
+    for path in sorted(Path(inspect.getfile(importlib.import_module(package))).parent.glob("*.py")):
         tree = ast.parse(path.read_bytes())
-        names = _Names(f"{package}.{path.stem}", tree)
+        names = _Names(package, path.stem, tree)
         classes |= {
             node.name: (node, names) for node in tree.body if isinstance(node, ast.ClassDef)
         }
@@ -111,86 +109,45 @@ def declared(spec: type[S], package: str, decorator: str, first: Iterable[str] =
             if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
                 (name,) = (evaluate(value, names) for value in call.args)
                 facts = {key.arg or "": evaluate(key.value, names) for key in call.keywords}
-                found[name] = spec(
-                    name=name,
-                    target=f"{names.module}:{node.name}",
-                    summary=(ast.get_docstring(node) or "").partition("\n")[0],
-                    options=dict(_options(node.name, classes)),
-                    **facts,
-                )
+                entry = spec.of(_stub(node.name, classes), name, **facts)
+                found[name] = replace(entry, target=f"{names['__name__']}:{node.name}")
     order = [name for name in first if name in found]
     yield from (found[name] for name in [*order, *sorted(found.keys() - set(order))])
 
 
-def _folder(package: str) -> Path:
-    spec = find_spec(package)
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
-
-
-def _options(
-    name: str, classes: Mapping[str, tuple[ast.ClassDef, _Names]]
-) -> Iterator[tuple[str, Option]]:
-    """As `options.declared_options`, of a class that is not imported."""
-    if name not in classes:
-        return
+def _stub(name: str, classes: _Classes) -> type:
+    """A class with the docstring and the constructor's signature of one that is not imported."""
     node, names = classes[name]
-    functions = [n for n in node.body if isinstance(n, ast.FunctionDef)]
-    init = next((n for n in functions if n.name == "__init__"), None)
-    if init is None or init.args.kwarg is not None:
-        for base in node.bases:
-            yield from _options(ast.unparse(base), classes)
-    if init is not None:  # last: what a child declares again is the child's
-        yield from read(_parameters(init, names), names, ast.get_docstring(node) or "")
-
-
-def _parameters(init: ast.FunctionDef, names: _Names) -> Iterator[tuple[str, Any, Any]]:
-    positional = [*init.args.posonlyargs, *init.args.args]
-    pairs = [
-        *zip(reversed(positional), reversed(init.args.defaults), strict=False),
-        *zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True),
-    ]
-    defaults = {argument.arg: default for argument, default in pairs}
-    for argument in (*positional, *init.args.kwonlyargs):
-        annotation = ast.unparse(argument.annotation) if argument.annotation else ""
-        default = defaults.get(argument.arg)
-        if "Annotated" in annotation:
-            assert default is not None, f"{names.module}: option {argument.arg} has no default"
-            yield argument.arg, annotation, evaluate(default, names)
+    members: dict[str, Any] = {"__doc__": ast.get_docstring(node)}
+    for method in node.body:
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+            method.body = [ast.Pass()]
+            _run(method, names)
+            members["__init__"] = names.pop("__init__")
+    known = (base for base in map(ast.unparse, node.bases) if base in classes)
+    return type(name, tuple(_stub(base, classes) for base in known), members)
 
 
 class _Names(dict[str, Any]):
-    """The names of a module that is not imported; each is found when it is asked for."""
+    """The names of a module that is not imported; each is made when it is asked for."""
 
-    def __init__(self, module: str, tree: ast.Module) -> None:
-        super().__init__()
-        self.module = module
-        self._imports = {
-            alias.asname or alias.name: (node, alias.name)
-            for node in tree.body
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for alias in node.names
-        }
-        self._assigned = {
-            ast.unparse(target): node.value
-            for node in tree.body
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-        }
+    def __init__(self, package: str, stem: str, tree: ast.Module) -> None:
+        super().__init__(__name__=f"{package}.{stem}", __package__=package)
+        self._makers: dict[str, ast.stmt] = {}
+        for node in tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self._makers |= {alias.asname or alias.name: node for alias in node.names}
+            elif isinstance(node, ast.Assign):
+                self._makers |= {ast.unparse(target): node for target in node.targets}
 
     def __missing__(self, name: str) -> Any:
-        if name in self._imports:
-            node, original = self._imports[name]
-            if isinstance(node, ast.Import):
-                value: Any = importlib.import_module(original)
-            else:
-                source = "." * node.level + (node.module or "")
-                package = self.module.rpartition(".")[0]
-                value = getattr(importlib.import_module(source, package), original)
-        elif name in self._assigned:
-            value = evaluate(self._assigned[name], self)
-        else:
-            raise KeyError(name)  # one of Python's own
-        self[name] = value
-        return value
+        _run(self._makers[name], self)  # a KeyError: one of Python's own names
+        return self[name]
+
+
+_Classes = dict[str, tuple[ast.ClassDef, _Names]]
+
+
+def _run(node: ast.stmt, names: _Names) -> None:
+    """Carries a statement out; as in this file, annotations stay texts: they may need torch."""
+    exec(compile(ast.fix_missing_locations(ast.Module([node], [])), "<file>", "exec"), names)

@@ -4,46 +4,22 @@ Only this module and `steppe.cli` import rich: what the others show, they build 
 Text goes through `printable`, and is never markup: names of files and domains come from anywhere.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Literal, Self
 
-from rich.box import SIMPLE_HEAD, SIMPLE_HEAVY
-from rich.console import Console, Group, RenderableType
-from rich.filesize import decimal
-from rich.live import Live
+from rich.box import SIMPLE_HEAD, SIMPLE_HEAVY as SIMPLE_HEAVY
+from rich.console import Console as Console, Group as Group, RenderableType as RenderableType
+from rich.filesize import decimal as decimal
+from rich.live import Live as Live
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
-from rich.text import Text
+from rich.table import Table as Table
+from rich.text import Text as Text
 
 from steppe.strangers import printable
-
-__all__ = [
-    "SIMPLE_HEAVY",
-    "Console",
-    "Group",
-    "Live",
-    "Meter",
-    "RenderableType",
-    "Table",
-    "Text",
-    "decimal",
-    "printed",
-    "say",
-    "stderr",
-    "stdout",
-    "table",
-    "text",
-]
-
-QUIET_SECONDS = 30.0
-"""Without a terminal, a line about long work at least this often."""
 
 Unit = Literal["count", "bytes", "share"]
 
@@ -91,13 +67,8 @@ def table(
     if plain:
         made.box, made.show_edge, made.pad_edge, made.padding = SIMPLE_HEAD, False, False, (0, 1)
     for place, heading in enumerate(headings):
-        words = place < labels
-        made.add_column(
-            text(heading),
-            justify="left" if words else "right",
-            overflow="fold",
-            no_wrap=not words,
-        )
+        side: Literal["left", "right"] = "left" if place < labels else "right"
+        made.add_column(text(heading), justify=side, overflow="fold", no_wrap=place >= labels)
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else text(cell) for cell in row))
     return made
@@ -146,12 +117,10 @@ class Meter:
         console: Console | None,
         unit: Unit = "count",
         done: float = 0,
-        every: float = QUIET_SECONDS,
+        every: float = 30.0,
     ) -> None:
         self.title, self.total, self.done, self.note, self.detail = title, total, done, "", ""
-        self._console, self._show, self._every = console, _SHOWN[unit], every
-        self._bytes = unit == "bytes"
-        self._first = done
+        self._console, self._unit, self._every, self._first = console, unit, every, done
         self._began = self._said = time.monotonic()
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:
@@ -169,17 +138,11 @@ class Meter:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
     def advance(self, by: float = 1) -> None:
-        """So much more is done."""
         self.update(self.done + by)
 
     def update(
@@ -208,12 +171,9 @@ class Meter:
         ends = done == self.total != before
         self.title = title if title is not None else self.title
         if self._bar is not None:
+            title, state = printable(self.title), printable(self._state())
             self._bar.update(
-                self._task,
-                description=printable(self.title),
-                completed=done,
-                total=self.total,
-                state=printable(self._state()),
+                self._task, description=title, completed=done, total=self.total, state=state
             )
         elif anew or ends or time.monotonic() - self._said > self._every:
             self.say(f"{self.title}: {self._state()}")
@@ -224,27 +184,17 @@ class Meter:
         say(self._console, line)
 
     def _state(self) -> str:
-        show = self._show
-        parts = [show(self.done, self.total)]
+        if self._unit == "share":
+            parts = [f"{100 * self.done:.0f} % done"]
+        else:
+            values = [self.done] if self.total is None else [self.done, self.total]
+            sized = self._unit == "bytes"
+            parts = [" of ".join(decimal(int(n)) if sized else f"{n:,.0f}" for n in values)]
         elapsed, gained = time.monotonic() - self._began, self.done - self._first
         rate = gained / elapsed if elapsed > 0 else 0.0
-        if self._bytes and rate:
+        if self._unit == "bytes" and rate:
             parts.append(f"{decimal(int(rate))}/s")
-        if self.detail:
-            parts.append(self.detail)
-        if self.note:
-            parts.append(self.note)
-        elif rate and self.total is not None and self.done < self.total:
-            parts.append(f"{timedelta(seconds=round((self.total - self.done) / rate))} left")
-        return ", ".join(parts)
-
-
-def _of(show: Callable[[float], str]) -> Callable[[float, float | None], str]:
-    return lambda done, total: show(done) if total is None else f"{show(done)} of {show(total)}"
-
-
-_SHOWN: dict[Unit, Callable[[float, float | None], str]] = {
-    "count": _of(lambda n: f"{n:,.0f}"),
-    "bytes": _of(lambda n: decimal(int(n))),
-    "share": lambda done, total: f"{100 * done:.0f} % done",
-}
+        note = self.note
+        if not note and rate and self.total is not None and self.done < self.total:
+            note = f"{timedelta(seconds=round((self.total - self.done) / rate))} left"
+        return ", ".join(filter(None, (*parts, self.detail, note)))

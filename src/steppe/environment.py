@@ -3,6 +3,7 @@
 import datetime
 import os
 import platform
+import re
 import shlex
 import sys
 from importlib import metadata
@@ -35,7 +36,7 @@ def environment(device: torch.device, program: str = "steppe") -> dict[str, Any]
 
 
 def _command(program: str, arguments: list[str]) -> str:
-    """The command line, without where things lie on this machine or where the result goes."""
+    """Without where things lie on this machine or where the result goes."""
     words = [w for a in arguments for w in (a.split("=", 1) if a.startswith("--") else [a])]
     if "--save" in words:
         at = words.index("--save")
@@ -52,8 +53,5 @@ def _version(package: str) -> str | None:
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*: (.*)", info.read_text() if info.exists() else "", re.M)
+    return found[1].strip() if found else platform.processor() or platform.machine()

@@ -4,8 +4,6 @@ Commands that only read records need names of packages that otherwise bring torc
 package costs nothing until one of its names is asked for.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys

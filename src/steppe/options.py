@@ -6,13 +6,11 @@ says the default, what a search draws from and which values make sense; the clas
 what it means. Registries, search spaces, `--help`, docs and tests are derived from that.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,13 +36,13 @@ class Option:
 
     Attributes:
         search: what a search draws it from; None: a search leaves it as it is.
-        low: the smallest number that makes sense, 0 by default.
+        low: the smallest number that makes sense.
         above: the value that it must exceed, where there is no smallest one.
-        high: the largest value that makes sense.
+        high: the largest number that makes sense.
         choices: the values that it may have, if it is not a number.
         drawn_as: the name under which DomainBed seeds the draw, where it is not the option's.
-        default: the constructor's. None: as the optimizer's option of that name. Where it is
-            whole, only whole numbers are accepted; flags, texts and lists are no numbers.
+        default: the constructor's. None: as the optimizer's option of that name. If it is a whole
+            number, a flag, a text or a list, so are the values.
         meaning: in words, from the docstring.
     """
 
@@ -90,10 +88,8 @@ class Option:
         kind = int if isinstance(self.default, int) else int | float
         if not isinstance(value, kind) or isinstance(value, bool) or not math.isfinite(value):
             return False
-        return self._above_least(value) and value <= self.high
-
-    def _above_least(self, value: float) -> bool:
-        return value >= self.low if self.above is None else value > self.above
+        enough = value >= self.low if self.above is None else value > self.above
+        return enough and value <= self.high
 
     def _expected(self) -> str:
         if self.choices:
@@ -116,53 +112,37 @@ def declared_options(cls: type) -> dict[str, Option]:
         init = vars(ancestor).get("__init__")
         if not inspect.isfunction(init):
             continue
+        meanings = dict(arguments(inspect.getdoc(ancestor) or ""))
         parameters = inspect.signature(init).parameters.values()
-        own = ((p.name, p.annotation, p.default) for p in parameters)
-        found = {**dict(read(own, init.__globals__, inspect.getdoc(ancestor) or "")), **found}
+        own = {
+            p.name: replace(marker, default=p.default, meaning=meanings.get(p.name, ""))
+            for p in parameters
+            for marker in _markers(p.annotation, init.__globals__)
+        }
+        found = own | found
         if all(p.kind is not p.VAR_KEYWORD for p in parameters):
             break
     return found
 
 
-def read(
-    parameters: Iterator[tuple[str, Any, Any]], names: Mapping[str, Any], docstring: str
-) -> Iterator[tuple[str, Option]]:
-    """The options among a constructor's parameters.
-
-    Args:
-        parameters: name, annotation (or its text) and default of each.
-        names: those that the annotations use.
-        docstring: of the class.
-    """
-    meanings = dict(arguments(docstring))
-    for name, annotation, default in parameters:
-        for marker in _markers(annotation, names):
-            yield name, replace(marker, default=default, meaning=meanings.get(name, ""))
-
-
-def _markers(annotation: Any, names: Mapping[str, Any]) -> Iterator[Option]:
+def _markers(annotation: Any, names: dict[str, Any]) -> Iterator[Option]:
+    values = getattr(annotation, "__metadata__", ())
     if isinstance(annotation, str):
         tree = ast.parse(annotation, mode="eval").body
         if isinstance(tree, ast.Subscript) and ast.unparse(tree.value).endswith("Annotated"):
             assert isinstance(tree.slice, ast.Tuple)  # the type stays unread: it may need torch
-            values: tuple[Any, ...] = tuple(evaluate(node, names) for node in tree.slice.elts[1:])
-        else:
-            values = ()
-    else:
-        values = getattr(annotation, "__metadata__", ())
+            values = tuple(evaluate(node, names) for node in tree.slice.elts[1:])
     yield from (value for value in values if isinstance(value, Option))
 
 
-def evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
+def evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
     """The value of an expression in a file of ours, or of a plugin that was imported."""
-    return eval(compile(ast.Expression(node), "<declaration>", "eval"), {}, names)
+    return eval(compile(ast.Expression(node), "<declaration>", "eval"), names)
 
 
 def arguments(docstring: str) -> Iterator[tuple[str, str]]:
     """What the section `Args` of a docstring says, by name."""
-    section = re.search(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)*)", docstring, re.MULTILINE)
-    entries = re.finditer(
-        r"^    (\w+): ((?:.*\n?)(?:     .*\n?)*)", section[1] if section else "", re.M
-    )
-    for entry in entries:
-        yield entry[1], " ".join(entry[2].split())
+    section = re.search(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)*)", docstring, re.M)
+    entry = r"^    (\w+): ((?:.*\n?)(?:     .*\n?)*)"
+    for found in re.finditer(entry, section[1] if section else "", re.M):
+        yield found[1], " ".join(found[2].split())

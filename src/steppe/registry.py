@@ -15,9 +15,7 @@ from steppe.errors import UserError, unknown
 
 class Entry(Protocol):
     @property
-    def name(self) -> str:
-        """What users call it."""
-        ...
+    def name(self) -> str: ...
 
 
 E = TypeVar("E", bound=Entry)
@@ -40,9 +38,7 @@ class Registry(Generic[E]):
     """
 
     def __init__(self, kind: str, entries: Callable[[], Iterable[E]] = tuple) -> None:
-        self.kind = kind
-        self._first = entries
-        self._lock = Lock()
+        self.kind, self._first, self._lock = kind, entries, Lock()
         self._entries: dict[str, E] | None = None
         self._added: set[str] = set()
 

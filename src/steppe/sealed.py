@@ -4,8 +4,6 @@ The checksum is the last entry, a CRC-32 of all the text before it. Objects with
 earlier versions wrote, stay valid.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from typing import Any

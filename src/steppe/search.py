@@ -10,23 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from steppe.registry import Registry
 
+if TYPE_CHECKING:
+    from numpy.random import RandomState
+
 Value = float | int
-
-
-class Random(Protocol):
-    """What a distribution needs of a generator: `numpy.random.RandomState` has it."""
-
-    def uniform(self, low: float, high: float, /) -> Any:
-        """Draw a number from [low, high)."""
-        ...
-
-    def choice(self, n: int, /) -> Any:
-        """Draw an integer from 0, ..., n - 1."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -49,16 +40,13 @@ class LogUniform:
 
     @property
     def low(self) -> float:
-        """The smallest value."""
         return self._value(self.low_exp)
 
     @property
     def high(self) -> float:
-        """The largest value."""
         return self._value(self.high_exp)
 
-    def sample(self, rng: Random) -> Value:
-        """Draw one value."""
+    def sample(self, rng: RandomState) -> Value:
         return self._value(float(rng.uniform(self.low_exp, self.high_exp)))
 
     def contains(self, value: Value) -> bool:
@@ -76,9 +64,7 @@ class LogUniform:
 
 @dataclass(frozen=True)
 class Uniform:
-    """A number from U(low, high), cut to an integer if asked.
-
-    One call of ``rng.uniform`` and the same arithmetic as DomainBed, hence the same draws.
+    """A number from U(low, high), cut to an integer if asked; drawn as DomainBed does.
 
     Examples:
         >>> Uniform(0, 0.5)
@@ -89,13 +75,11 @@ class Uniform:
     high: float
     integer: bool = False
 
-    def sample(self, rng: Random) -> Value:
-        """Draw one value."""
+    def sample(self, rng: RandomState) -> Value:
         value = float(rng.uniform(self.low, self.high))
         return int(value) if self.integer else value
 
     def contains(self, value: Value) -> bool:
-        """Whether `value` can be drawn."""
         return self.low <= value <= self.high and (not self.integer or value == int(value))
 
     def __repr__(self) -> str:
@@ -114,14 +98,12 @@ class Choice:
 
     values: tuple[Value, ...]
 
-    def sample(self, rng: Random) -> Value:
-        """Draw one value."""
+    def sample(self, rng: RandomState) -> Value:
         # The index is drawn, not the value: RandomState consumes the same random bits for both,
         # and the values keep their Python type.
         return self.values[int(rng.choice(len(self.values)))]
 
     def contains(self, value: Value) -> bool:
-        """Whether `value` can be drawn."""
         return value in self.values
 
     def __repr__(self) -> str:
@@ -130,21 +112,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A value that the space does not search over.
-
-    Examples:
-        >>> Fixed(0.9)
-        0.9
-    """
+    """A value that the space does not search over."""
 
     value: Value
 
-    def sample(self, rng: Random) -> Value:
-        """Return the value; the generator is left as it is."""
-        return self.value
+    def sample(self, rng: RandomState) -> Value:
+        return self.value  # the generator is left as it is
 
     def contains(self, value: Value) -> bool:
-        """Whether `value` can be drawn."""
         return value == self.value
 
     def __repr__(self) -> str:
@@ -181,11 +156,10 @@ class Space:
     """What a space says about a run, whichever optimizer it uses.
 
     Attributes:
-        lr: the learning rate, or None where each optimizer has its own.
+        lr: None where each optimizer has its own.
         momentum: for the optimizers that have one.
-        weight_decay: for all, or None where an optimizer may have its own.
-        batch_size: per training domain; a matter of the run, not of the optimizer.
-        dropout: before the classifier; a matter of the run, not of the optimizer.
+        weight_decay: None where an optimizer may have its own.
+        batch_size: per training domain; a matter of the run, as is `dropout`.
     """
 
     lr: Hyperparameter | None
@@ -195,8 +169,7 @@ class Space:
     dropout: Hyperparameter
 
 
-@dataclass(frozen=True)
-class Spaces:
+class Spaces(NamedTuple):
     """A space by name: its version for fine-tuning, and the one for training from scratch."""
 
     name: str
@@ -205,8 +178,7 @@ class Spaces:
 
 
 DEFAULT_SPACE = "fair"
-FROM_SCRATCH = 20.0
-"""Learning rates for a network that starts from scratch, over those for fine-tuning."""
+FROM_SCRATCH = 20.0  # learning rates for training from scratch, over those for fine-tuning
 
 PAPER_WEIGHT_DECAY = Hyperparameter(1e-4, LogUniform(-6, -3))
 # Decoupled decay shrinks a weight by lr * weight_decay: the paper's 1e-4 at lr 5e-5 is below half a
@@ -221,20 +193,16 @@ ADAM_LR = Hyperparameter(5e-5, LogUniform(-5, -3.5))
 ADAM_LR_FROM_SCRATCH = 3e-3  # with 1e-3 the Adam family is two points behind on Doodles
 SGD_LR = Hyperparameter(1e-3, LogUniform(-4, -2))
 
+# SAM's and GAM's in the FAD paper's appendix B, which prints what is searched but no defaults for
+# rho, alpha and beta: those are ours. (It prints FAD's three sets under the name of GAM.)
 RHO = Choice((0.01, 0.05, 0.1, 0.2, 0.5, 1.0))
-"""Radii of SAM and GAM in the FAD paper's appendix B.
-
-It prints what is searched but no default for rho, alpha and beta: those are ours. (It prints FAD's
-three sets under the name of GAM.)
-"""
 GAM_ALPHA = Choice((0.1, 0.2, 0.5, *map(float, range(1, 11))))
 
-_LR = ADAM_LR
 _NO_DROPOUT = Hyperparameter(0.0, Fixed(0.0))
 
 # The FAD paper's appendix B, the table of search spaces.
 _PAPER = Space(
-    lr=_LR,
+    lr=ADAM_LR,
     momentum=Hyperparameter(0.9, LogUniform(-1, 0)),
     weight_decay=PAPER_WEIGHT_DECAY,
     batch_size=Hyperparameter(32, LogUniform(3, 5.5, base=2.0, integer=True)),
@@ -262,7 +230,7 @@ spaces = Registry(
     "search space",
     lambda: (
         Spaces("fair", _FAIR, _FAIR),
-        Spaces("fad", _PAPER, replace(_PAPER, lr=_LR.scaled(FROM_SCRATCH))),
+        Spaces("fad", _PAPER, replace(_PAPER, lr=ADAM_LR.scaled(FROM_SCRATCH))),
         Spaces("domainbed", _DOMAINBED, _SMALL_IMAGES),
     ),
 )

@@ -1,7 +1,5 @@
 """Files, names and texts that somebody else may have made, and hints that show a command."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -16,38 +14,27 @@ LIMIT = 2**30
 
 
 def read(path: Path | str, limit: int = LIMIT) -> bytes:
-    """Reads a plain file whole; a FIFO or a device, which may never end, is an error at once.
-
-    Raises:
-        OSError: it cannot be read, is not a plain file, or has more than `limit` bytes.
-    """
+    """Reads a file whole; an OSError where it is not a plain one or has more than `limit` bytes."""
     with plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise _refused(path, f"{size:,} bytes, more than the {limit:,} expected")
+            why = f"{size:,} bytes, more than the {limit:,} expected"
+            raise OSError(None, why, os.fspath(path))
         # Python makes room for all that is asked for; what /proc has is said to be empty.
         return file.read(size or min(limit, 2**20))
 
 
 def plain(path: Path | str) -> BufferedReader:
-    """Opens a plain file to read it; anything else is an error, and is never waited for.
-
-    Raises:
-        OSError: it cannot be opened or is not a plain file.
-    """
+    """Opens a plain file; an OSError where it is a FIFO or a device, which may never end."""
     # Not to wait for whoever writes to a FIFO.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _refused(path, "not a plain file")
+            raise OSError(None, "not a plain file", os.fspath(path))
         return open(descriptor, "rb")
     except OSError:
         os.close(descriptor)
         raise
-
-
-def _refused(path: Path | str, why: str) -> OSError:
-    return OSError(None, why, os.fspath(path))
 
 
 def parse(data: bytes | str) -> Any:

@@ -4,8 +4,6 @@ The two must agree to the last bit. If they added up differently, the weights sa
 those of another step than the one in the table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

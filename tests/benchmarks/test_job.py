@@ -9,7 +9,6 @@ from typing import Any
 import job
 import pytest
 
-from steppe.console import Meter
 from steppe.errors import RunError, UserError
 from steppe.training import make_config
 
@@ -38,7 +37,7 @@ def test_every_second_has_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(
         {"dataset": "Doodles", "targets": ["sketch"], "device": "cpu", "checkpoint_every": 2}
     )
-    timeline = job.Timeline(config, Meter("", console=None))
+    timeline = job.Timeline(config, None)
     timeline.start("", 0, 2, 2)  # at 10
     timeline.step(1)  # at 15
     timeline.record({"evaluation_seconds": 4.0})  # at 22, after 3 s of saving

@@ -5,8 +5,6 @@ cut in three: `prepare` draws every random choice, `forward` is pure in the para
 one to four times, `commit` updates the algorithm's own state once.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,11 +69,9 @@ class Objective:
         parameters: what its optimizer updates.
         active: whether a step, counted from 0, optimizes it.
         reset: whether the optimizer forgets its moments before a step.
-        options: options of the optimizer that this objective overrides, where the optimizer has
-            them.
+        options: options that this objective overrides, where the optimizer has them.
         lr_factors: parameters whose learning rate is so many times the optimizer's.
-        optimizer: the objective whose optimizer it uses, which then also has its parameters; its
-            own unless given.
+        optimizer: the objective whose optimizer it shares (default: it has its own).
     """
 
     name: str
@@ -85,6 +81,10 @@ class Objective:
     options: Mapping[str, Any] = field(default_factory=dict)
     lr_factors: Mapping[nn.Parameter, float] = field(default_factory=dict)
     optimizer: str | None = None
+
+
+First = Mapping[str, Tensor] | None
+"""The first pass's `aux`, detached, in all passes of a step but the first."""
 
 
 class Algorithm(nn.Module, ABC):
@@ -114,15 +114,13 @@ class Algorithm(nn.Module, ABC):
         )
 
     @abstractmethod
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         """The loss at the present weights, free of side effects.
 
         Args:
             prepared: what `prepare` returned.
             objective: which of `objectives` is asked for.
-            first: the first pass's `aux`, detached, in all passes but the first.
+            first: the first pass's `aux`, detached; None in the first pass.
         """
 
     @torch.no_grad()

@@ -1,7 +1,5 @@
 """What algorithms share whose penalty has another weight at the start of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -17,11 +15,8 @@ class Annealed(Algorithm):
     The optimizer forgets its moments when the weight changes: they are those of another loss.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         penalty: the penalty's weight from step `anneal_steps` on.
-        anneal_steps: the number of steps before.
-        before: the penalty's weight in them.
+        before: the penalty's weight until then.
     """
 
     steps: Tensor
@@ -39,7 +34,6 @@ class Annealed(Algorithm):
         return torch.where(self.steps < self.anneal_steps, before, after)
 
     def objectives(self) -> Sequence[Objective]:
-        """One loss over all parameters."""
         return (
             Objective("main", tuple(trainable(self)), reset=lambda step: step == self.anneal_steps),
         )

@@ -1,8 +1,6 @@
 """ARM: a network that adapts to a domain by a picture of it."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
@@ -13,7 +11,7 @@ from steppe.errors import UserError
 from steppe.options import Option
 from steppe.search import Fixed, Hyperparameter
 
-from .algorithm import Algorithm, Losses, Prepared
+from .algorithm import Algorithm, First, Losses, Prepared
 from .network import Network
 from .registry import register_algorithm
 
@@ -43,8 +41,6 @@ class ARM(Algorithm):
     domains unless the batch size is a multiple of `support`.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         support: images that share a context.
     """
 
@@ -65,15 +61,11 @@ class ARM(Algorithm):
             nn.Conv2d(64, 1, 5, padding=2),
         )
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The mean cross-entropy, every image seen with the context of its support set."""
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         seen = self._in_context(prepared.images, prepared.sizes)
         return Losses(F.cross_entropy(self.network(seen, prepared.keep), prepared.labels))
 
     def predict(self, images: Tensor) -> Tensor:
-        """The logits, given images of one domain."""
         images = self.network.normalize(images)
         return self.network(self._in_context(images, (len(images),)))
 

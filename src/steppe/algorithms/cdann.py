@@ -1,7 +1,5 @@
 """CDANN: features that do not tell which domain an image is from, given its class."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,15 +33,12 @@ class CDANN(DANN):
         self.class_vectors = nn.Embedding(network.n_classes, network.n_features)
 
     def adversary(self) -> Sequence[nn.Module]:
-        """What learns to tell domains apart."""
         return (self.discriminator, self.class_vectors)
 
     def discriminator_input(self, features: Tensor, labels: Tensor) -> Tensor:
-        """What the discriminator sees of an image."""
         vectors: Tensor = self.class_vectors(labels)
         return features + vectors
 
     def discriminator_risk(self, losses: Tensor, labels: Tensor) -> Tensor:
-        """The discriminator's risk, from every image's loss."""
         counts = F.one_hot(labels, self.network.n_classes).sum(0)
         return (losses / (counts[labels] * self.network.n_classes)).sum()

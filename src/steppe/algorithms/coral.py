@@ -1,7 +1,5 @@
 """CORAL: features with the same mean and covariance in all domains."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -32,7 +30,6 @@ class CORAL(FeatureMatching):
     """
 
     def distance(self, features: Sequence[Tensor]) -> Tensor:
-        """The mean distance over pairs of domains."""
         means = [x.mean(0) for x in features]
         covariances = [_covariance(x - mean) for x, mean in zip(features, means, strict=True)]
         pairs = combinations(range(len(means)), 2)

@@ -1,8 +1,6 @@
 """DANN: features that do not tell which domain an image is from."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -14,7 +12,7 @@ from steppe.domains.batches import Batch
 from steppe.options import Like, Option
 from steppe.search import Choice, LogUniform
 
-from .algorithm import Algorithm, Losses, Objective, Prepared, full_precision, trainable
+from .algorithm import Algorithm, First, Losses, Objective, Prepared, full_precision, trainable
 from .mlp import MLP
 from .network import Network
 from .registry import register_algorithm
@@ -44,12 +42,9 @@ class DANN(Algorithm):
 
     As in DomainBed: the two take turns, where the paper makes one step of both with a gradient
     reversed. Both optimizers come from the optimizer axis. `beta1` (and 0.9 for the other) are the
-    `betas` of those that have some, `lr` and `weight_decay` are the discriminator's own; unless
-    given, they are the optimizer's.
+    `betas` of those that have some.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         penalty: the weight of the discriminator's loss.
         d_steps: its steps for each of the network.
         grad_penalty: the weight of its gradient's square.
@@ -90,7 +85,6 @@ class DANN(Algorithm):
         self.discriminator = MLP(network.n_features, n_domains, width, depth, dropout)
 
     def adversary(self) -> Sequence[nn.Module]:
-        """What learns to tell domains apart."""
         return (self.discriminator,)
 
     def discriminator_input(self, features: Tensor, labels: Tensor) -> Tensor:
@@ -108,10 +102,7 @@ class DANN(Algorithm):
         masks = self.discriminator.draw_masks(prepared.images)
         return replace(prepared, draws={"domains": torch.cat(domains), "masks": masks})
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The discriminator's loss, or the network's."""
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         if objective == "discriminator":
             with torch.no_grad():
                 features = self.network.features(prepared.images, prepared.keep)
@@ -141,7 +132,6 @@ class DANN(Algorithm):
         return F.cross_entropy(outputs, prepared.draws["domains"], reduction="none")
 
     def objectives(self) -> Sequence[Objective]:
-        """The discriminator's and the network's, by turns."""
         cycle = 1 + self.d_steps
 
         def discriminates(step: int) -> bool:  # DomainBed counts steps from 1 here

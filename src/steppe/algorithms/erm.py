@@ -1,13 +1,8 @@
 """ERM: one loss over all domains' images, as if they were one."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-from torch import Tensor
 from torch.nn import functional as F
 
-from .algorithm import Algorithm, Losses, Prepared
+from .algorithm import Algorithm, First, Losses, Prepared
 from .registry import register_algorithm
 
 
@@ -23,10 +18,7 @@ class ERM(Algorithm):
     whichever domain they are from.
     """
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The mean cross-entropy."""
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         return Losses(
             F.cross_entropy(self.network(prepared.images, prepared.keep), prepared.labels)
         )

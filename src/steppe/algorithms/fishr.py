@@ -1,8 +1,5 @@
 """Fishr: gradients with the same variance in all domains."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Annotated
 
 import torch
@@ -13,7 +10,7 @@ from torch.nn import functional as F
 from steppe.options import Option
 from steppe.search import LogUniform, Uniform
 
-from .algorithm import Losses, Prepared, full_precision
+from .algorithm import First, Losses, Prepared, full_precision
 from .annealing import Annealed
 from .network import Network
 from .registry import register_algorithm
@@ -43,8 +40,6 @@ class Fishr(Annealed):
     compare the variances of their own images; what they remember is the mean of theirs.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         penalty: the weight of the variances' distance.
         anneal_steps: steps before that weight holds; until then it is 0.
         ema: the weight of the past in the variances.
@@ -67,10 +62,7 @@ class Fishr(Annealed):
         weights = sum(p.numel() for p in network.classifier.parameters())
         self.register_buffer("variances", torch.zeros(n_domains, weights))
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The mean cross-entropy and the distance between variances."""
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         features = self.network.features(prepared.images, prepared.keep)
         risk = F.cross_entropy(self.network.classifier(features), prepared.labels)
         features, exact = full_precision(features, self.network)

@@ -1,8 +1,5 @@
 """GroupDRO: the domains with the highest risk count the most."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Annotated
 
 import torch
@@ -11,7 +8,7 @@ from torch import Tensor
 from steppe.options import Option
 from steppe.search import LogUniform
 
-from .algorithm import Algorithm, Losses, Prepared, domain_risks
+from .algorithm import Algorithm, First, Losses, Prepared, domain_risks
 from .network import Network
 from .registry import register_algorithm
 
@@ -34,8 +31,6 @@ class GroupDRO(Algorithm):
     what they remember is the mean of their weights.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         eta: how fast the domains' weights follow their risks.
     """
 
@@ -51,10 +46,7 @@ class GroupDRO(Algorithm):
         self.eta = eta
         self.register_buffer("q", torch.ones(n_domains))
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The weighted risks."""
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         risks = domain_risks(self.network(prepared.images, prepared.keep), prepared)
         if first is None:
             q = self.q * (self.eta * risks.detach()).exp()

@@ -1,8 +1,5 @@
 """IRM: one classifier that is optimal in every domain at once."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Annotated
 
 import torch
@@ -11,7 +8,7 @@ from torch import Tensor
 from steppe.options import Option
 from steppe.search import LogUniform
 
-from .algorithm import Losses, Prepared, domain_risks, full_precision
+from .algorithm import First, Losses, Prepared, domain_risks, full_precision
 from .annealing import Annealed
 from .network import Network
 from .registry import register_algorithm
@@ -38,8 +35,6 @@ class IRM(Annealed):
     \(\sum_c p_c z_c - z_y\) for logits \(z\), is written out instead of taken by autograd.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         penalty: the weight of the penalty.
         anneal_steps: steps before that weight holds; until then it is 1.
     """
@@ -55,10 +50,7 @@ class IRM(Annealed):
     ) -> None:
         super().__init__(network, n_domains, penalty, anneal_steps, before=1.0)
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The mean risk and the penalty."""
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         logits = self.network(prepared.images, prepared.keep)
         risk = domain_risks(logits, prepared).mean()
         logits, _ = full_precision(logits, self.network)

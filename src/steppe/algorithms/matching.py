@@ -1,9 +1,7 @@
 """What algorithms share that make the features of all domains alike."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch import Tensor
 from steppe.options import Option
 from steppe.search import LogUniform
 
-from .algorithm import Algorithm, Losses, Prepared, domain_risks, full_precision
+from .algorithm import Algorithm, First, Losses, Prepared, domain_risks, full_precision
 from .network import Network
 
 
@@ -19,8 +17,6 @@ class FeatureMatching(Algorithm):
     """Minimizes the mean of the domains' risks and the distance between their features.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         penalty: the weight of the distance, the mean over pairs of domains.
     """
 
@@ -37,10 +33,7 @@ class FeatureMatching(Algorithm):
     def distance(self, features: Sequence[Tensor]) -> Tensor:
         """The mean over pairs of domains, given the features of each."""
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The mean risk and the distance."""
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         features = self.network.features(prepared.images, prepared.keep)
         risk = domain_risks(self.network.classifier(features), prepared).mean()
         features, exact = full_precision(features, self.network)

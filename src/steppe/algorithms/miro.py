@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -17,8 +18,8 @@ from steppe.errors import UserError
 from steppe.options import Option
 from steppe.search import Choice
 
-from .algorithm import Algorithm, Losses, Objective, Prepared, trainable
-from .network import Network, Tap, tapped
+from .algorithm import Algorithm, First, Losses, Objective, Prepared, trainable
+from .network import Network, tapped
 from .registry import register_algorithm
 
 _VARIANCE, _EPS = 0.1, 1e-5
@@ -49,8 +50,6 @@ class MIRO(Algorithm):
     The authors tune `penalty` for each dataset; what a search draws it from is ours.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         penalty: the weight of the regularizer.
         lr_factor: the learning rate of its own parameters over the network's.
     """
@@ -78,53 +77,36 @@ class MIRO(Algorithm):
         self.train()
 
     def prepare(self, batches: Sequence[Batch]) -> Prepared:
-        """Also computes what the first network makes of the images."""
         prepared = super().prepare(batches)
-        outputs, tap = _collector()
+        outputs: list[Tensor] = []
+        tap = partial(_collect, outputs)
         with torch.no_grad(), tapped(self.first_featurizer, self.network.stages, tap):
             self.first_featurizer(prepared.images)
         return replace(prepared, draws={"first outputs": outputs})
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The mean cross-entropy and the distance to the first network."""
-        outputs, tap = _collector()
-        features = self.network.features(prepared.images, prepared.keep, tap)
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
+        outputs: list[Tensor] = []
+        collect = partial(_collect, outputs)
+        features = self.network.features(prepared.images, prepared.keep, collect)
         risk = F.cross_entropy(self.network.classifier(features), prepared.labels)
-        penalty = torch.stack(
-            [
-                _distance(now, then, raw, stage.dim)
-                for now, then, raw, stage in zip(
-                    outputs,
-                    prepared.draws["first outputs"],
-                    self.raw_variances,
-                    self.network.stages,
-                    strict=True,
-                )
-            ]
-        ).sum()
+        dims = [stage.dim for stage in self.network.stages]
+        then = prepared.draws["first outputs"]
+        distances = map(_distance, outputs, then, self.raw_variances, dims)
+        penalty = torch.stack(list(distances)).sum()
         return Losses(risk + self.penalty * penalty, {"risk": risk, "penalty": penalty})
 
     def objectives(self) -> Sequence[Objective]:
-        """One loss over all parameters, the variances faster."""
         faster = dict.fromkeys(self.raw_variances, self.lr_factor)
         return (Objective("main", tuple(trainable(self)), lr_factors=faster),)
 
     def train(self, mode: bool = True) -> MIRO:
-        """Sets the mode, except that of the first network."""
         super().train(mode)
         self.first_featurizer.eval()
         return self
 
 
-def _collector() -> tuple[list[Tensor], Tap]:
-    outputs: list[Tensor] = []
-
-    def tap(number: int, output: Tensor) -> None:
-        outputs.append(output)
-
-    return outputs, tap
+def _collect(outputs: list[Tensor], number: int, output: Tensor) -> None:
+    outputs.append(output)
 
 
 def _distance(now: Tensor, then: Tensor, raw: Tensor, channel_dim: int) -> Tensor:

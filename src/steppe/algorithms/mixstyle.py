@@ -1,7 +1,5 @@
 """MixStyle: feature maps with the statistics of two images."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, NamedTuple
@@ -15,7 +13,7 @@ from steppe.domains.batches import Batch
 from steppe.errors import UserError
 from steppe.options import Option
 
-from .algorithm import Algorithm, Losses, Prepared
+from .algorithm import Algorithm, First, Losses, Prepared
 from .network import Network
 from .registry import register_algorithm
 
@@ -23,7 +21,7 @@ _EPS = 1e-6
 
 
 class Mix(NamedTuple):
-    """With which image each is mixed at a stage, and how much stays its own."""
+    """With which image each is mixed, and how much stays its own."""
 
     partner: Tensor
     share: Tensor
@@ -54,8 +52,6 @@ class MixStyle(Algorithm):
     last.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         p: how often styles are mixed.
         alpha: both parameters of the Beta distribution that shares are drawn from.
     """
@@ -79,7 +75,6 @@ class MixStyle(Algorithm):
         self.p, self.alpha = p, alpha
 
     def prepare(self, batches: Sequence[Batch]) -> Prepared:
-        """Draws where styles are mixed, whose, and how much."""
         prepared = super().prepare(batches)
         chosen = [number for number in self.mixed if torch.rand(()).item() < self.p]
         n, device = len(prepared.labels), prepared.labels.device
@@ -88,10 +83,7 @@ class MixStyle(Algorithm):
         mixes = {number: Mix(torch.randperm(n, device=device), beta.sample()) for number in chosen}
         return replace(prepared, draws={"mixes": mixes})
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The mean cross-entropy, with mixed styles."""
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         mixes: Mapping[int, Mix] = prepared.draws["mixes"]
 
         def tap(number: int, maps: Tensor) -> Tensor | None:

@@ -1,12 +1,9 @@
 """Mixup: images and labels between those of two domains."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
-from torch import Tensor
 from torch.distributions import Beta
 from torch.nn import functional as F
 
@@ -14,7 +11,7 @@ from steppe.domains.batches import Batch
 from steppe.options import Option
 from steppe.search import LogUniform
 
-from .algorithm import Algorithm, Losses, Prepared
+from .algorithm import Algorithm, First, Losses, Prepared
 from .network import Network
 from .registry import register_algorithm
 
@@ -39,8 +36,6 @@ class Mixup(Algorithm):
     As in DomainBed.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         alpha: both parameters of the Beta distribution that shares are drawn from.
     """
 
@@ -54,7 +49,6 @@ class Mixup(Algorithm):
         self.alpha = alpha
 
     def prepare(self, batches: Sequence[Batch]) -> Prepared:
-        """Draws the ring and the shares, and mixes the images."""
         ring = [batches[i] for i in torch.randperm(len(batches)).tolist()]
         pairs = list(zip(ring, [*ring[1:], ring[0]], strict=True))
         sizes = tuple(min(len(a.labels), len(b.labels)) for a, b in pairs)
@@ -70,10 +64,7 @@ class Mixup(Algorithm):
         draws = {"others": theirs.labels, "shares": each}
         return Prepared(mixed, ours.labels, sizes, self.network.draw_mask(mixed), draws)
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The cross-entropy of the mixed images against both labels."""
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         logits = self.network(prepared.images, prepared.keep)
         ours, theirs = (
             F.cross_entropy(logits, labels, reduction="none")

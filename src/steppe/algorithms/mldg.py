@@ -1,14 +1,11 @@
 """MLDG: a step on one domain that should also help another."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 from typing import Annotated
 
 import torch
-from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
@@ -16,7 +13,7 @@ from steppe.domains.batches import Batch
 from steppe.options import Option
 from steppe.search import Choice, LogUniform
 
-from .algorithm import Algorithm, Losses, Prepared
+from .algorithm import Algorithm, First, Losses, Prepared
 from .network import Network
 from .registry import register_algorithm
 
@@ -47,8 +44,6 @@ class MLDG(Algorithm):
     the same. At least one domain is left to train on, however high `n_meta_test` is.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         beta: the weight of the risk after the inner step.
         n_meta_test: domains that each domain is tested on.
         inner_lr: the learning rate of the inner step.
@@ -69,16 +64,12 @@ class MLDG(Algorithm):
         self.n_meta_test = min(n_meta_test, n_domains - 1)
 
     def prepare(self, batches: Sequence[Batch]) -> Prepared:
-        """Draws the pairs of a domain to train on and one to test on."""
         order = torch.randperm(len(batches)).tolist()
         training, testing = order[: -self.n_meta_test], order[-self.n_meta_test :]
         pairs = tuple(zip(training, cycle(testing), strict=False))
         return replace(super().prepare(batches), draws={"pairs": pairs})
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The risks before and after the inner steps."""
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         images, labels = prepared.split(prepared.images), prepared.split(prepared.labels)
         keep = [None] * len(images) if prepared.keep is None else prepared.split(prepared.keep)
         weights = {n: p for n, p in self.network.named_parameters() if p.requires_grad}

@@ -1,7 +1,5 @@
 """A perceptron whose dropout is drawn beforehand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -11,14 +9,9 @@ from .network import draw_mask
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLUs between them, as DomainBed's.
+    """Linear layers with ReLUs between them, `depth` of them, as DomainBed's.
 
-    Args:
-        n_inputs: the number of inputs.
-        n_outputs: the number of outputs.
-        width: the number of units in each hidden layer.
-        depth: the number of linear layers.
-        dropout: the share of hidden units dropped, by masks from `draw_masks`.
+    Hidden units are dropped by masks from `draw_masks`.
     """
 
     def __init__(
@@ -35,7 +28,6 @@ class MLP(nn.Module):
         return tuple(draw_mask(images, self.width, self.dropout) for _ in range(hidden))
 
     def forward(self, x: Tensor, masks: Sequence[Tensor] = ()) -> Tensor:
-        """The outputs; `masks` are those of `draw_masks`."""
         for number, layer in enumerate(self.layers[:-1]):
             x = layer(x)
             x = (x * masks[number] if masks else x).relu()

@@ -1,7 +1,5 @@
 """MMD: features with the same distribution in all domains, as seen by a kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -11,8 +9,7 @@ from torch import Tensor
 from .matching import FeatureMatching
 from .registry import register_algorithm
 
-GAMMAS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)
-"""Of the kernels that are added up."""
+GAMMAS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)  # of the kernels that are added up
 
 
 @register_algorithm(
@@ -35,7 +32,6 @@ class MMD(FeatureMatching):
     """
 
     def distance(self, features: Sequence[Tensor]) -> Tensor:
-        """The mean discrepancy over pairs of domains."""
         sizes = [len(x) for x in features]
         x = torch.cat(list(features))
         squared = (x[:, None] - x[None]).square().sum(-1)

@@ -1,8 +1,5 @@
 """MTL: a classifier that also sees what the images of a domain have in common."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Annotated
 
 import torch
@@ -11,7 +8,7 @@ from torch import Tensor, nn
 from steppe.options import Option
 from steppe.search import Choice
 
-from .algorithm import Algorithm, Losses, Prepared, domain_risks
+from .algorithm import Algorithm, First, Losses, Prepared, domain_risks
 from .network import Network
 from .registry import register_algorithm
 
@@ -36,8 +33,6 @@ class MTL(Algorithm):
     processes take means over their own images; what they remember is the mean of theirs.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         ema: the weight of a step's own mean in a domain's embedding.
     """
 
@@ -56,10 +51,7 @@ class MTL(Algorithm):
         network.classifier = nn.Linear(2 * network.n_features, network.n_classes)
         self.register_buffer("embeddings", torch.zeros(n_domains, network.n_features))
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The sum of the domains' risks."""
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         features = self.network.features(prepared.images, prepared.keep)
         means = torch.stack([x.mean(0) for x in prepared.split(features)])
         embeddings = self.ema * means + (1 - self.ema) * self.embeddings
@@ -70,9 +62,7 @@ class MTL(Algorithm):
         )
 
     def predict(self, images: Tensor) -> Tensor:
-        """The logits, given images of one domain."""
         features = self.network.features(images)
-        logits: Tensor = self.network.classifier(
-            torch.cat([features, features.mean(0).expand_as(features)], 1)
-        )
+        mean = features.mean(0).expand_as(features)
+        logits: Tensor = self.network.classifier(torch.cat([features, mean], 1))
         return logits

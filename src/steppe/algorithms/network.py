@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+Featurizer = Callable[[Tensor], Tensor]
 Tap = Callable[[int, Tensor], Tensor | None]
 """Is given the number of a stage and its output; what it returns, if anything, takes its place."""
 
@@ -30,49 +31,35 @@ class Stage:
     dim: int = 1
 
 
-@dataclass(frozen=True)
 class Compiled:
-    """The compiled code of a featurizer; `compiled` makes it.
-
-    Attributes:
-        fixed: for training on batches of one size.
-        open: for everything else, whatever the number of images.
-        batch: that size; None: there is none.
-    """
-
-    fixed: Callable[[nn.Module, Tensor], Tensor]
-    open: Callable[[nn.Module, Tensor], Tensor]
-    batch: int | None
-
-    def __call__(self, featurizer: nn.Module, images: Tensor) -> Tensor:
-        """The features of images."""
-        if len(images) == self.batch and torch.is_grad_enabled():
-            return self.fixed(featurizer, images)
-        torch._dynamo.maybe_mark_dynamic(images, 0)
-        return self.open(featurizer, images)
-
-
-def compiled(batch: int | None, **options: Any) -> Compiled:
     """Code for any featurizer, compiled by inductor when it is first called.
 
     Two functions, because code for one function is chosen by what it was called with before: an
     evaluation that comes first must not change what is trained with.
+
+    Args:
+        batch: the size of the batches that are trained on; None: there is none.
+        **options: inductor's.
     """
-    return Compiled(
-        torch.compile(_call, dynamic=False, options=options),
-        torch.compile(_call_open, options=options),
-        batch,
-    )
+
+    def __init__(self, batch: int | None, **options: Any) -> None:
+        self.batch = batch
+        self._fixed = torch.compile(_call, dynamic=False, options=options)
+        self._open = torch.compile(_call_open, options=options)
+
+    def __call__(self, featurizer: Featurizer, images: Tensor) -> Tensor:
+        if len(images) == self.batch and torch.is_grad_enabled():
+            return self._fixed(featurizer, images)
+        torch._dynamo.maybe_mark_dynamic(images, 0)
+        return self._open(featurizer, images)
 
 
-def _call(featurizer: nn.Module, images: Tensor) -> Tensor:
-    features: Tensor = featurizer(images)
-    return features
+def _call(featurizer: Featurizer, images: Tensor) -> Tensor:
+    return featurizer(images)
 
 
-def _call_open(featurizer: nn.Module, images: Tensor) -> Tensor:
-    features: Tensor = featurizer(images)
-    return features
+def _call_open(featurizer: Featurizer, images: Tensor) -> Tensor:
+    return featurizer(images)
 
 
 class Network(nn.Module):
@@ -95,6 +82,7 @@ class Network(nn.Module):
 
     mean: Tensor
     std: Tensor
+    __call__: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -122,17 +110,14 @@ class Network(nn.Module):
         self.train()
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Pixels as the featurizer wants them; input that is not uint8 is returned as it is."""
+        """Pixels as the featurizer wants them; input that is not uint8 stays as it is."""
         if images.dtype is not torch.uint8:
             return images
         # Torchvision's ToTensor and Normalize, operation by operation, so that bits agree.
         return images.to(self.mean.dtype).div_(255).sub_(self.mean).div_(self.std)
 
     def draw_mask(self, images: Tensor) -> Tensor | None:
-        """Draws what `features` multiplies by: 0 for what is dropped, 1 / (1 - dropout) else.
-
-        None where there is no dropout, or in evaluation mode.
-        """
+        """Draws what `features` multiplies by; None without dropout and in evaluation mode."""
         if not self.dropout or not self.training:
             return None
         return draw_mask(images, self.n_features, self.dropout)
@@ -155,7 +140,6 @@ class Network(nn.Module):
         return features if keep is None else features * keep
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
-        """The logits; `keep` as in `features`."""
         logits: Tensor = self.classifier(self.features(images, keep))
         return logits
 
@@ -169,17 +153,11 @@ class Network(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """What the parts do not tell."""
         return f"dropout={self.dropout}, freeze_bn={self.freeze_bn}"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The logits, with hooks."""
-        logits: Tensor = super().__call__(*args, **kwargs)
-        return logits
 
 
 def draw_mask(images: Tensor, width: int, dropout: float) -> Tensor:
-    """Draws a dropout mask, one row of `width` for each image."""
+    """Draws a row for each image: 0 for what is dropped, 1 / (1 - dropout) for the rest."""
     dtype = images.dtype if images.is_floating_point() else torch.get_default_dtype()
     kept = torch.rand(len(images), width, device=images.device) >= dropout
     return kept.to(dtype) / (1 - dropout)

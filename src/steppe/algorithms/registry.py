@@ -72,23 +72,13 @@ def register_algorithm(name: str, *, citation: str = "", **facts: Any) -> Callab
     """Add an algorithm of your own: a decorator for its class, in a module named with ``--plugin``.
 
     The class is built as ``cls(network, n_domains, **options)``; what its constructor annotates
-    with `steppe.options.Option` are its options.
-
-    Args:
-        name: what users call it.
-        citation: the paper it comes from.
-        **facts: other fields of `AlgorithmSpec`.
+    with `steppe.options.Option` are its options. Other `facts` are fields of `AlgorithmSpec`.
     """
     return registrar(algorithms, AlgorithmSpec, name, citation=citation, **facts)
 
 
 def algorithm_names() -> tuple[str, ...]:
-    """Return the names that `build_algorithm` knows.
-
-    Examples:
-        >>> algorithm_names()[:3]
-        ('ERM', 'IRM', 'VREx')
-    """
+    """Return the names that `build_algorithm` knows."""
     return tuple(algorithms)
 
 
@@ -103,13 +93,9 @@ def algorithm_spec(name: str) -> AlgorithmSpec:
 
 
 def build_algorithm(name: str, network: Network, n_domains: int, **options: Any) -> Algorithm:
-    """Build an algorithm by name, around a network.
+    """Build an algorithm by name, in any case, around a network, which some of them change.
 
-    Args:
-        name: one of `algorithm_names()`, in any case.
-        network: the network to train; some algorithms change it.
-        n_domains: the number of source domains.
-        **options: options of the algorithm; those not given have their defaults.
+    Options that are not given have their defaults; an unknown one is an error.
     """
     spec = algorithms[name]
     spec.check(options)

@@ -1,8 +1,5 @@
 """RSC: learning without the features that it relied on the most."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Annotated
 
 import torch
@@ -12,7 +9,7 @@ from torch.nn import functional as F
 from steppe.options import Option
 from steppe.search import Uniform
 
-from .algorithm import Algorithm, Losses, Prepared
+from .algorithm import Algorithm, First, Losses, Prepared
 from .network import Network
 from .registry import register_algorithm
 
@@ -36,8 +33,6 @@ class RSC(Algorithm):
     its own images.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         feature_drop: the share of features that are muted.
         batch_drop: the share of images that it happens to.
     """
@@ -56,10 +51,7 @@ class RSC(Algorithm):
         super().__init__(network, n_domains)
         self.feature_drop, self.batch_drop = feature_drop, batch_drop
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The mean cross-entropy of the features that are left."""
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         features = self.network.features(prepared.images, prepared.keep)
         mask = self._mask(features, prepared.labels) if first is None else first["mask"]
         logits = self.network.classifier(features * mask)

@@ -1,10 +1,8 @@
 """SagNet: a classifier that looks at content and features that carry no style."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +12,12 @@ from steppe.domains.batches import Batch
 from steppe.options import Option
 from steppe.search import LogUniform
 
-from .algorithm import Algorithm, Losses, Objective, Prepared, trainable
+from .algorithm import Algorithm, First, Losses, Objective, Prepared, trainable
+from .mixstyle import Mix
 from .network import Network
 from .registry import register_algorithm
 
 _EPS = 1e-5
-
-
-class Swap(NamedTuple):
-    """With which image each is mixed, and how much stays its own."""
-
-    partner: Tensor
-    share: Tensor
 
 
 @register_algorithm(
@@ -50,8 +42,6 @@ class SagNet(Algorithm):
     one optimizer: an Adam of its own would cancel the third one's `penalty`.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         penalty: the weight of the adversarial loss.
     """
 
@@ -66,11 +56,10 @@ class SagNet(Algorithm):
         self.style = nn.Linear(network.n_features, network.n_classes)
 
     def prepare(self, batches: Sequence[Batch]) -> Prepared:
-        """Draws, for each update, with which image every image is mixed, and how much."""
         prepared = super().prepare(batches)
         n, device = len(prepared.labels), prepared.labels.device
         draws = {
-            name: Swap(
+            name: Mix(
                 torch.randperm(n, device=device),
                 torch.rand(n, 1, device=device, dtype=prepared.images.dtype),
             )
@@ -78,11 +67,8 @@ class SagNet(Algorithm):
         }
         return replace(prepared, draws=draws)
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """One of the three losses."""
-        swap: Swap = prepared.draws[objective]
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
+        swap: Mix = prepared.draws[objective]
         with torch.set_grad_enabled(torch.is_grad_enabled() and objective != "style"):
             features = self.network.features(prepared.images, prepared.keep)
         if objective == "main":
@@ -96,15 +82,10 @@ class SagNet(Algorithm):
         return Losses(-self.penalty * logp.mean())
 
     def objectives(self) -> Sequence[Objective]:
-        """The network's, the style classifier's, the features'."""
         return (
             Objective("main", tuple(trainable(self.network))),
             Objective("style", tuple(trainable(self.style))),
-            Objective(
-                "adversarial",
-                tuple(trainable(self.network.featurizer)),
-                optimizer="main",
-            ),
+            Objective("adversarial", tuple(trainable(self.network.featurizer)), optimizer="main"),
         )
 
 
@@ -114,13 +95,13 @@ def _parts(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (features - mean) / (var + _EPS).sqrt(), mean, var
 
 
-def _other_style(features: Tensor, swap: Swap) -> Tensor:
+def _other_style(features: Tensor, swap: Mix) -> Tensor:
     content, mean, var = _parts(features)
     mean = swap.share * mean + (1 - swap.share) * mean[swap.partner]
     var = swap.share * var + (1 - swap.share) * var[swap.partner]
     return content * (var + _EPS).sqrt() + mean
 
 
-def _other_content(features: Tensor, swap: Swap) -> Tensor:
+def _other_content(features: Tensor, swap: Mix) -> Tensor:
     content, mean, var = _parts(features)
     return content[swap.partner].detach() * (var + _EPS).sqrt() + mean

@@ -1,16 +1,11 @@
 """VREx: risks that are equal in all domains."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Annotated
-
-from torch import Tensor
 
 from steppe.options import Option
 from steppe.search import LogUniform
 
-from .algorithm import Losses, Prepared, domain_risks
+from .algorithm import First, Losses, Prepared, domain_risks
 from .annealing import Annealed
 from .network import Network
 from .registry import register_algorithm
@@ -31,8 +26,6 @@ class VREx(Annealed):
     with \(w\) 1 in the first `anneal_steps` steps and `penalty` later. As in DomainBed.
 
     Args:
-        network: the network to train.
-        n_domains: the number of source domains.
         penalty: the weight of the risks' variance.
         anneal_steps: steps before that weight holds; until then it is 1.
     """
@@ -48,10 +41,7 @@ class VREx(Annealed):
     ) -> None:
         super().__init__(network, n_domains, penalty, anneal_steps, before=1.0)
 
-    def forward(
-        self, prepared: Prepared, objective: str = "main", first: Mapping[str, Tensor] | None = None
-    ) -> Losses:
-        """The mean risk and the variance of the risks."""
+    def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         risks = domain_risks(self.network(prepared.images, prepared.keep), prepared)
         risk = risks.mean()
         penalty = (risks - risk).square().mean()

@@ -1,7 +1,5 @@
 """The contract of weight averaging: follow a module, and lend it the average for predictions."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,14 +18,9 @@ class Averaging(ABC):
     where `due` asks for it, may stop when `finished`, and calls `finish` at the end. Whoever
     predicts does so inside `applied`.
 
-    Build it when the module is on its device, in training mode, and has its first weights.
-
-    Args:
-        module: what is trained.
-
-    Attributes:
-        tensors: what is averaged, by name: the live parameters that take gradients; a subclass may
-            add batch-norm statistics.
+    Build it when the module is on its device, in training mode, and has its first weights. Its
+    `tensors` are what is averaged, by name: the live parameters that take gradients; a subclass may
+    add batch-norm statistics.
     """
 
     follows_loss: ClassVar[bool] = False
@@ -44,12 +37,7 @@ class Averaging(ABC):
         """Takes note of the weights, once after every optimizer step; the host does not wait."""
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether `observe` wants the validation loss after this step.
-
-        Args:
-            step: the step that `update` was called for, counted from 0.
-            last: whether it is the last one.
-        """
+        """Whether `observe` wants the loss after this step, counted from 0, perhaps the last."""
         return False
 
     def observe(self, step: int, loss: float) -> None:  # noqa: B027 - most averages need no loss
@@ -74,10 +62,7 @@ class Averaging(ABC):
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether batch-norm statistics must be estimated anew for the average.
-
-        `reestimate` does so, inside `applied`.
-        """
+        """Whether batch norms need `reestimate`, inside `applied`."""
         return False
 
     @contextmanager
@@ -130,22 +115,21 @@ class Averaging(ABC):
     @torch.no_grad()
     def _own(self, named: Mapping[str, Tensor]) -> list[Tensor]:
         """Copies of saved tensors, laid out and placed like the live ones, in their order."""
-        for name, live in self.tensors.items():
-            if name not in named or named[name].shape != live.shape:
-                found = tuple(named[name].shape) if name in named else "nothing"
+        saved, ours = (
+            {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            for tensors in (named, self.tensors)
+        )
+        for name in {**ours, **saved}:
+            if saved.get(name) != ours.get(name):
+                why = f"{name} is not averaged here"
+                if name in ours:
+                    found = saved.get(name, "nothing")
+                    why = f"for {name} it has {found}, the model has {ours[name]}"
                 raise UserError(
-                    f"the saved average is of another model: for {name} it has {found}, the model "
-                    f"has {tuple(live.shape)}. Resume with the options the run was started with."
+                    f"the saved average is of another model: {why}. Resume with the options the "
+                    "run was started with."
                 )
-        if unknown := [name for name in named if name not in self.tensors]:
-            raise UserError(
-                f"the saved average is of another model: {unknown[0]} is not averaged here. Resume "
-                "with the options the run was started with."
-            )
-        return [
-            torch.empty_like(live, memory_format=torch.preserve_format).copy_(named[name])
-            for name, live in self.tensors.items()
-        ]
+        return [torch.empty_like(live).copy_(named[n]) for n, live in self.tensors.items()]
 
 
 def _swap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:

@@ -1,7 +1,5 @@
 """Batch norm under averaged weights: which statistics move, and how to estimate them anew."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

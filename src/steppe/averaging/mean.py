@@ -1,7 +1,5 @@
 """The running mean of a list of tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -13,11 +11,8 @@ class Mean:
 
     Every call costs a handful of kernel launches, and the host waits for none of them. Memory is
     taken with the first value, laid out as that is (channels-last, say) and of its type: averages
-    of half-precision weights stop moving after some hundred values.
-
-    Args:
-        tensors: the mean so far, owned from now on.
-        weight: how much it weighs; 0: there is none yet.
+    of half-precision weights stop moving after some hundred values. Given tensors, the mean so far,
+    are owned from now on; a weight of 0 means that there is none yet.
 
     Examples:
         >>> mean = Mean()
@@ -28,23 +23,19 @@ class Mean:
     """
 
     def __init__(self, tensors: Sequence[Tensor] = (), weight: int = 0) -> None:
-        self.tensors = list(tensors)
-        self.weight = weight
+        self.tensors, self.weight = list(tensors), weight
 
     @torch.no_grad()
     def set(self, values: Sequence[Tensor]) -> None:
         """Forgets what there was: the mean of one value is the value."""
-        if not self.tensors:
-            self.tensors = [
-                value.detach().clone(memory_format=torch.preserve_format) for value in values
-            ]
-        else:
+        if self.tensors:
             torch._foreach_copy_(self.tensors, list(values))
+        else:  # clones are laid out as they are
+            self.tensors = [value.detach().clone() for value in values]
         self.weight = 1
 
     @torch.no_grad()
     def add(self, values: Sequence[Tensor], weight: int = 1) -> None:
-        """Takes a value in, with its weight."""
         if not self.weight:
             self.set(values)
             self.weight = weight

@@ -1,7 +1,5 @@
 """No averaging: the weights are used as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,19 +18,17 @@ class NoAveraging(Averaging):
         self.tensors = {}
 
     def update(self) -> None:
-        """Does nothing."""
+        pass
 
     @property
     def serving(self) -> bool:
-        """Never."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """That nothing is served."""
         return {"served": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Does nothing: there is no state."""
+        pass
 
     def _average(self) -> list[Tensor]:
         return []

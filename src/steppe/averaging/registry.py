@@ -40,12 +40,7 @@ def register_averaging(name: str, *, citation: str = "") -> Callable[[C], C]:
 
 
 def averaging_names() -> tuple[str, ...]:
-    """Return the names that `build_averaging` knows.
-
-    Examples:
-        >>> averaging_names()[:3]
-        ('none', 'swad', 'sma')
-    """
+    """Return the names that `build_averaging` knows."""
     return tuple(averages)
 
 
@@ -60,12 +55,9 @@ def averaging_spec(name: str) -> AveragingSpec:
 
 
 def build_averaging(name: str, module: nn.Module, **options: Any) -> Averaging:
-    """Build an average of a module's weights by name.
+    """Build an average of the weights of a module that is on its device, in training mode.
 
-    Args:
-        name: one of `averaging_names()`.
-        module: what is trained: on its device, in training mode.
-        **options: options of the average; an unknown one is an error.
+    Options that are not given have their defaults; an unknown one is an error.
 
     Examples:
         >>> from torch import nn

@@ -1,7 +1,5 @@
 """SMA: the mean of all weights from some step on, from the first prediction to the last."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -69,22 +67,16 @@ class SMA(Averaging):
         self._mean = Mean()
 
     def update(self) -> None:
-        """Takes the weights into the mean."""
         self._check_live("update()")
         self.updates += 1
-        live = list(self.tensors.values())
-        if self.updates <= self.start:
-            self._mean.set(live)
-        else:
-            self._mean.add(live)
+        take = self._mean.set if self.updates <= self.start else self._mean.add
+        take(list(self.tensors.values()))
 
     @property
     def serving(self) -> bool:
-        """From the first update on."""
         return self.updates > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The mean and the number of updates."""
         self._check_live("state_dict()")
         return {
             "served": self._named(self._mean.tensors) if self.serving else None,
@@ -93,7 +85,6 @@ class SMA(Averaging):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state."""
         self._check_live("load_state_dict()")
         served = state["served"]
         self._mean = Mean(() if served is None else self._own(served), state["weight"])

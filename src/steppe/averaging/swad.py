@@ -1,7 +1,5 @@
 """SWAD: the mean of all weights within the valley of the validation loss."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -67,7 +65,6 @@ class SWAD(Averaging):
         self._settled = False
 
     def update(self) -> None:
-        """Takes the weights into the running segment."""
         self._check_live("update()")
         if self._settled:
             raise RuntimeError("update() after finish(): the average is settled")
@@ -75,7 +72,6 @@ class SWAD(Averaging):
             self._running.add(list(self.tensors.values()))
 
     def due(self, step: int, last: bool) -> bool:
-        """At step 0, every so many steps after it, and at the end."""
         return step % self.every == 0 or last
 
     def observe(self, step: int, loss: float) -> None:
@@ -84,17 +80,14 @@ class SWAD(Averaging):
             return
         if not self._running.weight:
             raise RuntimeError(f"observe() at step {step} without an update() since the last one")
-        self._segments[self.valley.looks] = self._running
-        self._running = Mean()
+        self._segments[self.valley.looks], self._running = self._running, Mean()
         self._carry_out(self.valley.look(loss))
 
     @property
     def finished(self) -> bool:
-        """Whether the valley is over."""
         return self.valley.dead
 
     def finish(self) -> None:
-        """Adds what is still to be added, and lets go of the rest."""
         self._check_live("finish()")
         if self._settled:
             return
@@ -107,7 +100,6 @@ class SWAD(Averaging):
         self._settled = True
 
     def outcome(self) -> str:
-        """Where the valley was, or that there was none."""
         if self.valley.start is None:
             return (
                 f"the validation loss did not converge within {self.valley.looks} looks: the "
@@ -119,16 +111,13 @@ class SWAD(Averaging):
 
     @property
     def serving(self) -> bool:
-        """After `finish`."""
         return self._settled and self._total.weight > 0
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether there are batch norms that are not frozen."""
         return self._unfrozen
 
     def state_dict(self) -> dict[str, Any]:
-        """The segments, the average and the search."""
         self._check_live("state_dict()")
         return {
             "served": self._named(self._total.tensors) if self.serving else None,
@@ -143,7 +132,6 @@ class SWAD(Averaging):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state."""
         self._check_live("load_state_dict()")
         served = state["served"]
         total = state["total"] if served is None else {"weight": 1, "tensors": served}

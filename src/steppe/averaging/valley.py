@@ -5,12 +5,9 @@ the valley, the search waits for a loss that none of the following \(N_s - 1\) i
 where \(N_e\) losses in a row are above the threshold, \(1 + r\) times the mean of those \(N_s\).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 
@@ -21,26 +18,15 @@ class Look(NamedTuple):
     loss: float
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What is to be done after a look.
-
-    Attributes:
-        add: segments to take into the average now, in this order; one may be in it several times.
-        restart: whether what was added before is to be forgotten first.
-    """
+class Decision(NamedTuple):
+    """Which segments to average now, some more than once; and whether to forget the others."""
 
     add: tuple[int, ...] = ()
     restart: bool = False
 
 
 class Valley(ABC):
-    r"""Finds the valley while training goes on.
-
-    Args:
-        n_converge: \(N_s\), the optimum patience.
-        n_tolerance: \(N_e\), the overfit patience.
-        tolerance: \(r\), the tolerance rate.
+    r"""Finds the valley while training goes on, with \(N_s, N_e, r\).
 
     Attributes:
         looks: how many losses it has seen: the number of the segment that the next one ends.
@@ -93,9 +79,9 @@ class Valley(ABC):
     def needed(self) -> frozenset[int]:
         """The segments so far that a later decision may add."""
 
-    @abstractmethod
     def _wait(self) -> Decision:
         """After a look without convergence."""
+        return Decision()
 
     @abstractmethod
     def _converge(self, window: list[Look], threshold: float) -> Decision:
@@ -118,17 +104,11 @@ class Valley(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in plain values."""
-        return {
-            "looks": self.looks,
-            "start": self.start,
-            "threshold": self.threshold,
-            "dead": self.dead,
-            "added": self.added,
-            "losses": [look.loss for look in self._recent],
-        }
+        kept = ("looks", "start", "threshold", "dead", "added")
+        losses = [look.loss for look in self._recent]
+        return {**{name: getattr(self, name) for name in kept}, "losses": losses}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state."""
         self.looks, self.added = state["looks"], state["added"]
         self.start, self.threshold, self.dead = state["start"], state["threshold"], state["dead"]
         first = self.looks - len(state["losses"])
@@ -169,9 +149,6 @@ class ReferenceValley(Valley):
         length = self.n_tolerance if converged else max(self.n_converge, self.n_tolerance)
         queued = range(max(self.looks - length + 1, 0), self.looks)
         return frozenset((*queued, *self._stand_in()))
-
-    def _wait(self) -> Decision:
-        return Decision()
 
     def _converge(self, window: list[Look], threshold: float) -> Decision:
         behind = self.n_tolerance - self.n_converge
@@ -231,9 +208,7 @@ class PaperValley(Valley):
 
     by_iterates = True
 
-    def __init__(self, n_converge: int = 3, n_tolerance: int = 6, tolerance: float = 0.3) -> None:
-        super().__init__(n_converge, n_tolerance, tolerance)
-        self._next = 0  # the first segment that was neither added nor dropped
+    _next = 0  # the first segment that was neither added nor dropped
 
     @property
     def needed(self) -> frozenset[int]:
@@ -277,11 +252,9 @@ class PaperValley(Valley):
         return segments
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, in plain values."""
         return {**super().state_dict(), "next": self._next}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state."""
         super().load_state_dict(state)
         self._next = state["next"]
 
@@ -291,4 +264,3 @@ def _numbers(looks: list[Look]) -> tuple[int, ...]:
 
 
 VALLEYS: Mapping[str, type[Valley]] = {"reference": ReferenceValley, "paper": PaperValley}
-"""How to count, by name."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steppe.algorithms import Losses, Network
-from steppe.algorithms.network import compiled
+from steppe.algorithms.network import Compiled
 from steppe.optim import FlatnessOptimizer
 from steppe.optim.engine import skips_by_itself
 
@@ -122,7 +122,7 @@ class Engine:
             import torch._dynamo.config as dynamo
 
             dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILATIONS)
-            network.compiled = compiled(batch, **({"deterministic": True} if deterministic else {}))
+            network.compiled = Compiled(batch, **({"deterministic": True} if deterministic else {}))
 
     @property
     def gear(self) -> str:
