@@ -12,7 +12,7 @@ from tests import processes
 
 DOCS = Path(__file__).parents[1] / "docs/guide"
 PAGES = {  # page, and the words that the example's code has
-    "my_methods": ("recipes.md", "class CFlat"),
+    "my_methods": ("new-methods.md", "class CFlat"),
     "my_algorithms": ("algorithms.md", "class Confident"),
     "my_data": ("data.md", "def stripes"),
     "my_launchers": ("sweeps.md", "class Ssh"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,10 +44,8 @@ class AxisSpec:
 
     @classmethod
     def of(cls, target: type, name: str, **facts: Any) -> Self:
-        summary, options = (
-            (inspect.getdoc(target) or "").partition("\n")[0],
-            declared_options(target),
-        )
+        summary = (inspect.getdoc(target) or "").partition("\n")[0]
+        options = declared_options(target)
         return cls(name=name, target=target, summary=summary, options=options, **facts)
 
     @property
@@ -77,10 +76,13 @@ C = TypeVar("C", bound=type)
 
 
 def registrar(registry: Registry[S], spec: type[S], name: str, **facts: Any) -> Callable[[C], C]:
-    """A decorator that registers a class; steppe's own are read by `declared`."""
+    """A decorator that registers a class; steppe's own files are read by `declared`."""
 
     def decorate(cls: C) -> C:
-        if not cls.__module__.startswith("steppe."):
+        # While a module of steppe's is imported, it does not have the class yet. Later, somebody
+        # registers it again: under another name, with other facts.
+        declares = not hasattr(sys.modules[cls.__module__], cls.__name__)
+        if not (declares and cls.__module__.startswith("steppe.")):
             registry.add(spec.of(cls, name, **facts))
         return cls
 

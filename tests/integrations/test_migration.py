@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from steppe.optim import FAD, SAM
-from tests.optim.test_recipes import GSAM
+from tests.optim.test_new_methods import GSAM
 
 X = torch.randn(12, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.arange(12) % 3
@@ -188,7 +188,7 @@ def test_its_checkpoints_continue_here():
 
 
 def test_from_its_gsam():
-    """The recipe of the page and of the guide; its alpha is theirs."""
+    """The class of the page and of the guide; its alpha is theirs."""
     model, other = network(), network()
     base = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     constant = ProportionScheduler(

@@ -88,7 +88,8 @@ def trace(
     elif method == "deflated":
         basis, known, products = _lanczos_basis(op, max_products, generator, progress)
     if basis is not None and len(basis) >= op.shape[0]:
-        return Trace(known, 0.0, known, known, 0, rtol, converged=True, products=products)
+        exact = {"value": known, "low": known, "high": known}
+        return Trace(**exact, stderr=0.0, samples=0, rtol=rtol, converged=True, products=products)
     samples: list[float] = []
     until: int | None = None  # the samples at which to look again
     while True:

@@ -1,6 +1,6 @@
 """An excursion: one step's passes in order.
 
-Each is a `Phase` to the loop outside, and a `Visit` of the recipe inside: the phase clears
+Each is a `Phase` to the loop outside, and a `Visit` of the method inside: the phase clears
 gradients and rewinds randomness, the pass is the caller's forward and backward, and the visit's
 stage then does the arithmetic on the `Walk`.
 """

@@ -1,7 +1,7 @@
 """The walk of the weights in one step: they leave, visit a few points, and come back exactly.
 
-Recipes (fad.py, sam.py, ...) are short lists of `Visit`s. Each visit takes one gradient and says
-what to do with it: move the weights to the next point, fold the gradient into what the recipe
+Methods (fad.py, sam.py, ...) are short lists of `Visit`s. Each visit takes one gradient and says
+what to do with it: move the weights to the next point, fold the gradient into what the method
 holds, or, at the last one, return the direction for the base optimizer.
 """
 
@@ -26,7 +26,7 @@ Coefficients = Mapping[str, float]
 """The numbers that a group's stages use, by name."""
 
 Held = tuple[Vector, ...]
-"""What a recipe keeps from one visit to the next."""
+"""What a method keeps from one visit to the next."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Span:
 
 
 PLAIN: tuple[Visit, ...] = (Visit(lambda walk, g0: (g0,)),)
-"""The recipe of a step that does not pay for flatness: the gradient itself."""
+"""The walk of a step that does not pay for flatness: the gradient itself."""
 
 
 class Layout:
@@ -93,14 +93,14 @@ def _divided(params: list[Any], owners: list[Coefficients], limit: float) -> lis
 
 @dataclass(eq=False)
 class Walk:
-    """The weights of one step and the operations recipes are written in.
+    """The weights of one step and the operations methods are written in.
 
     Attributes:
         params: the parameters that got a gradient, in group order.
         theta: their tensors in this process (`params` unless they are sharded).
         spans: the parts of the list that operations work through one after the other.
         xi: the small constant of Algorithm 1.
-        memory: what recipes keep from step to step, by parameter (see `remembered`).
+        memory: what methods keep from step to step, by parameter (see `remembered`).
         spare: memory for the backup, or None to allocate it.
         adopt: whether a gradient that is all ours may be held without a copy.
         groups: process groups over which squared norms add up (sharded parameters).

@@ -194,7 +194,7 @@ class Wrapper(Optimizer, ABC):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's state plus the step counter and what the recipe remembers; no weights.
+        """The base's state plus the step counter and what the method remembers; no weights.
 
         Schedules are code and stay out, as in torch's `LambdaLR`: the optimizer that loads the
         state brings its own.

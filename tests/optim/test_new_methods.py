@@ -1,4 +1,4 @@
-"""Methods that are to come, written here as recipes: the engine must not need a change for them."""
+"""Methods that are to come: the engine must not need a change for them."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ def unit(v):
     return v / (v.norm() + XI)
 
 
-class Recipe(FlatnessOptimizer):
+class Method(FlatnessOptimizer):
     """A method in a few lines: named hyper-parameters and its list of visits."""
 
     stages: tuple = ()
@@ -26,7 +26,7 @@ class Recipe(FlatnessOptimizer):
         return self.stages
 
 
-class CFlat(Recipe):
+class CFlat(Method):
     """g1 + lambda (g3 - g2) at FAD's four points."""
 
     def _0(w, g0):
@@ -58,7 +58,7 @@ class CFlat(Recipe):
         return g1 + lam * (grad(theta2 + rho * unit(g2)) - g2)
 
 
-class GSAM(Recipe):
+class GSAM(Method):
     """g1 minus alpha times the part of g0 orthogonal to g1."""
 
     def _0(w, g0):
@@ -81,7 +81,7 @@ class GSAM(Recipe):
         return g1 - alpha * (g0 - (g0 @ g1) / (g1 @ g1) * g1)
 
 
-class SAGM(Recipe):
+class SAGM(Method):
     """Half of g0 + g1, with g1 at theta + (rho / |g0| - alpha) g0."""
 
     def _0(w, g0):
@@ -102,7 +102,7 @@ class SAGM(Recipe):
         return 0.5 * (g0 + grad(theta + rho * unit(g0) - alpha * g0))
 
 
-class FSAM(Recipe):
+class FSAM(Method):
     """Ascent along g0 minus sigma times a moving average of g0 that lives from step to step."""
 
     def _0(w, g0):
@@ -118,7 +118,7 @@ class FSAM(Recipe):
     stages = (Visit(_0), Visit(_1))
 
 
-class LookSAM(Recipe):
+class LookSAM(Method):
     """SAM every k-th step; between, g0 plus the remembered part of g1 orthogonal to g0."""
 
     def _0(w, g0):
@@ -144,7 +144,7 @@ class LookSAM(Recipe):
         return (Visit(LookSAM._reuse),)
 
 
-class DISAM(Recipe):
+class DISAM(Method):
     """SAM whose ascent loss is not the descent loss: the closure is asked for it by name."""
 
     def _0(w, g0):
