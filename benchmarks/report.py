@@ -9,7 +9,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice, product
+from itertools import islice, product
 from pathlib import Path
 
 import harness
@@ -48,7 +48,7 @@ def measure(options: Options) -> Result:
 
 def make_up(root: Path, options: Options) -> None:
     """Writes runs that end with as many records as asked for."""
-    every = product(count(), range(3), TARGETS, METHODS)
+    every = product(range(options.runs), range(3), TARGETS, METHODS)
     records: dict[str, bytes] = {}
     for number, axes in enumerate(track(islice(every, options.runs), "making up runs")):
         draw, trial, target, (algorithm, optimizer) = axes
