@@ -53,6 +53,18 @@ def test_options_that_a_parent_declares_are_a_childs_too() -> None:
         found["size"].check("size", 0)
 
 
+def test_a_class_of_steppes_can_have_a_second_name() -> None:
+    from steppe.optim import SAM, build_optimizer
+
+    again = register_optimizer("sam-again", passes=2, citation="Foret et al., 2021")
+    try:
+        assert again(SAM) is SAM
+        assert isinstance(build_optimizer("sam-again", [torch.zeros(1)], rho=0.1), SAM)
+        assert optimizers["sam"].target == "steppe.optim.sam:SAM"
+    finally:
+        optimizers._table.pop("sam-again", None)
+
+
 def test_a_registry_answers_in_any_case_and_protects_its_own_names() -> None:
     own = AxisSpec(name="Own", target=nn.Linear)
     table = Registry("thing", lambda: [own])

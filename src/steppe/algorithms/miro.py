@@ -90,9 +90,9 @@ class MIRO(Algorithm):
         features = self.network.features(prepared.images, prepared.keep, collect)
         risk = F.cross_entropy(self.network.classifier(features), prepared.labels)
         dims = [stage.dim for stage in self.network.stages]
-        then = prepared.draws["first outputs"]
-        distances = map(_distance, outputs, then, self.raw_variances, dims)
-        penalty = torch.stack(list(distances)).sum()
+        before = prepared.draws["first outputs"]
+        stages = zip(outputs, before, self.raw_variances, dims, strict=True)
+        penalty = torch.stack([_distance(*stage) for stage in stages]).sum()
         return Losses(risk + self.penalty * penalty, {"risk": risk, "penalty": penalty})
 
     def objectives(self) -> Sequence[Objective]:
