@@ -1,5 +1,6 @@
 """What the files of the axes declare: read without importing them, it is what importing gives."""
 
+import importlib
 from typing import Annotated, Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from steppe.algorithms.registry import algorithms
-from steppe.averaging.registry import averages
+from steppe.averaging.registry import averages, register_averaging
 from steppe.axes import AxisSpec
 from steppe.errors import UserError
 from steppe.optim.registry import optimizers, register_optimizer
@@ -63,6 +64,24 @@ def test_a_class_of_steppes_can_have_a_second_name() -> None:
         assert optimizers["sam"].target == "steppe.optim.sam:SAM"
     finally:
         optimizers._table.pop("sam-again", None)
+
+
+def test_a_module_can_be_reloaded_and_code_without_a_module_can_register() -> None:
+    import steppe.averaging.sma as module
+
+    names, known = list(averages), module.SMA
+    try:
+        assert importlib.reload(module).SMA is not known  # as a notebook's autoreload does
+        assert list(averages) == names
+    finally:
+        module.SMA = known
+    code = "class Own(SMA):\n    'An average.'\nregister_averaging('own')(Own)"
+    given = {"__name__": "nowhere", "SMA": known, "register_averaging": register_averaging}
+    try:
+        exec(code, given)
+        assert averages["own"].cls is given["Own"]
+    finally:
+        averages._table.pop("own", None)
 
 
 def test_a_registry_answers_in_any_case_and_protects_its_own_names() -> None:

@@ -79,10 +79,10 @@ def registrar(registry: Registry[S], spec: type[S], name: str, **facts: Any) -> 
     """A decorator that registers a class; steppe's own files are read by `declared`."""
 
     def decorate(cls: C) -> C:
-        # While a module of steppe's is imported, it does not have the class yet. Later, somebody
-        # registers it again: under another name, with other facts.
-        ours = cls.__module__.startswith("steppe.")
-        if not ours or hasattr(sys.modules[cls.__module__], cls.__name__):
+        # While a module of steppe's is imported or reloaded, it does not have this class yet. Once
+        # it has, somebody registers the class again: under another name, with other facts.
+        own = cls.__module__.startswith("steppe.")
+        if not own or getattr(sys.modules[cls.__module__], cls.__name__, None) is cls:
             registry.add(spec.of(cls, name, **facts))
         return cls
 

@@ -112,7 +112,9 @@ def test_help_is_that_of_the_group_and_of_each_command() -> None:
         assert "compare" in result.output
         assert "measure" in result.output
         assert "steppe curvature RUN" in result.output
-    assert "--density" in invoke("curvature", "measure", "--help").stdout
+    measure = invoke("curvature", "measure", "--help").stdout
+    assert "--density" in measure
+    assert "last|best|step:N" in measure
     assert "--density" not in invoke("curvature", "compare", "--help").stdout
 
 

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -203,6 +204,24 @@ def kill_itself(path: str) -> str:
     if path == "7":
         os.kill(os.getpid(), signal.SIGKILL)
     return path
+
+
+@pytest.mark.parametrize("module", [check, packing])
+def test_an_image_that_is_deleted_meanwhile_is_named(
+    tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = tmp_path / "1.png"
+    paint(image, seed=1)
+    decode = module.decode
+
+    def last_look(path: Path) -> Any:
+        pixels = decode(path)
+        image.unlink()
+        return pixels
+
+    monkeypatch.setattr(module, "decode", last_look)
+    said = check._look(str(image))[1] if module is check else packing._load(str(image), 256)
+    assert said == f"image {image} cannot be read: No such file or directory"
 
 
 def test_a_killed_decoder_ends_the_work_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

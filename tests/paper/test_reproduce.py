@@ -174,7 +174,8 @@ def typed(*arguments: str) -> Result:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert all(name in typed("reproduce").stdout for name in EXPERIMENTS)
-    planned = typed("reproduce", "table1", "--plan", "--datasets", "RotatedDigits")
+    empty = ("--factors", "")  # as from a variable that is not set: the scale's
+    planned = typed("reproduce", "table1", "--plan", "--datasets", "RotatedDigits", *empty)
     assert "reproduce/table1-small: 120 runs planned" in planned.stdout
     with pytest.raises(UserError, match="did you mean 'table"):
         typed("reproduce", "table7")

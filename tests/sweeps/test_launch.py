@@ -5,13 +5,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from steppe.cli import app
 from steppe.errors import UserError
-from steppe.sweeps import Grid, Sweep, launchers, look, run_sweep, write_plan
+from steppe.options import Option
+from steppe.sweeps import Grid, Sweep, launchers, look, register_launcher, run_sweep, write_plan
 from tests.limits import seconds
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/sweeps.md"
@@ -43,6 +45,24 @@ def test_the_guides_launcher_is_a_plugin_and_carries_a_sweep_out(sweep, tmp_path
     assert ran.exit_code == 0
     assert (tmp_path / "hosts").read_text() == "node1\n"
     assert look(sweep).complete
+
+
+def test_an_option_without_a_default_is_a_text(sweep, monkeypatch):
+    monkeypatch.setattr(launchers, "_entries", dict(launchers._table))
+
+    @register_launcher("queued")
+    class Queued:
+        """Submits workers to a queue."""
+
+        def __init__(self, *, queue: Annotated[str | None, Option()] = None) -> None:
+            self.queue = queue
+
+        def start(self, sweep, crew, show):
+            return f"submitted to {self.queue}"
+
+    assert run_sweep(sweep, "queued", queue=None) == "submitted to None"
+    ran = typed("sweep", "run", sweep.path, "--launcher", "queued", "--queue", "short")
+    assert (ran.exit_code, ran.stdout) == (0, "submitted to short\n")
 
 
 def test_an_option_of_another_launcher_is_refused(sweep):

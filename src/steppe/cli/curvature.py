@@ -35,14 +35,16 @@ _Domains = Annotated[
         help="A domain to measure on, may be repeated (default: those the run was trained on).",
     ),
 ]
-_SETTINGS = (
-    *("top", "images", "which", "rho", "alpha", "tol", "trace_rtol", "density"),
-    *("precision", "batch_size"),
-)
+_SETTINGS = [
+    *fields(Settings, "top", "images"),
+    *fields(Settings, "which", metavar="last|best|step:N"),
+    *fields(Settings, "rho", "alpha", "tol", "trace_rtol", "density", "precision", "batch_size"),
+    *fields(Settings, "seed", min=0),
+]
 
 
 @app.command("measure")
-@with_options(settings=[*fields(Settings, *_SETTINGS), *fields(Settings, "seed", min=0)])
+@with_options(settings=_SETTINGS)
 def curvature_measure(
     runs: Runs,
     settings: dict[str, Any],

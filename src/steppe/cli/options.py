@@ -45,11 +45,12 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def numbers(text: str) -> tuple[float, ...]:
+def numbers(text: str) -> tuple[float, ...] | None:
+    """Different positive numbers that commas separate; None where the text is empty."""
     try:
         found = tuple(float(word) for word in names(text))
-        if found and len(set(found)) == len(found) and all(0 < n < math.inf for n in found):
-            return found
+        if len(set(found)) == len(found) and all(0 < n < math.inf for n in found):
+            return found or None
     except ValueError:
         pass
     raise typer.BadParameter(f"{text}: give different positive numbers with commas, as in 0.3,1,3")

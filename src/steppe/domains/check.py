@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from steppe.console import Console, RenderableType, table, text
-from steppe.errors import UserError
+from steppe.errors import UserError, reason
 from steppe.strangers import command, plain
 
 from . import pack
@@ -259,8 +259,10 @@ def _look(path: str) -> tuple[bytes, str]:
         decode(Path(path))
         with plain(path) as file:
             return hashlib.file_digest(file, "blake2b").digest(), ""
-    except (UnreadableImage, OSError) as error:  # or deleted this moment
+    except UnreadableImage as error:
         return b"", str(error)
+    except OSError as error:  # deleted this moment
+        return b"", f"image {path} cannot be read: {reason(error)}"
 
 
 def _copies(same: Sequence[tuple[Domain, int]]) -> Copies:

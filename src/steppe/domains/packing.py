@@ -19,7 +19,7 @@ from PIL import Image
 
 from steppe.console import Console
 from steppe.durable import durable, sync_folder
-from steppe.errors import UserError
+from steppe.errors import UserError, reason
 
 from . import pack
 from .dataset import Dataset, Domain, Files, Pixels, UnreadableImage, decode
@@ -106,8 +106,10 @@ def _load(path: str, size: int) -> _Loaded | str:
         pixels = _shrink(decoded, size)
         shrunk = pixels.shape != decoded.shape
         return _Loaded(pixels, shrunk, zlib.crc32(pixels.data), os.stat(path).st_size)
-    except (UnreadableImage, OSError) as error:  # or deleted this moment
+    except UnreadableImage as error:
         return str(error)
+    except OSError as error:  # deleted this moment
+        return f"image {path} cannot be read: {reason(error)}"
 
 
 def _shrink(pixels: Pixels, size: int) -> Pixels:

@@ -22,8 +22,8 @@ class Settings:
             domains that it was trained on.
         top: how many eigenvalues of the Hessian, the largest first.
         images: how many to draw, over all domains; 0: all.
-        which: ``last``, the weights after the last step; ``best``, those validated best; or
-            ``step:N``, those of the checkpoint after step N.
+        which: the weights after the last step (``last``), those validated best (``best``), or those
+            of the checkpoint after step N (``step:N``).
         rho: the radius of the paper's flatness (default: that of the run's optimizer, or 0.05).
         alpha: the share of the zeroth order in R_FAD (default: that of FAD, or 0.5). GAM's `alpha`
             is another thing: the weight of its first-order term.
@@ -33,7 +33,7 @@ class Settings:
             of 64 color images of 224 x 224 pixels).
         density: whether to estimate the spectral density too.
         seed: of the images drawn and of the random vectors.
-        precision: "float32" or "float64".
+        precision: of the computation, ``float32`` or ``float64``.
     """
 
     domains: Sequence[str] | None = None

@@ -54,9 +54,9 @@ class Scale:
     Attributes:
         name: `full`, `small` or `smoke`.
         about: in a line.
-        share: of the paper's updates.
-        trials: seeds.
-        draws: of hyperparameters; 0: none, learning rates are tuned instead.
+        share: the share of the paper's updates that a run makes.
+        trials: seeds of the split.
+        draws: hyperparameter samples per method; with 0, learning rates are tuned instead.
         space: where defaults and draws come from; where learning rates are tuned, they start from
             those of the space `fair`.
         factors: learning rates that are tried, as multiples of the optimizer's own default.

@@ -38,7 +38,8 @@ class Crew:
     Attributes:
         workers: how many workers (default: one for each GPU or core; on Slurm at most 16).
         per_gpu: workers that share a GPU.
-        threads: of each worker, on a CPU; the same number everywhere, because results depend on it.
+        threads: CPU threads of each worker; use the same number everywhere, because results depend
+            on it.
         stale: seconds of silence after which a worker is taken for dead.
     """
 
@@ -70,6 +71,8 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSpec(AxisSpec):
+    """One entry of the registry. An option has the type of its default; None: a text."""
+
     kind: ClassVar[str] = "launcher"
 
     def check(self, given: Mapping[str, Any]) -> None:
@@ -79,7 +82,8 @@ class LauncherSpec(AxisSpec):
                 raise UserError(
                     f"{option} is for --launcher {' or '.join(others)}, not {self.name}"
                 )
-        super().check(given)
+        texts = {key for key, option in self.options.items() if option.default is None}
+        super().check({key: value for key, value in given.items() if key not in texts})
 
 
 launchers = Registry(

@@ -37,7 +37,7 @@ class Ray:
             cluster that is started here for the sweep).
     """
 
-    def __init__(self, *, address: Annotated[str, Option()] = "") -> None:
+    def __init__(self, *, address: Annotated[str | None, Option()] = None) -> None:
         self.address = address or os.environ.get("RAY_ADDRESS", "")
 
     def start(self, sweep: Sweep, crew: Crew, show: Show) -> Status:
