@@ -34,6 +34,14 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", callback=writable, help="Write the chosen configs as JSON."),
     ] = None,
+    reference: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METHOD",
+            help="Compare all methods with this one, such as sgd; may be repeated. "
+            "Default: the best and the cheapest.",
+        ),
+    ] = None,
     plugin: Plugins = None,
 ) -> None:
     """Make tables of many runs: the mean over trials of what the selection chooses."""
@@ -42,7 +50,8 @@ def report(
 
     title = printable(", ".join(str(path) for path in paths))
     asked = command("steppe", *sys.argv[1:])
-    made = reports.build_report(reports.load_runs(paths), selection, asked, title)
+    loaded = reports.load_runs(paths)
+    made = reports.build_report(loaded, selection, asked, title, reference or ())
     text = reports.write(made, form)
     if out is not None:
         replace(out, text.encode())

@@ -10,7 +10,16 @@ const distinct = (values) => [...new Set(values)];
 // Beyond this the sums of a scale overflow.
 const finite = (value) => typeof value === "number" && Math.abs(value) < 1e300;
 const minus = (written) => written.replace(/^-(?=[0.]*$)/, "").replace("-", MINUS);
-const fixed = (value, digits = 1) => (finite(value) ? minus(value.toFixed(digits)) : DASH);
+
+// As Python rounds: an exact tie goes to the even digit, where toFixed would go up (66.25).
+function fixed(value, digits = 1) {
+  if (!finite(value)) return DASH;
+  const near = Math.abs(value).toFixed(digits), rest = Math.abs(value).toFixed(100).split(".")[1];
+  const up = /^50*$/.test((rest ?? "").slice(digits)) && "13579".includes(near.at(-1));
+  const even = up ? (Number(near) - 10 ** -digits).toFixed(digits) : near;
+  return minus((value < 0 ? "-" : "") + even);
+}
+const signed = (value) => (Number(fixed(value)) > 0 ? "+" : "") + fixed(value);
 const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 
 const extent = (values) => values.reduce(

@@ -119,8 +119,8 @@ function resultTable(result, label) {
     { title: "method", get: rowName, show: (row) => nameCell(rowName(row)) },
     ...cells,
     {
-      title: "Avg.", get: (row) => row.avg, print: fixed, best: "high",
-      partial: (row) => cells.some(({ partial }) => partial(row)),
+      title: "Avg.", get: (row) => row.avg ?? row.avg_partial, print: fixed, best: "high",
+      partial: (row) => !finite(row.avg) || cells.some(({ partial }) => partial(row)),
     },
     ...declared("methods", rows),
   ];
