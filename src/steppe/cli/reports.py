@@ -9,8 +9,12 @@ import typer
 from steppe.durable import replace
 from steppe.strangers import command, printable
 
-from .common import Plugins, remark, writable
+from .common import Json, Plugins, remark, writable
 
+Selection = Annotated[
+    Literal["train-val", "leave-one-out", "oracle"],
+    typer.Option(help="How a step and hyperparameters are chosen."),
+]
 import_app = typer.Typer(help="Results of other programs.")
 
 
@@ -18,10 +22,7 @@ def report(
     paths: Annotated[
         list[Path], typer.Argument(metavar="DIR...", help="Sweeps, runs, or folders of runs.")
     ],
-    selection: Annotated[
-        Literal["train-val", "leave-one-out", "oracle"],
-        typer.Option(help="How a step and hyperparameters are chosen."),
-    ] = "train-val",
+    selection: Selection = "train-val",
     form: Annotated[
         Literal["terminal", "markdown", "latex", "csv", "json", "html"],
         typer.Option("--format", help="What to write."),
@@ -62,6 +63,33 @@ def report(
     if best is not None:
         replace(best, dumps(made.best).encode())
     for problem in made.problems:
+        remark(f"steppe: {problem}")
+
+
+def compare(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN RUN...",
+            help="Two or more runs or sweeps; the first is the "
+            "one that the others are compared with.",
+        ),
+    ],
+    selection: Selection = "train-val",
+    as_json: Json = False,
+) -> None:
+    """Compare runs or sweeps: paired differences where targets and trial seeds are the same."""
+    from steppe.reports.beside import compare_runs
+    from steppe.reports.values import dumps
+
+    found = compare_runs(paths, selection)
+    if as_json:
+        print(dumps(found.to_json()), end="")
+    else:
+        for sentence in found.answer:
+            print(printable(sentence))
+        print(f"\n{found.to_terminal()}", end="")
+    for problem in found.problems:
         remark(f"steppe: {problem}")
 
 

@@ -120,7 +120,7 @@ COSTS: list[Column[StepCost]] = [
     Column("relative", "relative", digits=2, meaning="relative time of a step", better="low"),
     Column("passes", "passes", digits=0, meaning="passes per step"),
     Column("memory_gb", "GiB", digits=2, meaning="memory, GiB", better="low"),
-    Column("hours", "hours", digits=2, meaning="hours of all runs"),
+    Column("hours", "hours", digits=3, meaning="hours of all runs"),
     Column("", "accuracy", attrgetter("accuracy")),
     Column("accuracy", "", lambda cost: cost.accuracy and cost.accuracy.mean),
     Column("err", "", lambda cost: cost.accuracy and cost.accuracy.err),

@@ -54,10 +54,10 @@ class Report:
     problems: tuple[str, ...]
     measured: tuple[MeasuredRun, ...] = ()
     """Of the runs' curvature, where it was measured."""
-    references: tuple[str, ...] = ()
-    """Methods to compare the others with; default: the best and the cheapest."""
     figures: Mapping[str, str] = field(default_factory=dict)
     """More figures for the page: SVG, by what they show."""
+    references: tuple[str, ...] = ()
+    """Methods to compare the others with; default: the best and the cheapest."""
 
     @cached_property
     def tables(self) -> list[Table]:
