@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from steppe.reports.cells import Cell, cell_text, points_text
 from steppe.reports.page import render_page
+from steppe.reports.palette import COLOURS, KNOWN, looks
 from tests.reports.page_sample import EMPTY, HOSTILE, NAMES, hostile, sample
 
 Open = Callable[..., Page]
@@ -424,6 +425,9 @@ def test_cost_and_domains_answer_the_pointer(show: Open) -> None:
 
 def test_sensitivity_chooses_its_axis(show: Open) -> None:
     data = sample()
+    for entry in data["sensitivity"]:
+        for point in entry["points"]:
+            point["hparams"] = dict(reversed(point["hparams"].items()))
     page = show(data)
     points = [p for entry in data["sensitivity"][:7] for p in entry["points"]]
 
@@ -438,7 +442,7 @@ def test_sensitivity_chooses_its_axis(show: Open) -> None:
     def title() -> str:
         return chart(page, "sensitivity").locator("> text").first.text_content()
 
-    assert title() == "lr (log scale)"
+    assert title() == "lr (log scale)"  # wherever it is among the hyperparameters
     assert marks() == len(points)
     choose(page, "sensitivity", "target", "photo")
     assert marks() == sum(p["target"] == "photo" for p in points)
@@ -624,6 +628,41 @@ def test_light_and_dark(show: Open, tmp_path: Path) -> None:
         page.emulate_media(media="print")
         check(page, dark=False)
         assert not page.locator("#theme, .controls").first.is_visible()
+
+
+def test_methods_look_as_in_every_other_figure(show: Open) -> None:
+    crowd = sample(len(COLOURS) - len(KNOWN), ("PACS",))
+    page = show(crowd, color_scheme="light")
+    drawn = page.locator("#curves .legend button:not(.tool)").evaluate_all(
+        """all => all.map((button) => [button.title,
+          getComputedStyle(button.querySelector(".marks")).fill,
+          button.querySelector(".marks").getAttribute("d")])"""
+    )
+    wanted = looks(name for name, *_ in drawn)
+    for name, colour, _ in drawn:
+        channels = (int(wanted[name].colour[i : i + 2], 16) for i in (1, 3, 5))
+        assert colour == f"rgb({', '.join(map(str, channels))})"
+    assert len({colour for _, colour, _ in drawn}) == len(drawn)
+    known = [shape for name, _, shape in drawn if name in KNOWN]
+    assert len(set(known)) == len(known) == 5
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_table_says_that_it_scrolls(show: Open, width: int, tmp_path: Path) -> None:
+    page = show(sample(), viewport={"width": width, "height": 844})
+    keep(page, str(width), tmp_path)
+    for inner in page.locator(".scroll").all():
+        hint = inner.locator("xpath=following-sibling::p")
+        wider = inner.evaluate("t => t.scrollWidth > t.clientWidth + 1")
+        assert hint.is_visible() == wider
+    inner = page.get_by_role("region", name="PACS", exact=True)
+    outer = inner.locator("xpath=..")
+    if width == 390:
+        assert "ended" not in (outer.get_attribute("class") or "")
+        inner.evaluate("t => { t.scrollLeft = 10000; }")
+        page.wait_for_function("t => t.classList.contains('ended')", arg=outer.element_handle())
+    else:
+        assert "wide" not in (outer.get_attribute("class") or "")
 
 
 def test_a_phone_never_scrolls_sideways(show: Open, tmp_path: Path) -> None:

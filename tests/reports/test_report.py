@@ -53,7 +53,7 @@ def test_page_data_has_the_agreed_shape(tmp_path, selection):
     assert [c["name"] for c in data["cost"]] == ["adam", "fad"]
     assert data["cost"][0].keys() == {
         *("dataset", "name", "seconds_per_step", "relative", "passes", "memory_gb"),
-        *("accuracy", "err", "partial", "hours"),
+        *("accuracy", "err", "trials", "partial", "hours"),
     }
     assert [c["target"] for c in data["curves"]] == list(DOMAINS)
     assert list(table["rows"][1]["cells"]) == list(DOMAINS)

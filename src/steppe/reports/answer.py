@@ -124,19 +124,24 @@ def _others(best: str, pairs: Sequence[Contrast]) -> str:
     for pair in pairs:
         sign = " better" if pair.difference > 0 else " worse"
         kind = pair.verdict + sign * (pair.verdict == "significant")
-        groups.setdefault(_AGAINST[kind], []).append(pair.b)
-    parts = [f"{text} {_listed(groups[text])}" for text in _AGAINST.values() if text in groups]
-    return f"{best} {'; it '.join(parts)}."
+        groups.setdefault(kind, []).append(pair.b)
+    parts = []
+    for kind, clause in _CLAUSES.items():
+        if names := groups.get(kind):
+            s, be = ("s", "are") if len(names) > 1 else ("", "is")
+            parts.append(clause.format(best=best, names=_listed(names), s=s, be=be))
+    said = "; ".join(parts)
+    return (said if said.startswith(best) else said[0].upper() + said[1:]) + "."
 
 
-_AGAINST = {
-    "significant better": "is significantly better than",
-    "significant worse": "is significantly worse than",
-    "statistically tied": "is statistically tied with",
-    "inconclusive": "has an inconclusive difference from",
-    "no interval": "has too few runs in common for an interval with",
+_CLAUSES = {
+    "significant better": "{best} is significantly better than {names}",
+    "significant worse": "{best} is significantly worse than {names}",
+    "statistically tied": "{best} is statistically tied with {names}",
+    "inconclusive": "the difference{s} from {names} {be} inconclusive",
+    "no interval": "the difference{s} from {names} {be} of too few runs for an interval",
 }
-"""How a verdict reads, in this order."""
+"""How verdicts read, in this order."""
 
 
 def _listed(names: Sequence[str]) -> str:

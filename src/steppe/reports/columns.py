@@ -124,6 +124,7 @@ COSTS: list[Column[StepCost]] = [
     Column("", "accuracy", attrgetter("accuracy")),
     Column("accuracy", "", lambda cost: cost.accuracy and cost.accuracy.mean),
     Column("err", "", lambda cost: cost.accuracy and cost.accuracy.err),
+    Column("trials", "", lambda cost: cost.accuracy and cost.accuracy.n),
     Column("partial", "", lambda cost: cost.accuracy is not None and cost.accuracy.partial),
 ]
 """Of a method and a dataset: what a step costs, beside what it brings."""

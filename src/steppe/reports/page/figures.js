@@ -27,7 +27,7 @@ function cost() {
       entries: [
         {
           name: "accuracy",
-          value: withError(row.accuracy, row.err) + (row.partial === true ? "*" : ""),
+          value: withError(row.accuracy, row.err, row.trials) + (row.partial === true ? "*" : ""),
         },
         ...measures.map((m) => ({ name: m.label, value: fixed(m.of(row), m.digits) })),
       ],
@@ -51,7 +51,7 @@ function cost() {
     ...declared("costs", all).filter(({ key }) => key === "name"),
     {
       title: "accuracy", get: (row) => row.accuracy, print: fixed, best: "high",
-      show: (row) => measured(row.accuracy, row.err), partial: (row) => row.partial === true,
+      show: (row) => measured(row.accuracy, row.err, row.trials), partial: (row) => row.partial === true,
     },
     ...measures,
   ];
@@ -139,7 +139,7 @@ function bars() {
       const shift = room * (i + 0.5 - shown.length / 2);
       const own = values.filter((value) => value.name === name).map((value) => ({
         x: plot.x(value.target) + shift, y: plot.y(value.mean), value, title: value.target,
-        entries: [{ name, value: withError(value.mean, value.err) }],
+        entries: [{ name, value: withError(value.mean, value.err, value.n) }],
       }));
       const bar = ({ x, y }) => `M${x - half} ${plot.y(0)}V${y}h${2 * half}V${plot.y(0)}`;
       points.push(...own);

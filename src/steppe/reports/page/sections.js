@@ -31,7 +31,7 @@ function results() {
 function comparisons() {
   const rows = list(data.comparisons).filter((row) => finite(row.difference));
   if (!rows.length) return [nothing("No two methods share enough finished runs to be compared.")];
-  const width = innerWidth < 640 ? 170 : 220;
+  const width = innerWidth < 640 ? 150 : 180;
   // The interval that the result goes by: over seeds where there are enough of them.
   const decides = (row) => (row.decided_over === "trials" && finite(row.seeds_low)
     ? [row.seeds_low, row.seeds_high] : [row.low, row.high]);
@@ -40,7 +40,7 @@ function comparisons() {
   const drawn = (row) => {
     const known = decides(row).every(finite), clear = row.verdict === "significant";
     const [low, high, middle] = [...decides(row), row.difference].map(axis.at);
-    return s("svg", { width, height: 36, class: clear ? "c0" : "c6", "aria-hidden": "true" },
+    return s("svg", { width, height: 36, class: clear ? "clear" : "unclear", "aria-hidden": "true" },
       s("path", { class: "zero", d: `M${axis.at(0)} -60V96` }),
       known ? s("path", { class: "stroke", d: `M${low} 18H${high}m0 -5v10M${low} 13v10` }) : null,
       s("path", { class: clear ? "marks" : "hollow", d: outline(MARKERS[3], middle, 18, 5) }));
@@ -71,7 +71,7 @@ function comparisons() {
     },
     { title: "result", get: (row) => row.verdict, kind: "text" },
     {
-      title: `${interval} over targets`, get: (row) => row.low,
+      title: "CI, targets", label: `${interval} over targets`, get: (row) => row.low,
       show: (row) => [finite(row.low) ? [row.low, row.high].map(signed).join(" to ") : DASH],
     },
   ];
@@ -167,4 +167,8 @@ for (const [id, title, make, source] of SECTIONS) {
   document.getElementById("contents").append(h("a", { href: `#${id}` }, title));
 }
 for (const { redraw } of charts) redraw();
-addEventListener("resize", () => { for (const { fit } of charts) fit(); });
+for (const tell of scrollers) tell();
+addEventListener("resize", () => {
+  for (const { fit } of charts) fit();
+  for (const tell of scrollers) tell();
+});
