@@ -6,7 +6,9 @@ import random
 
 import pytest
 import scipy.stats
+from typer.testing import CliRunner
 
+from steppe.cli import app
 from steppe.errors import UserError
 from steppe.reports import build_report, load_runs, write
 from steppe.reports.contrasts import MARGIN
@@ -133,3 +135,11 @@ def test_every_format_begins_with_the_answer(tmp_path, form):
     begin = " ".join(text.split())
     assert 0 <= begin.find("sam leads with 80.") < 20
     assert form == "json" or text.index("CI, seeds") < text.index("Avg.")
+
+
+def test_the_command_takes_a_reference(tmp_path):
+    sweep(tmp_path, {"sgd": level(0.7), "sam": level(0.8, 0.002), "adam": level(0.71)})
+    given = ["report", str(tmp_path), "--format", "json", "--reference", "adam"]
+    found = CliRunner().invoke(app, given, catch_exceptions=False)
+    pairs = json.loads(found.stdout)["comparisons"]
+    assert [(pair["a"], pair["b"]) for pair in pairs] == [("sam", "adam"), ("sgd", "adam")]

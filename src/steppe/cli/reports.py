@@ -70,7 +70,7 @@ def compare(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN RUN...",
+            metavar="RUN...",
             help="Two or more runs or sweeps; the first is the "
             "one that the others are compared with.",
         ),

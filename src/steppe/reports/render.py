@@ -155,7 +155,7 @@ def to_terminal(table: TextTable) -> console.Table:
     rows = [[console.text(text, "bold" * best) for text, best in line] for line in table.lines]
     shown = console.table(table.headings, rows, title=table.title, labels=table.names)
     shown.box, shown.title_justify = console.SIMPLE_HEAVY, "left"
-    shown.caption = console.text(table.note) if table.note else None
+    shown.caption = console.text(f"{table.note}\n") if table.note else None
     shown.caption_justify = "left"
     return shown
 
