@@ -44,6 +44,7 @@ from steppe.domains.pool import cores, start_worker
 from steppe.environment import environment
 from steppe.optim import FAD, GAM, SAM, optimizer_spec
 from steppe.paper.catalog import DEMO as OPTIMIZERS
+from steppe.reports.palette import looks
 from steppe.training import load_model, make_config, train
 
 FOLDER = Path(__file__).parent / "figures"
@@ -67,22 +68,22 @@ class Palette:
         return self.methods[list(OPTIMIZERS).index(name)]
 
 
-# After Okabe and Ito, as on the report page; for the dark page the same hues, lighter.
+LOOKS = looks(OPTIMIZERS)
+"""As on the report page."""
 PALETTES = {
     "light": Palette(
         ink="#333333",
         faint="#dddddd",
         back="#ffffff",
-        methods=("#6b6b6b", "#0072b2", "#a87400", "#b3558b", "#c84f00"),
+        methods=tuple(look.colour for look in LOOKS.values()),
     ),
     "dark": Palette(
         ink="#d5d7de",
         faint="#454854",
         back="#1e2129",
-        methods=("#a9a9a9", "#56b4e9", "#e6b422", "#e08fbf", "#ff8a3d"),
+        methods=tuple(look.dark for look in LOOKS.values()),
     ),
 }
-MARKERS = {"adam": "X", "sgd": "o", "sam": "s", "gam": "D", "fad": "^"}
 LABELS = {name: "Adam" if name == "adam" else name.upper() for name in OPTIMIZERS}
 
 
@@ -520,7 +521,9 @@ def _draw_outcome(axes: Axes, record: Record, palette: Palette) -> None:
         own = [run for run in record["runs"] if run["optimizer"] == name]
         x, y = [run["eigenvalues"][0] for run in own], [run["accuracy"] for run in own]
         colour = palette.of(name)
-        axes.plot(x, y, MARKERS[name], color=colour, markersize=7, label=LABELS[name], alpha=0.85)
+        axes.plot(
+            x, y, LOOKS[name].marker, color=colour, markersize=7, label=LABELS[name], alpha=0.85
+        )
     _plain_log(axes, "x")
     axes.set_xlabel(r"$\lambda_{\max}$ on the training domains (sharper to the right)")
     axes.set_ylabel("accuracy at 75°, %")

@@ -49,8 +49,9 @@ from steppe.reports.cells import Cell, cell_text
 from steppe.reports.columns import PAIRED, values as plain_values
 from steppe.reports.curvature import Comparison, MethodCurvature
 from steppe.reports.differences import Paired
+from steppe.reports.palette import looks
 from steppe.reports.render import TextCell, TextTable, to_markdown
-from steppe.reports.spectra import COLOURS, save_figure
+from steppe.reports.spectra import save_figure
 from steppe.reports.tables import Selected, Table, TableRow
 from steppe.sweeps import read_plan
 
@@ -299,18 +300,20 @@ def effort_figure(rows: Iterable[TableRow]) -> Figure:
     axes = figure.subplots()
     joined, label = [], 0.0
     points = [(passes(r.row.optimizer), r.row.optimizer, r.cells["PACS"]) for r in rows]
+    known = looks(["fad", *(name for _, name, _ in points if not name.startswith("fad"))])
     for x, name, cell in sorted(points, key=lambda point: (point[0], point[2] and point[2].mean)):
         assert cell is not None
         ours = name == "sgd" or name.startswith("fad")
         joined += [(x, cell.mean)] if ours else []
-        colour = COLOURS[0] if ours else COLOURS[1]
-        axes.errorbar(x, cell.mean, yerr=cell.err, marker="o", color=colour, capsize=3)
+        look = known["fad" if name.startswith("fad") else name]
+        style = {"marker": look.marker, "color": look.colour, "capsize": 3}
+        axes.errorbar(x, cell.mean, yerr=cell.err, **style)
         at, side, shift = (x, cell.mean), "left", (6, -11)
         if not ours:  # those at one gradient: each above the one before
             label = max(cell.mean, label + 0.3) if x == 1 else cell.mean
             at, side, shift = (x, label), "right", (-6, 3)
         axes.annotate(name, at, shift, textcoords="offset points", fontsize=8, ha=side)
-    axes.plot(*zip(*joined, strict=True), color=COLOURS[0])
+    axes.plot(*zip(*joined, strict=True), color=known["fad"].colour, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("gradients in an update, on average")
     axes.set_ylabel("accuracy, per cent")

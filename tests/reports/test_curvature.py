@@ -15,8 +15,9 @@ from steppe.measure.stored import Measured, Sample, Spectrum, Weights, save_meas
 from steppe.reports import build_report, compare, load_runs
 from steppe.reports.curvature import Comparison, Spread, comparison_text
 from steppe.reports.measured import described, measured_table, remarks
+from steppe.reports.palette import looks
 from steppe.reports.render import to_terminal
-from steppe.reports.spectra import COLOURS, check_format, draw, make_figure
+from steppe.reports.spectra import check_format, draw, make_figure
 from tests.reports.trees import config, record, write_run
 
 MEASURED = Measured(
@@ -376,7 +377,9 @@ def test_the_figure(tree: Path, tmp_path: Path) -> None:
     lines = [tuple(line.get_ydata()) for line in spectra.lines]
     assert lines == [(40, 10, 2), (20, 14, 4), (30, 12, 3), (90, 30, 6)]
     assert [line.get_linewidth() > 1 for line in spectra.lines] == [False, False, True, True]
-    assert [line.get_color() for line in spectra.lines] == [*3 * [COLOURS[0]], COLOURS[1]]
+    fad, sgd = looks(["fad", "sgd"]).values()
+    assert [line.get_color() for line in spectra.lines] == [*3 * [fad.colour], sgd.colour]
+    assert [spectra.lines[i].get_marker() for i in (2, 3)] == [fad.marker, sgd.marker]
     assert spectra.get_yscale() == "log"
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["fad (mean of 2 runs)", "sgd"]

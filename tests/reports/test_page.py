@@ -17,7 +17,9 @@ pytest.importorskip("playwright")
 
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
+from steppe.reports.cells import Cell, cell_text, points_text
 from steppe.reports.page import render_page
+from steppe.reports.palette import COLOURS, KNOWN, looks
 from tests.reports.page_sample import EMPTY, HOSTILE, NAMES, hostile, sample
 
 Open = Callable[..., Page]
@@ -246,6 +248,43 @@ def test_tables_sort_by_number_and_mark_the_best(show: Open) -> None:
     assert directions() == ["ascending"] + ["none"] * 8
 
 
+def test_the_first_screen_answers(show: Open) -> None:
+    data = sample()
+    page = show(data)
+    first, second = data["answer"]
+    assert page.locator("#answer .lead").inner_text() == first
+    assert second in page.locator("#answer").inner_text()
+    ids = page.locator("section").evaluate_all("all => all.map(s => s.id)")
+    assert ids[:3] == ["answer", "comparisons", "results"]
+    assert data["multiplicity"]["note"] in page.locator("#comparisons").inner_text()
+
+
+def test_numbers_are_rounded_as_in_the_terminal(show: Open) -> None:
+    # Exact ties, which JavaScript alone would round up, and numbers beside them.
+    means = [66.25, 66.75, 0.25, 66.35, 66.24999999999999, 99.95, 0.05]
+    data = sample(7, ("PACS",))
+    for row, mean in zip(data["tables"][0]["rows"], means, strict=True):
+        row["cells"]["photo"] = {"mean": mean, "err": 0.0, "n": 1}
+    table = show(data).get_by_role("region", name="PACS", exact=True).locator("table")
+    written = [cell.removesuffix("\n(best)") for cell in column(table, 3)]
+    assert written == [cell_text(Cell(mean, 0.0, 1)) for mean in means]
+
+
+def test_the_pareto_front_is_drawn(show: Open) -> None:
+    data = sample(3, ("PACS",))
+    costs = zip(data["cost"], ((0.1, 80.0), (0.2, 70.0), (0.4, 90.0)), strict=True)
+    for row, (time, accuracy) in costs:
+        row |= {"seconds_per_step": time, "accuracy": accuracy}
+    drawn = chart(show(data), "cost")
+    x, y = axis(drawn, "x"), axis(drawn, "y")
+    box, place = drawn.locator(".front").bounding_box(), drawn.bounding_box()
+    assert box["x"] == pytest.approx(x(100), abs=2)  # from the cheapest, past the second, ...
+    assert box["y"] == pytest.approx(y(90), abs=2)  # ... to the best, and on to the right
+    assert box["x"] + box["width"] > place["x"] + 0.95 * place["width"]
+    path = drawn.locator(".front").get_attribute("d") or ""
+    assert re.sub("[^A-Z]", "", path) == "MLHVH"
+
+
 def test_a_partial_mean_is_marked_and_never_the_best(show: Open) -> None:
     data = sample(2, ("PACS",))
     rows = data["tables"][0]["rows"]
@@ -296,7 +335,7 @@ def test_learning_curves_answer_the_pointer(show: Open) -> None:
     lines = tip(page).splitlines()
     assert lines[0] == f"step {step:,}"
     expected = sorted(((one["test"][5], one["name"]) for one in series), reverse=True)
-    assert " ".join(lines[1:]).split() == " ".join(f"{n} {v:.2f}" for v, n in expected).split()
+    assert " ".join(lines[1:]).split() == " ".join(f"{n} {v:.1f}" for v, n in expected).split()
     # The cross stands at the step, the marks at the values.
     cross = drawn.locator(".hover .cross").bounding_box()
     assert abs(cross["x"] + cross["width"] / 2 - x(step)) < 2
@@ -386,6 +425,9 @@ def test_cost_and_domains_answer_the_pointer(show: Open) -> None:
 
 def test_sensitivity_chooses_its_axis(show: Open) -> None:
     data = sample()
+    for entry in data["sensitivity"]:
+        for point in entry["points"]:
+            point["hparams"] = dict(reversed(point["hparams"].items()))
     page = show(data)
     points = [p for entry in data["sensitivity"][:7] for p in entry["points"]]
 
@@ -400,7 +442,7 @@ def test_sensitivity_chooses_its_axis(show: Open) -> None:
     def title() -> str:
         return chart(page, "sensitivity").locator("> text").first.text_content()
 
-    assert title() == "lr (log scale)"
+    assert title() == "lr (log scale)"  # wherever it is among the hyperparameters
     assert marks() == len(points)
     choose(page, "sensitivity", "target", "photo")
     assert marks() == sum(p["target"] == "photo" for p in points)
@@ -417,7 +459,7 @@ def test_sensitivity_chooses_its_axis(show: Open) -> None:
     highest = max(photo, key=lambda p: p["accuracy"])
     x, y = axis(drawn, "x"), axis(drawn, "y")
     page.mouse.move(x(highest["hparams"]["resnet_dropout"]), y(highest["accuracy"]))
-    assert f"{highest['accuracy']:.2f}" in tip(page)
+    assert f"{highest['accuracy']:.1f}" in tip(page)
     assert f"{highest['choice']} trial {highest['trial']}" in " ".join(tip(page).split())
 
 
@@ -427,15 +469,16 @@ def test_comparisons_show_what_may_be_chance(show: Open) -> None:
     page = show(data)
     table = page.locator("#comparisons table")
     assert column(table, 0) == [f"{row['a']} − {row['b']}" for row in rows]
-    assert column(table, 2) == [f"{row['difference']:+.2f}".replace("-", "−") for row in rows]
+    assert column(table, 2) == [points_text(row["difference"]).replace("-", "−") for row in rows]
+    assert column(table, 6) == [row["verdict"] for row in rows]
     filled = table.locator("tbody .plot").evaluate_all(
         "all => all.map(c => !!c.querySelector('.marks'))"
     )
-    assert filled == [row["low"] > 0 or row["high"] < 0 for row in rows]
+    assert filled == [row["verdict"] == "significant" for row in rows]
     assert len(set(filled)) == 2
     # In pixels, the intervals' lengths are as the numbers.
     boxes = [stroke.bounding_box()["width"] for stroke in table.locator(".plot .stroke").all()]
-    lengths = [row["high"] - row["low"] for row in rows]
+    lengths = [row["seeds_high"] - row["seeds_low"] for row in rows]
     scale = (boxes[0] - 1.75) / lengths[0]
     assert [box - 1.75 for box in boxes] == pytest.approx(
         [scale * length for length in lengths], abs=1.5
@@ -585,6 +628,41 @@ def test_light_and_dark(show: Open, tmp_path: Path) -> None:
         page.emulate_media(media="print")
         check(page, dark=False)
         assert not page.locator("#theme, .controls").first.is_visible()
+
+
+def test_methods_look_as_in_every_other_figure(show: Open) -> None:
+    crowd = sample(len(COLOURS) - len(KNOWN), ("PACS",))
+    page = show(crowd, color_scheme="light")
+    drawn = page.locator("#curves .legend button:not(.tool)").evaluate_all(
+        """all => all.map((button) => [button.title,
+          getComputedStyle(button.querySelector(".marks")).fill,
+          button.querySelector(".marks").getAttribute("d")])"""
+    )
+    wanted = looks(name for name, *_ in drawn)
+    for name, colour, _ in drawn:
+        channels = (int(wanted[name].colour[i : i + 2], 16) for i in (1, 3, 5))
+        assert colour == f"rgb({', '.join(map(str, channels))})"
+    assert len({colour for _, colour, _ in drawn}) == len(drawn)
+    known = [shape for name, _, shape in drawn if name in KNOWN]
+    assert len(set(known)) == len(known) == 5
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_table_says_that_it_scrolls(show: Open, width: int, tmp_path: Path) -> None:
+    page = show(sample(), viewport={"width": width, "height": 844})
+    keep(page, str(width), tmp_path)
+    for inner in page.locator(".scroll").all():
+        hint = inner.locator("xpath=following-sibling::p")
+        wider = inner.evaluate("t => t.scrollWidth > t.clientWidth + 1")
+        assert hint.is_visible() == wider
+    inner = page.get_by_role("region", name="PACS", exact=True)
+    outer = inner.locator("xpath=..")
+    if width == 390:
+        assert "ended" not in (outer.get_attribute("class") or "")
+        inner.evaluate("t => { t.scrollLeft = 10000; }")
+        page.wait_for_function("t => t.classList.contains('ended')", arg=outer.element_handle())
+    else:
+        assert "wide" not in (outer.get_attribute("class") or "")
 
 
 def test_a_phone_never_scrolls_sideways(show: Open, tmp_path: Path) -> None:

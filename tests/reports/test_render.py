@@ -38,13 +38,13 @@ def table(*rows):
     return Table("PACS", "oracle", ("art_painting", "photo"), ("A", "P"), rows)
 
 
-def row(name, first, second):
-    return TableRow(name, {"art_painting": first, "photo": second}, (FakeRun(),) * 12)
+def row(name, first, second, overall=None):
+    return TableRow(name, {"art_painting": first, "photo": second}, (FakeRun(),) * 12, overall)
 
 
 TABLE = table(
     row(ADAM, Cell(80.03125, 1.23456789, 3), Cell(90.0, 0.0, 1)),
-    row(FAD, Cell(79.96, 0.5, 3), None),
+    row(FAD, Cell(79.96, 0.5, 3), None, overall=Cell(79.96, 0.5, 3, True)),
 )
 
 
@@ -73,6 +73,7 @@ def test_json_is_the_schema():
                         "photo": {"mean": 90.0, "err": 0.0, "n": 1},
                     },
                     "avg": 85.015625,
+                    "avg_partial": None,
                     "steps": [5001],
                     "runs": 12,
                     "space": "fad",
@@ -86,6 +87,7 @@ def test_json_is_the_schema():
                         "photo": None,
                     },
                     "avg": None,
+                    "avg_partial": 79.96,
                     "steps": [5001],
                     "runs": 12,
                     "space": "fad",
@@ -99,18 +101,19 @@ def test_markdown_marks_all_that_look_best():
     lines = to_markdown(accuracy_text(TABLE)).splitlines()
     assert lines[2] == "| optimizer | A | P | Avg. | steps | space | runs |"
     assert lines[4] == "| adam | **80.0 ± 1.2** | **90.0** | **85.0** | 5001 | fad | 12 |"
-    assert lines[5] == "| fad | **80.0 ± 0.5** | – | – | 5001 | fad | 12 |"
+    assert lines[5] == r"| fad | **80.0 ± 0.5** | – | 80.0\* | 5001 | fad | 12 |"
 
 
 def test_latex_is_booktabs():
     text = to_latex(accuracy_text(TABLE))
     assert text.splitlines()[1:] == [
+        "% * some targets are missing",
         r"\begin{tabular}{lrrrrrr}",
         r"\toprule",
         r"optimizer & A & P & Avg. & steps & space & runs \\",
         r"\midrule",
         r"adam & \textbf{80.0 $\pm$ 1.2} & \textbf{90.0} & \textbf{85.0} & 5001 & fad & 12 \\",
-        r"fad & \textbf{80.0 $\pm$ 0.5} & -- & -- & 5001 & fad & 12 \\",
+        r"fad & \textbf{80.0 $\pm$ 0.5} & -- & 80.0* & 5001 & fad & 12 \\",
         r"\bottomrule",
         r"\end{tabular}",
     ]
@@ -136,7 +139,7 @@ def test_the_terminal_shows_what_is_missing():
         next(n for n in text.splitlines() if n.split()[:1] == [o]) for o in ("adam", "fad")
     )
     assert adam.split() == ["adam", "80.0", "±", "1.2", "90.0", "85.0", "5001", "fad", "12"]
-    assert fad.split() == ["fad", "80.0", "±", "0.5", "–", "–", "5001", "fad", "12"]
+    assert fad.split() == ["fad", "80.0", "±", "0.5", "–", "80.0*", "5001", "fad", "12"]
 
 
 def test_csv_has_a_line_per_cell():
@@ -173,7 +176,7 @@ def test_other_tables():
     assert lines[4:] == ["| ERM | 80.0 ± 1.0 | **81.0 ± 1.0** |", "| CORAL + swad | – | – |"]
     cost = StepCost("PACS", FAD, (), 0.0526, 4.125, cells[FAD])
     assert to_markdown(cost_text([cost])).splitlines()[4] == (
-        "| PACS | fad | 52.6 | 4.12 | 4 | – | 81.0 ± 1.0 |"
+        "| PACS | fad | 52.6 | 4.12 | 4 | – | – | 81.0 ± 1.0 |"
     )
     compared = Paired("fad", "adam", 1.5, 0.5, 0.25, 2.75, 0.95, 12, 4, "targets", 4)
     line = to_markdown(paired_text([compared])).splitlines()[4]

@@ -100,6 +100,9 @@ def test_a_target_that_was_not_run_is_missing(tmp_path):
     assert row_of(table).cells["sketch"] is None
     assert row_of(table).cells["photo"].n == 1
     assert row_of(table).average is None
+    known = [row_of(table).cells[d].mean for d in DOMAINS[:3]]
+    assert row_of(table).shown_average.mean == pytest.approx(statistics.mean(known))
+    assert row_of(table).shown_average.partial
     assert [row_of(table, optimizer="fad").cells[d] is None for d in DOMAINS] == [True] * 3 + [
         False
     ]
@@ -113,7 +116,7 @@ def test_runs_for_leave_one_out_have_no_column(tmp_path):
     add(tmp_path, ("photo", "sketch"), optimizer="fad")
     runs = load_runs(tmp_path).runs
     (table,) = dataset_tables(runs)
-    assert table.columns == DOMAINS
+    assert table.columns == ("photo",)
     assert row_of(table).cells["photo"].n == 1
     assert set(row_of(table, optimizer="fad").cells.values()) == {None}
     assert any(
@@ -127,18 +130,18 @@ def test_two_targets_are_one_column_whatever_their_order(tmp_path):
     add(tmp_path, ("autumn", "rock"), 1, **given)
     add(tmp_path, ("outdoor", "water"), 0, **given)
     (table,) = dataset_tables(load_runs(tmp_path).runs)
-    assert table.columns == ("autumn+rock", "dim+grass", "outdoor+water")
+    assert table.columns == ("autumn+rock", "outdoor+water")
     cells = row_of(table).cells
     what = ("NICO++", "ERM", "adam", "none")
     values = [np.mean([number(*what, t, d) for d in ("autumn", "rock")]) for t in (0, 1)]
     assert cells["autumn+rock"].mean == pytest.approx(100 * np.mean(values), rel=1e-12)
     assert cells["autumn+rock"].n == 2
-    assert cells["dim+grass"] is None
 
 
 def test_an_unknown_dataset_has_the_columns_of_its_records(tmp_path):
     domains = ("zebra", "apple", "mango")
-    add(tmp_path, ("mango",), dataset="Mine", domains=domains)
+    for target in sorted(domains):
+        add(tmp_path, (target,), dataset="Mine", domains=domains)
     (table,) = dataset_tables(load_runs(tmp_path).runs)
     assert table.columns == table.labels == domains
 

@@ -56,6 +56,7 @@ app.command()(runs.train)
 app.command()(runs.evaluate)
 app.command()(runs.export)
 app.command()(reports.report)
+app.command()(reports.compare)
 app.command()(reproduce.reproduce)
 for name, group in (
     ("data", data.app),

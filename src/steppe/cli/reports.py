@@ -9,8 +9,12 @@ import typer
 from steppe.durable import replace
 from steppe.strangers import command, printable
 
-from .common import Plugins, remark, writable
+from .common import Json, Plugins, remark, writable
 
+Selection = Annotated[
+    Literal["train-val", "leave-one-out", "oracle"],
+    typer.Option(help="How a step and hyperparameters are chosen."),
+]
 import_app = typer.Typer(help="Results of other programs.")
 
 
@@ -18,10 +22,7 @@ def report(
     paths: Annotated[
         list[Path], typer.Argument(metavar="DIR...", help="Sweeps, runs, or folders of runs.")
     ],
-    selection: Annotated[
-        Literal["train-val", "leave-one-out", "oracle"],
-        typer.Option(help="How a step and hyperparameters are chosen."),
-    ] = "train-val",
+    selection: Selection = "train-val",
     form: Annotated[
         Literal["terminal", "markdown", "latex", "csv", "json", "html"],
         typer.Option("--format", help="What to write."),
@@ -34,6 +35,14 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", callback=writable, help="Write the chosen configs as JSON."),
     ] = None,
+    reference: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METHOD",
+            help="Compare all methods with this one, such as sgd; may be repeated. "
+            "Default: the best and the cheapest.",
+        ),
+    ] = None,
     plugin: Plugins = None,
 ) -> None:
     """Make tables of many runs: the mean over trials of what the selection chooses."""
@@ -42,7 +51,8 @@ def report(
 
     title = printable(", ".join(str(path) for path in paths))
     asked = command("steppe", *sys.argv[1:])
-    made = reports.build_report(reports.load_runs(paths), selection, asked, title)
+    loaded = reports.load_runs(paths)
+    made = reports.build_report(loaded, selection, asked, title, reference or ())
     text = reports.write(made, form)
     if out is not None:
         replace(out, text.encode())
@@ -53,6 +63,33 @@ def report(
     if best is not None:
         replace(best, dumps(made.best).encode())
     for problem in made.problems:
+        remark(f"steppe: {problem}")
+
+
+def compare(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Two or more runs or sweeps; the first is the "
+            "one that the others are compared with.",
+        ),
+    ],
+    selection: Selection = "train-val",
+    as_json: Json = False,
+) -> None:
+    """Compare runs or sweeps: paired differences where targets and trial seeds are the same."""
+    from steppe.reports.beside import compare_runs
+    from steppe.reports.values import dumps
+
+    found = compare_runs(paths, selection)
+    if as_json:
+        print(dumps(found.to_json()), end="")
+    else:
+        for sentence in found.answer:
+            print(printable(sentence))
+        print(f"\n{found.to_terminal()}", end="")
+    for problem in found.problems:
         remark(f"steppe: {problem}")
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from steppe.reports import Row, Run
+from steppe.reports.palette import DASHES, Look, looks
 from steppe.reports.selection import best_step
-from steppe.reports.spectra import COLOURS, DASHES, MARKERS, line_style
+from steppe.reports.spectra import line_style
 from steppe.reports.tables import ALL
 
 from .results import AVERAGE, Line, Results, TrainingCost, lines, short
@@ -30,7 +32,7 @@ class Point(NamedTuple):
     value: float
     error: float
     paper: float | None
-    colour: str
+    look: Look
 
     @property
     def spent(self) -> TrainingCost:
@@ -58,20 +60,22 @@ def _legend(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=7, frameon=False, fontsize=8)
 
 
-def _style(results: Results, optimizer: str) -> dict[str, Any]:
-    """The colour and dashes of an optimizer, the same in all figures of an experiment."""
-    return line_style(results.order.experiment.optimizers.index(optimizer))
+def _looks(results: Results) -> dict[str, Look]:
+    """How methods look, the same in all figures of an experiment."""
+    rows = (row for _, selected in results.variants for row in selected.rows())
+    return looks(row.name for row in rows)
 
 
 def _averages(results: Results) -> dict[str, list[Point]]:
     """By dataset: every method's mean over targets."""
     found: dict[str, list[Point]] = defaultdict(list)
+    known = _looks(results)
     for line in lines(results):
         ours, paper = line.cells[AVERAGE]
         if line.dataset != ALL and ours is not None:
-            colour = str(_style(results, line.method.optimizer)["color"])
+            look = known[line.method.name]
             found[line.dataset].append(
-                Point(line, ours.mean, ours.err, paper and paper.value, colour)
+                Point(line, ours.mean, ours.err, paper and paper.value, look)
             )
     return found
 
@@ -88,7 +92,11 @@ def _by_dataset(results: Results, x: str) -> tuple[Figure, list[tuple[Axes, str,
 def _mark(
     axes: Axes, x: float, point: Point, name: str = "", place: tuple[float, float] = (5, 4)
 ) -> None:
-    look: dict[str, Any] = {"marker": "o", "color": point.colour, "capsize": 3}
+    look: dict[str, Any] = {
+        "marker": point.look.marker,
+        "color": point.look.colour,
+        "capsize": 3,
+    }
     axes.errorbar(x, point.value, yerr=point.error, **look)
     axes.annotate(name, (x, point.value), xytext=place, textcoords="offset points", fontsize=8)
 
@@ -123,7 +131,7 @@ def ratio(results: Results) -> Figure:
             joined += [] if value is None else [point]
         if joined:
             x, y = [point.spent.seconds for point in joined], [point.value for point in joined]
-            axes.plot(x, y, color=joined[0].colour, label="FAD")
+            axes.plot(x, y, color=joined[0].look.colour, label="FAD")
             axes.legend(frameon=False, fontsize=8)
     return figure
 
@@ -135,11 +143,11 @@ def iterations(results: Results) -> Figure:
         by_method: dict[Row, list[Point]] = defaultdict(list)
         for point in points:
             by_method[point.line.method].append(point)
-        for number, (method, own) in enumerate(by_method.items()):
+        for method, own in by_method.items():
             x = [results.order.steps(point.line.arm, dataset) - 1 for point in own]
-            y, colour = [point.value for point in own], own[0].colour
-            marker = MARKERS[number % len(MARKERS)]
-            axes.plot(x, y, color=colour, marker=marker, label=method.name)
+            y, look = [point.value for point in own], own[0].look
+            colour = look.colour
+            axes.plot(x, y, color=colour, marker=look.marker, label=method.name)
             known = [(point.line.arm.steps, point.paper) for point in own if point.paper]
             if known and results.order.scale.share == 1:
                 axes.plot(*zip(*known, strict=True), color=colour, linestyle=":", linewidth=1)
@@ -150,11 +158,12 @@ def iterations(results: Results) -> Figure:
 def convergence(results: Results) -> Figure:
     """Training loss against updates and against seconds, the mean over runs."""
     figure, (by_step, by_time) = _figure(2)
+    known = _looks(results)
     for _, selected in results.variants:
         for row in selected.rows():
             runs = [chosen.run for place, chosen in selected.chosen.items() if place.row == row]
             steps, seconds, losses = _curve(runs)
-            look = _style(results, row.optimizer)
+            look = line_style(known[row.name])
             by_step.plot(steps, losses, label=row.name, **look)
             by_time.plot(seconds, losses, **look)
     for axes, x in ((by_step, "updates"), (by_time, "seconds of training")):
@@ -186,16 +195,18 @@ def ablation(results: Results) -> Figure:
     points = [point for own in _averages(results).values() for point in own]
     names = dict.fromkeys(arm.label.split()[0] for arm in results.order.arms if arm.label)
     figure, panels = _figure(len(names))
+    fad = looks(["fad"])["fad"]
+    style: dict[str, Any] = {"color": fad.colour, "marker": fad.marker}
     for axes, name in zip(panels, names, strict=True):
         own = [point for point in points if point.line.arm.label.startswith(f"{name} ")]
         x = list(range(len(own)))
         y, errors = [point.value for point in own], [point.error for point in own]
-        axes.errorbar(x, y, yerr=errors, marker="o", color=COLOURS[0], label="fad", capsize=2)
+        axes.errorbar(x, y, yerr=errors, label="fad", capsize=2, **style)
         axes.set_xticks(x, [f"{point.line.arm.value:g}" for point in own], fontsize=8)
         rivals = [point for point in points if not point.line.arm.label]
-        for number, rival in enumerate(rivals, start=1):
-            style: dict[str, Any] = {"color": COLOURS[number], "linestyle": DASHES[number]}
-            axes.axhline(rival.value, label=rival.line.method.name, **style)
+        for rival, dash in zip(rivals, cycle(DASHES[1:]), strict=False):
+            colour = rival.look.colour
+            axes.axhline(rival.value, label=rival.line.method.name, color=colour, linestyle=dash)
         _bare(axes, "", name, ACCURACY)
     _legend(figure, panels[-1])
     return figure
@@ -209,9 +220,11 @@ def sensitivity(results: Results) -> Figure:
             if (chosen := best_step(run)) is not None:
                 points[run.row.name].append(100 * chosen.accuracy)
     figure, (axes,) = _figure(1)
-    for x, values in enumerate(points.values()):
+    known = looks(points)
+    for x, (name, values) in enumerate(points.items()):
         jitter = [x + 0.25 * ((i * 0.618) % 1 - 0.5) for i in range(len(values))]
-        axes.plot(jitter, values, "o", markersize=3, alpha=0.5, color=COLOURS[x % len(COLOURS)])
+        look = known[name]
+        axes.plot(jitter, values, look.marker, markersize=3, alpha=0.5, color=look.colour)
         axes.plot([x], [statistics.median(values)], **_PAPER)
     axes.set_xticks(range(len(points)), list(points), rotation=60, ha="right")
     _bare(axes, "every run of the search", "", ACCURACY)

@@ -51,3 +51,29 @@ def cell_text(cell: Cell | None) -> str:
         return MISSING
     error = "" if cell.n == 1 else f" ± {cell.err:.1f}"
     return f"{cell.mean:.1f}{error}{'*' * cell.partial}"
+
+
+def points_text(value: float) -> str:
+    """A difference in points, with its sign and one decimal.
+
+    Examples:
+        >>> points_text(1.25), points_text(-0.04), points_text(-0.5)
+        ('+1.2', '0.0', '-0.5')
+    """
+    written = f"{value:+.1f}"
+    return "0.0" if float(written) == 0 else written
+
+
+def interval_text(low: float, high: float) -> str:
+    """An interval of differences."""
+    return f"{points_text(low)} to {points_text(high)}"
+
+
+def p_text(value: float) -> str:
+    """A p value.
+
+    Examples:
+        >>> p_text(0.0314), p_text(0.0002), p_text(1.0)
+        ('0.031', '< 0.001', '1')
+    """
+    return "< 0.001" if value < 0.001 else f"{value:.2g}"

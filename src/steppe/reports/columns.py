@@ -1,22 +1,24 @@
 """Columns, each declared once: every format and the page take them from here.
 
-`METHODS` stand beside the accuracies of a method, `COSTS` in the table of costs, `PAIRED` in that
-of differences, `measured.CURVATURE` in those of flatness. `register_column` adds one to the first
-two, from anywhere.
+`METHODS` stand beside the accuracies of a method, `COSTS` in the table of costs, `CONTRASTS` and
+`PAIRED` in those of differences, `measured.CURVATURE` in those of flatness. `register_column` adds
+one to the first two, from anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Generic, Literal, TypeVar
 
 from steppe.errors import UserError
 
-from .cells import MISSING, Cell, cell_text
+from .cells import MISSING, Cell, cell_text, interval_text, p_text, points_text
+from .contrasts import LEVEL, Contrast
 from .differences import Paired
 from .runs import Row
+from .spent import hours
 from .tables import StepCost, Table, TableRow
 
 T = TypeVar("T")
@@ -118,9 +120,11 @@ COSTS: list[Column[StepCost]] = [
     Column("relative", "relative", digits=2, meaning="relative time of a step", better="low"),
     Column("passes", "passes", digits=0, meaning="passes per step"),
     Column("memory_gb", "GiB", digits=2, meaning="memory, GiB", better="low"),
+    Column("hours", "hours", digits=3, meaning="hours of all runs"),
     Column("", "accuracy", attrgetter("accuracy")),
     Column("accuracy", "", lambda cost: cost.accuracy and cost.accuracy.mean),
     Column("err", "", lambda cost: cost.accuracy and cost.accuracy.err),
+    Column("trials", "", lambda cost: cost.accuracy and cost.accuracy.n),
     Column("partial", "", lambda cost: cost.accuracy is not None and cost.accuracy.partial),
 ]
 """Of a method and a dataset: what a step costs, beside what it brings."""
@@ -129,8 +133,8 @@ PAIRED: list[Column[Paired]] = [
     Column("", "methods", lambda pair: f"{pair.a} - {pair.b}", word=True),
     Column("a"),
     Column("b"),
-    Column("difference", "points", show=lambda value: f"{value:+.1f}", marked=attrgetter("clear")),
-    Column("", "interval", lambda pair: f"{pair.low:+.1f} to {pair.high:+.1f}"),
+    Column("difference", "points", show=points_text, marked=attrgetter("clear")),
+    Column("", "interval", lambda pair: interval_text(pair.low, pair.high)),
     Column("low"),
     Column("high"),
     Column("level"),
@@ -138,6 +142,43 @@ PAIRED: list[Column[Paired]] = [
     Column("what", "over"),
 ]
 """Of two methods: the mean difference in points, with its interval."""
+
+
+def _interval(pair: Paired | None) -> str | None:
+    return None if pair is None else f"{interval_text(pair.low, pair.high)} (n={pair.units})"
+
+
+def _significant(pair: Contrast) -> bool:
+    return pair.verdict == "significant"
+
+
+def _of(name: str, within: str = "across") -> Callable[[Contrast], Any]:
+    """An attribute of one of the intervals, where there is one."""
+    return lambda pair: getattr(getattr(pair, within), name, None)
+
+
+_CI = f"{LEVEL:.0%} CI"
+CONTRASTS: list[Column[Contrast]] = [
+    Column("", "methods", lambda pair: f"{pair.a} - {pair.b}", word=True),
+    Column("a"),
+    Column("b"),
+    Column("difference", "points", show=points_text, marked=_significant),
+    Column("", f"{_CI}, seeds", lambda pair: _interval(pair.over_trials)),
+    Column("", f"{_CI}, targets", lambda pair: _interval(pair.over_targets)),
+    Column("low", "", _of("low")),
+    Column("high", "", _of("high")),
+    Column("level", "", _of("level")),
+    Column("n", "", attrgetter("pairs")),
+    Column("what", "", _of("what")),
+    Column("seeds_low", "", _of("low", "over_trials")),
+    Column("seeds_high", "", _of("high", "over_trials")),
+    Column("seeds", "", _of("units", "over_trials")),
+    Column("decided_over", "", _of("unit", "deciding")),
+    Column("p", "", _of("p", "deciding")),
+    Column("p_adjusted", "p (Holm)", attrgetter("adjusted"), show=p_text),
+    Column("verdict", "result", word=True),
+]
+"""Of two methods: the mean difference in points, with both intervals and what they say."""
 
 _OPEN: dict[str, list[Column[Any]]] = {"methods": METHODS, "costs": COSTS}
 _RESERVED = {*Row._fields, "dataset", "selection", "target", "cells", "mean", "err", "n", "avg"}
@@ -158,6 +199,16 @@ def register_column(table: Literal["methods", "costs"], column: Column[Any]) -> 
     _OPEN[table].append(column)
 
 
+def cost_columns(costs: Iterable[StepCost]) -> list[Column[StepCost]]:
+    """`COSTS`, with the hours named after the device where all runs had the same."""
+    kinds = {kind for cost in costs for kind in hours(cost.runs)}
+    name = f"{kinds.pop()}-hours" if len(kinds) == 1 else "hours"
+    meaning = f"{name} of all runs"
+    return [
+        replace(one, heading=name, meaning=meaning) if one.key == "hours" else one for one in COSTS
+    ]
+
+
 def in_files() -> list[Column[TableRow]]:
     """`METHODS` as stored tables have them: words come last."""
     return sorted(METHODS, key=lambda column: column.word)
@@ -175,6 +226,6 @@ def table_columns(table: Table) -> list[Column[TableRow]]:
     return [
         *(Column(axis, axis, attrgetter(f"row.{axis}"), word=True) for axis in axes),
         *map(cell, table.columns, table.labels),
-        Column("", "Avg.", attrgetter("average"), better="high"),
+        Column("", "Avg.", attrgetter("shown_average"), better="high"),
         *METHODS,
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -14,6 +15,8 @@ from .runs import Row
 from .tables import Runs, Selected, select_runs
 
 Unit = Literal["targets", "trials"]
+Accuracies = Mapping[tuple[object, ...], float]
+"""From 0 to 1, by dataset, target, trial and whatever else must be equal in a pair."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,15 @@ class Paired:
     def clear(self) -> bool:
         """Whether the interval excludes zero."""
         return self.low > 0 or self.high < 0
+
+    @property
+    def p(self) -> float:
+        """Of Student's two-sided test that the difference is zero."""
+        from scipy.special import stdtr
+
+        if self.err == 0:
+            return float(self.difference == 0)
+        return float(2 * stdtr(self.units - 1, -abs(self.difference) / self.err))
 
     @property
     def what(self) -> str:
@@ -73,15 +85,26 @@ def paired(
         level: of the confidence interval.
         over: what is taken to be independent.
     """
-    from scipy.special import stdtrit
-
-    if over not in get_args(Unit):
-        raise UserError(unknown("unit of a comparison", over, get_args(Unit)))
     selected = select_runs(runs, selection)
     optimizers = {row.optimizer for row in selected.rows()}
     whole = not {a, b} <= optimizers  # methods, not an optimizer under whatever algorithm
     ours, theirs = (_accuracies(selected, given, whole) for given in (a, b))
     name_a, name_b = (given.name if isinstance(given, Row) else given for given in (a, b))
+    return between((name_a, ours), (name_b, theirs), level, over)
+
+
+def between(
+    a: tuple[str, Accuracies],
+    b: tuple[str, Accuracies],
+    level: float = 0.95,
+    over: Unit = "targets",
+) -> Paired:
+    """Compare two methods by their names and accuracies, as `paired` does."""
+    from scipy.special import stdtrit
+
+    if over not in get_args(Unit):
+        raise UserError(unknown("unit of a comparison", over, get_args(Unit)))
+    (name_a, ours), (name_b, theirs) = a, b
     names = f"{name_a} and {name_b}"
     shared = sorted(ours.keys() & theirs.keys(), key=repr)
     if len(shared) < 2:
@@ -128,9 +151,7 @@ def paired(
     )
 
 
-def _accuracies(
-    selected: Selected, given: str | Row, whole: bool
-) -> dict[tuple[object, ...], float]:
+def _accuracies(selected: Selected, given: str | Row, whole: bool) -> Accuracies:
     """By dataset, target and trial; of an optimizer, by algorithm and averaging too."""
     rows = {row.name: row for row in selected.rows()}
     name = given.name if isinstance(given, Row) else given

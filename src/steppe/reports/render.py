@@ -13,7 +13,8 @@ from steppe import console
 from steppe.strangers import printable
 
 from .cells import Cell
-from .columns import COSTS, PAIRED, Column, in_files, table_columns
+from .columns import CONTRASTS, PAIRED, Column, cost_columns, in_files, table_columns
+from .contrasts import Contrasts
 from .differences import Paired
 from .runs import Row
 from .tables import ALL, Matrix, StepCost, Table
@@ -128,13 +129,14 @@ def matrix_text(matrix: Matrix) -> TextTable:
 
 def cost_text(costs: Sequence[StepCost], selection: str | None = None) -> TextTable:
     """Time and memory against accuracy; the title says how that was selected, if given."""
-    columns = [replace(column, better="") for column in COSTS]  # datasets are not in a contest
+    # Datasets are not in a contest.
+    columns = [replace(column, better="") for column in cost_columns(costs)]
     return text_table(f"Cost of a step{_chosen_by(selection)}", columns, costs)
 
 
 def paired_text(comparisons: Sequence[Paired], selection: str | None = None) -> TextTable:
     """Differences in points, with their intervals; one that excludes zero is marked."""
-    level = f"{100 * comparisons[0].level:.0f} % interval" if comparisons else "interval"
+    level = f"{comparisons[0].level:.0%} CI" if comparisons else "interval"
     columns = [
         replace(column, heading=level) if column.heading == "interval" else column
         for column in PAIRED
@@ -142,26 +144,33 @@ def paired_text(comparisons: Sequence[Paired], selection: str | None = None) -> 
     return text_table(f"Paired differences{_chosen_by(selection)}", columns, comparisons)
 
 
+def contrasts_text(found: Contrasts, selection: str | None = None) -> TextTable:
+    """Every pair against the references; a significant one is marked."""
+    title = f"Paired differences in points{_chosen_by(selection)}"
+    return text_table(title, CONTRASTS, found.pairs, note=found.note)
+
+
 def to_terminal(table: TextTable) -> console.Table:
     """For a terminal, with what is best in bold."""
     rows = [[console.text(text, "bold" * best) for text, best in line] for line in table.lines]
     shown = console.table(table.headings, rows, title=table.title, labels=table.names)
     shown.box, shown.title_justify = console.SIMPLE_HEAVY, "left"
-    shown.caption = console.text(table.note) if table.note else None
+    shown.caption = console.text(f"{table.note}\n") if table.note else None
+    shown.caption_justify = "left"
     return shown
 
 
 def to_markdown(table: TextTable) -> str:
     """A Markdown table, with what is best in bold."""
-    head, *lines = table.written(_markdown, "**{}**".format)
+    head, *lines = table.written(escape_markdown, "**{}**".format)
     rules = ["---"] * table.names + ["--:"] * (len(table.headings) - table.names)
     body = [f"| {' | '.join(line)} |" for line in (head, rules, *lines)]
-    note = ["", _markdown(table.note)] if table.note else []
-    return "\n".join([f"**{_markdown(table.title)}**", "", *body, *note]) + "\n"
+    note = ["", escape_markdown(table.note)] if table.note else []
+    return "\n".join([f"**{escape_markdown(table.title)}**", "", *body, *note]) + "\n"
 
 
-def _markdown(text: str) -> str:
-    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", _one_line(text))
+def escape_markdown(text: str) -> str:
+    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", one_line(text))
 
 
 def to_latex(table: TextTable) -> str:
@@ -172,8 +181,8 @@ def to_latex(table: TextTable) -> str:
     kinds = "l" * table.names + "r" * (len(table.headings) - table.names)
     return "\n".join(
         [
-            f"% {_one_line(table.title)}",
-            *([f"% {table.note}"] if table.note else []),
+            f"% {one_line(table.title)}",
+            *([f"% {one_line(table.note)}"] if table.note else []),
             rf"\begin{{tabular}}{{{kinds}}}",
             r"\toprule",
             head,
@@ -187,10 +196,10 @@ def to_latex(table: TextTable) -> str:
 
 
 def _latex(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in _one_line(text))
+    return "".join(_LATEX.get(character, character) for character in one_line(text))
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 

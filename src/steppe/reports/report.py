@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import datetime
 import platform
-from collections.abc import Callable, Mapping
+import shutil
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
@@ -14,16 +16,19 @@ from typing import Any
 from steppe import __version__
 from steppe.console import printed
 from steppe.errors import UserError
+from steppe.strangers import printable
 
 from . import render
+from .answer import Ranked, answer, cheapest, ranking
 from .cells import Cell
-from .columns import COSTS, METHODS, PAIRED, in_files, values
-from .differences import Paired, paired
+from .columns import CONTRASTS, COSTS, METHODS, cost_columns, in_files, values
+from .contrasts import Contrast, Contrasts, contrasts
 from .measured import FLATNESS, MeasuredRun, find_measured
 from .page import render_page
 from .page.figures import curves, sensitivity
 from .remarks import remarks
 from .runs import Loaded, Row, Run
+from .spent import hours
 from .tables import (
     Matrix,
     Runs,
@@ -51,6 +56,8 @@ class Report:
     """Of the runs' curvature, where it was measured."""
     figures: Mapping[str, str] = field(default_factory=dict)
     """More figures for the page: SVG, by what they show."""
+    references: tuple[str, ...] = ()
+    """Methods to compare the others with; default: the best and the cheapest."""
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -74,19 +81,24 @@ class Report:
         return cost_table(self.selected)
 
     @cached_property
-    def comparisons(self) -> list[Paired]:
-        """FAD against every other optimizer, or else all against the first."""
-        names = sorted({row.optimizer for row in self.selected.rows()})
-        first = next((name for name in ("fad", "adam", "sgd", *names) if name in names), "")
-        found = []
-        for name in names:
-            a, b = (first, name) if first == "fad" else (name, first)
-            try:
-                if name != first:
-                    found.append(paired(self.selected, a, b))
-            except UserError:  # too little in common: nothing to show
-                continue
-        return found
+    def ranking(self) -> list[Ranked]:
+        """The methods that have all targets of all datasets, the best first."""
+        return ranking(self.across or next(iter(self.tables), None))
+
+    @cached_property
+    def contrasts(self) -> Contrasts:
+        """All methods against the references."""
+        best = self.ranking[0].name if self.ranking else None
+        return contrasts(self.selected, best, cheapest(self.cost), self.references)
+
+    @property
+    def comparisons(self) -> Sequence[Contrast]:
+        return self.contrasts.pairs
+
+    @cached_property
+    def answer(self) -> list[str]:
+        """Who leads, by how much, how sure that is, and what it costs, in sentences."""
+        return answer(self.selected, self.ranking, self.contrasts, self.cost)
 
     @cached_property
     def best(self) -> list[dict[str, Any]]:
@@ -95,23 +107,26 @@ class Report:
     @property
     def sections(self) -> list[render.TextTable]:
         """Everything that is a table, in the order in which it is read."""
-        found = [render.accuracy_text(table) for table in (*self.tables, self.across) if table]
+        chosen_by = self.selected.selection
+        found = [render.contrasts_text(self.contrasts, chosen_by)] if self.comparisons else []
+        found += [render.accuracy_text(table) for table in (*self.tables, self.across) if table]
         found += map(render.matrix_text, self.matrices)
         if self.cost:
-            found.append(render.cost_text(self.cost, self.selected.selection))
-        if self.comparisons:
-            found.append(render.paired_text(self.comparisons, self.selected.selection))
+            found.append(render.cost_text(self.cost, chosen_by))
         return found
 
     def to_json(self) -> dict[str, Any]:
         """The tables as plain values, and what they were made with."""
         now = datetime.datetime.now(datetime.UTC)
         return {
+            "answer": self.answer,
             "tables": [_table_json(table) for table in self.tables],
             "selection": self.selected.selection,
             "across": _table_json(self.across) if self.across else None,
             "matrices": [_matrix_json(matrix) for matrix in self.matrices],
-            "comparisons": [values(PAIRED, pair) for pair in self.comparisons],
+            "comparisons": [values(CONTRASTS, pair) for pair in self.comparisons],
+            "multiplicity": {"tests": self.contrasts.tests, "note": self.contrasts.note},
+            "hours": hours(self.selected.runs),
             "cost": [values(COSTS, cost) for cost in self.cost],
             "command": self.command,
             "versions": {
@@ -128,7 +143,7 @@ class Report:
         return {
             "title": self.title,
             **self.to_json(),
-            "columns": page_columns(),
+            "columns": page_columns(self.cost),
             "curves": curves(self.selected),
             "sensitivity": sensitivity(self.selected),
             "flatness": [values(FLATNESS, one) for one in self.measured],
@@ -139,9 +154,13 @@ class Report:
         }
 
 
-def page_columns() -> dict[str, list[dict[str, Any]]]:
+def page_columns(costs: Sequence[StepCost] = ()) -> dict[str, list[dict[str, Any]]]:
     """What the page is told of the columns, by table."""
-    known: dict[str, list[Any]] = {"methods": METHODS, "costs": COSTS, "flatness": FLATNESS}
+    known: dict[str, list[Any]] = {
+        "methods": METHODS,
+        "costs": cost_columns(costs),
+        "flatness": FLATNESS,
+    }
     return {
         name: [column.about() for column in columns if column.key and column.heading]
         for name, columns in known.items()
@@ -159,6 +178,7 @@ def _table_json(table: Table) -> dict[str, Any]:
                 **row.row._asdict(),
                 "cells": {name: _cell_json(row.cells[name]) for name in table.columns},
                 "avg": row.average and row.average.mean,
+                "avg_partial": row.overall.mean if row.overall and not row.average else None,
                 **values(in_files(), row),
             }
             for row in table.rows
@@ -221,16 +241,23 @@ def rerunnable(run: Run) -> dict[str, Any]:
 
 
 def build_report(
-    loaded: Loaded, selection: str = "train-val", command: str = "", title: str = "steppe report"
+    loaded: Loaded,
+    selection: str = "train-val",
+    command: str = "",
+    title: str = "steppe report",
+    references: Sequence[str] = (),
 ) -> Report:
     """Select among the runs of `load_runs`, and note what a reader of the tables should know.
 
-    The selection is one of `SELECTIONS`; `command` is what made the report, to be shown.
+    The selection is one of `SELECTIONS`; `command` is what made the report, to be shown. All
+    methods are compared with the `references`: names of methods, `best` or `cheapest`, and by
+    default these two.
     """
     selected = select_runs(loaded.runs, selection)
     measured, unreadable = find_measured(loaded.runs)
     problems = (*loaded.problems, *remarks(loaded, selected), *unreadable)
-    return Report(title, command, selected, problems, tuple(measured))
+    given = tuple(references)
+    return Report(title, command, selected, problems, tuple(measured), references=given)
 
 
 def write(report: Report, form: str) -> str:
@@ -241,10 +268,26 @@ def write(report: Report, form: str) -> str:
     return FORMATS[form](report)
 
 
+def _markdown(report: Report) -> str:
+    said = [f"{' '.join(map(render.escape_markdown, report.answer))}\n"] if report.answer else []
+    return "\n".join([*said, *map(render.to_markdown, report.sections)])
+
+
+def _latex(report: Report) -> str:
+    said = [f"% {render.one_line(line)}\n" for line in report.answer]
+    return "".join(said) + "\n".join(map(render.to_latex, report.sections))
+
+
+def _terminal(report: Report) -> str:
+    width = min(100, shutil.get_terminal_size().columns)
+    said = f"{textwrap.fill(printable(' '.join(report.answer)), width)}\n\n"
+    return said * bool(report.answer) + printed([*map(render.to_terminal, report.sections)])
+
+
 FORMATS: dict[str, Callable[[Report], str]] = {
-    "terminal": lambda report: printed([*map(render.to_terminal, report.sections)]),
-    "markdown": lambda report: "\n".join(map(render.to_markdown, report.sections)),
-    "latex": lambda report: "\n".join(map(render.to_latex, report.sections)),
+    "terminal": _terminal,
+    "markdown": _markdown,
+    "latex": _latex,
     "csv": lambda report: render.to_csv([t for t in (*report.tables, report.across) if t]),
     "json": lambda report: dumps({**report.to_json(), "best": report.best}),
     "html": lambda report: render_page(report.page_data()),

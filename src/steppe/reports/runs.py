@@ -75,6 +75,8 @@ class Record:
     """Whether the weights were averaged ones."""
     seconds_per_step: float | None
     memory_gb: float | None
+    """GiB."""
+    evaluation_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -256,6 +258,7 @@ def _record(line: bytes) -> Record:
         data.get("averaged") is True,
         finite_or_none(data.get("seconds_per_step")),
         finite_or_none(data.get("memory_gb")),
+        finite_or_none(data.get("evaluation_seconds")),
     )
 
 

@@ -12,16 +12,13 @@ from steppe.durable import replace
 from steppe.errors import UserError
 
 from .curvature import Comparison, MethodCurvature
+from .palette import Look, looks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS = ("svg", "png", "pdf")
-# After Okabe and Ito, as on the report page; past the seventh, a method differs by its dashes too.
-COLOURS = ("#0072b2", "#c84f00", "#008a63", "#b3558b", "#a87400", "#5b4fc4", "#5a5a5a")
-DASHES = ("-", "--", ":", "-.")
-MARKERS = "osD^vPX"
 WIDE = 10.0
 """Eigenvalues that differ by more than this factor are drawn on a log scale."""
 _LONGEST = 28
@@ -81,9 +78,9 @@ def make_figure(comparison: Comparison) -> Figure:
     return figure
 
 
-def line_style(i: int) -> dict[str, Any]:
-    """The colour and dashes of the i-th line."""
-    return {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i // len(COLOURS) % 4]}
+def line_style(look: Look) -> dict[str, Any]:
+    """The colour and dashes of a line."""
+    return {"color": look.colour, "linestyle": look.dash}
 
 
 def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
@@ -92,20 +89,23 @@ def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
     top = len(methods[0].spectrum)
     ranks, step = range(1, top + 1), max(1, top // 10)
     alone = "_" if top == 1 else ""  # a line through one point has no length
+    known = looks(method.row.name for method in methods)
     for i, method in enumerate(methods):
+        look = known[method.row.name]
+        style = line_style(look)
         if len(method.runs) > 1:
             for spectrum in method.spectra:
-                axes.plot(ranks, spectrum, linewidth=0.7, alpha=0.5, marker=alone, **line_style(i))
+                axes.plot(ranks, spectrum, linewidth=0.7, alpha=0.5, marker=alone, **style)
         axes.plot(
             ranks,
             method.spectrum,
             linewidth=2.0,
-            marker=MARKERS[i % len(MARKERS)],
+            marker=look.marker,
             markersize=4,
             # Staggered, so that markers of close lines do not hide each other.
             markevery=(i % min(5, step), step),
             label=_label(method),
-            **line_style(i),
+            **style,
         )
     values = [value for method in methods for spectrum in method.spectra for value in spectrum]
     if min(values) > 0 and max(values) > WIDE * min(values):
@@ -121,8 +121,9 @@ def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
 
 
 def _draw_bars(axes: Axes, methods: Sequence[MethodCurvature], key: str, title: str) -> None:
+    known = looks(method.row.name for method in methods)
     for i, method in enumerate(methods):
-        value, colour = method.spread(key), COLOURS[i % len(COLOURS)]
+        value, colour = method.spread(key), known[method.row.name].colour
         axes.barh(i, value.mean, height=0.62, color=colour, alpha=0.35, edgecolor=colour)
         if value.err is not None:
             axes.errorbar(value.mean, i, xerr=value.err, color=colour, capsize=3, linewidth=1.5)

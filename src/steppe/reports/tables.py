@@ -20,6 +20,7 @@ from steppe.validation import mean
 from .cells import Cell, cell_of
 from .runs import Row, Run
 from .selection import SELECTIONS, Chosen
+from .spent import hours
 
 ALL = "all"
 """In place of a dataset's name, in tables across datasets."""
@@ -33,6 +34,13 @@ class TableRow:
     cells: Mapping[str, Cell | None]
     runs: tuple[Run, ...]
     """Those that the selection could choose from, and used to validate."""
+    overall: Cell | None = None
+    """The mean over the targets that each trial has, as in the table of costs."""
+
+    @property
+    def shown_average(self) -> Cell | None:
+        """The average, or else the mean of what there is, marked as partial."""
+        return self.average or (self.overall and self.overall._replace(err=0.0, n=1, partial=True))
 
     @property
     def average(self) -> Cell | None:
@@ -149,8 +157,7 @@ def _spec(dataset: str) -> DatasetSpec | None:
 def target_sets(runs: Sequence[Run]) -> dict[str, frozenset[str]]:
     """The target sets of a dataset's runs by name, in the dataset's order.
 
-    Where one domain is held out at a time, every domain has its place, run or not: a table shows
-    what is missing. Of sets of several, those that the dataset defines and those that were run.
+    A target set that no run holds out has no place.
     """
     spec = _spec(runs[0].dataset)
     fullest = max(runs, key=lambda run: (len(run.domains), run.order))
@@ -160,10 +167,6 @@ def target_sets(runs: Sequence[Run]) -> dict[str, frozenset[str]]:
     place = {name: number for number, name in enumerate(domains)}
     size = min(len(run.target_set) for run in runs)
     sets = {run.target_set for run in runs if len(run.target_set) == size}
-    if size == 1:
-        sets |= {frozenset([name]) for name in domains}
-    elif spec:
-        sets |= {frozenset(targets) for targets in spec.targets if len(targets) == size}
     in_order = [sorted(targets, key=place.__getitem__) for targets in sets]
     in_order.sort(key=lambda names: [place[name] for name in names])
     return {"+".join(names): frozenset(names) for names in in_order}
@@ -185,7 +188,8 @@ def dataset_tables(runs: Runs, selection: str = "train-val") -> list[Table]:
         for row in selected.rows(dataset):
             trials = selected.values.get((dataset, row), {}).values()
             cells = {c: cell_of(found[c] for found in trials if c in found) for c in sets}
-            rows.append(TableRow(row, cells, selected.by_method[dataset, row]))
+            overall = _dataset_cell(selected, dataset, row)
+            rows.append(TableRow(row, cells, selected.by_method[dataset, row], overall))
         spec = _spec(dataset)
         labels = tuple(_label(spec, column) for column in sets)
         tables.append(Table(dataset, selected.selection, tuple(sets), labels, tuple(rows)))
@@ -288,6 +292,11 @@ class StepCost:
     accuracy: Cell | None
 
     @property
+    def hours(self) -> float | None:
+        """Of all its runs, on whatever device."""
+        return sum(hours(self.runs).values()) or None
+
+    @property
     def passes(self) -> int | None:
         """Forward and backward passes in a step, where the optimizer is known."""
         known = self.row.optimizer in optimizer_names()
@@ -295,7 +304,7 @@ class StepCost:
 
     @property
     def memory_gb(self) -> float | None:
-        """The peak of any run."""
+        """The peak of any run, in GiB."""
         found = (record.memory_gb for run in self.runs for record in run.records)
         return max((memory for memory in found if memory is not None), default=None)
 

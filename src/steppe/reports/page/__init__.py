@@ -11,6 +11,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
+from steppe.reports.palette import COLOURS, KNOWN, page_style
 from steppe.reports.values import plain
 
 __all__ = ["render_page"]
@@ -34,9 +35,10 @@ def render_page(data: Mapping[str, Any]) -> str:
         >>> "<title>&lt;/script&gt; &amp; co</title>" in page
         True
     """
-    script, style = "\n".join(map(_text, _SCRIPTS)), _text("page.css")
+    script, style = "\n".join(map(_text, _SCRIPTS)), f"{_text('page.css')}\n{page_style()}\n"
+    looks = {"known": list(KNOWN), "colours": len(COLOURS)}
     # JSON that cannot end the script element it stands in, nor begin a comment there.
-    embedded = json.dumps(plain(data), allow_nan=False, separators=(",", ":"))
+    embedded = json.dumps(plain({**data, "palette": looks}), allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         embedded = embedded.replace(character, f"\\u{ord(character):04x}")
     page = Template(_text("page.html")).substitute(

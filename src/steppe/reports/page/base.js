@@ -10,7 +10,16 @@ const distinct = (values) => [...new Set(values)];
 // Beyond this the sums of a scale overflow.
 const finite = (value) => typeof value === "number" && Math.abs(value) < 1e300;
 const minus = (written) => written.replace(/^-(?=[0.]*$)/, "").replace("-", MINUS);
-const fixed = (value, digits = 1) => (finite(value) ? minus(value.toFixed(digits)) : DASH);
+
+// As Python rounds: an exact tie goes to the even digit, where toFixed would go up (66.25).
+function fixed(value, digits = 1) {
+  if (!finite(value)) return DASH;
+  const near = Math.abs(value).toFixed(digits), rest = Math.abs(value).toFixed(100).split(".")[1];
+  const up = /^50*$/.test((rest ?? "").slice(digits)) && "13579".includes(near.at(-1));
+  const even = up ? (Number(near) - 10 ** -digits).toFixed(digits) : near;
+  return minus((value < 0 ? "-" : "") + even);
+}
+const signed = (value) => (Number(fixed(value)) > 0 ? "+" : "") + fixed(value);
 const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 
 const extent = (values) => values.reduce(
@@ -52,32 +61,38 @@ const s = (tag, attributes = {}, ...children) =>
 // A method has one look in every figure: a colour, a marker and a dash, so that colour is never
 // the only difference.
 
-const COLOURS = 7;
+// The names that have a look of their own, and how many looks there are: of `palette.py`.
+const { known: KNOWN, colours: COLOURS } = data.palette;
 const DASHES = [null, "7 3", "2 3", "9 3 2 3"];
-const star = (points, inner) => Array.from({ length: 2 * points }, (_, i) => {
-  const angle = (Math.PI * i) / points, radius = i % 2 ? inner : 1.35;
-  return [radius * Math.sin(angle), -radius * Math.cos(angle)];
+const turned = (shape, turns) => shape.map(([x, y]) => {
+  const [sin, cos] = [Math.sin(2 * Math.PI * turns), Math.cos(2 * Math.PI * turns)];
+  return [x * cos - y * sin, x * sin + y * cos];
 });
-const MARKERS = [
-  Array.from({ length: 16 }, (_, i) => [Math.sin(i * Math.PI / 8), Math.cos(i * Math.PI / 8)]),
-  [[-0.9, -0.9], [0.9, -0.9], [0.9, 0.9], [-0.9, 0.9]],
-  [[0, -1.2], [1.15, 0.85], [-1.15, 0.85]],
-  [[0, -1.35], [1.1, 0], [0, 1.35], [-1.1, 0]],
-  [[0, 1.2], [1.15, -0.85], [-1.15, -0.85]],
-  star(4, 0.5),
-  star(5, 0.6),
-  star(3, 0.4),
+const around = (points, radius = 1.1) => Array.from({ length: points }, (_, i) =>
+  [radius * Math.sin((2 * Math.PI * i) / points), -radius * Math.cos((2 * Math.PI * i) / points)]);
+const star = (points, inner) => around(2 * points, 1.35).map(([x, y], i) =>
+  (i % 2 ? [x * inner / 1.35, y * inner / 1.35] : [x, y]));
+const PLUS = [[-0.4, -1.2], [0.4, -1.2], [0.4, -0.4], [1.2, -0.4], [1.2, 0.4], [0.4, 0.4],
+  [0.4, 1.2], [-0.4, 1.2], [-0.4, 0.4], [-1.2, 0.4], [-1.2, -0.4], [-0.4, -0.4]];
+const TRIANGLE = [[0, -1.2], [1.15, 0.85], [-1.15, 0.85]];
+const MARKERS = [ // as `palette.py` has them
+  turned(PLUS, 1 / 8), around(16, 1), [[-0.9, -0.9], [0.9, -0.9], [0.9, 0.9], [-0.9, 0.9]],
+  [[0, -1.35], [1.1, 0], [0, 1.35], [-1.1, 0]], TRIANGLE, turned(TRIANGLE, 1 / 2), PLUS,
+  turned(TRIANGLE, 3 / 4), turned(TRIANGLE, 1 / 4), around(5), around(6), star(5, 0.6),
+  [[0, -1.35], [0.7, 0], [0, 1.35], [-0.7, 0]], turned(around(8), 1 / 16),
+  turned(around(6), 1 / 12),
 ];
 const order = new Map();
+let free = KNOWN.length;
 
 function look(name) {
-  if (!order.has(name)) order.set(name, order.size);
-  const index = order.get(name), colour = index % COLOURS, round = Math.floor(index / COLOURS);
+  if (!order.has(name)) order.set(name, KNOWN.includes(name) ? KNOWN.indexOf(name) : free++);
+  const index = order.get(name);
   return {
     index,
-    colour: `c${colour}`,
-    dash: DASHES[round % DASHES.length],
-    marker: MARKERS[(colour + round) % MARKERS.length],
+    colour: `c${index % COLOURS}`,
+    dash: DASHES[Math.floor(index / MARKERS.length) % DASHES.length],
+    marker: MARKERS[index % MARKERS.length],
   };
 }
 

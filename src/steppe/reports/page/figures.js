@@ -27,7 +27,7 @@ function cost() {
       entries: [
         {
           name: "accuracy",
-          value: withError(row.accuracy, row.err) + (row.partial === true ? "*" : ""),
+          value: withError(row.accuracy, row.err, row.trials) + (row.partial === true ? "*" : ""),
         },
         ...measures.map((m) => ({ name: m.label, value: fixed(m.of(row), m.digits) })),
       ],
@@ -35,10 +35,10 @@ function cost() {
     let top = -Infinity, front = "";
     for (const { row, x, y } of [...points].sort((a, b) => a.x - b.x || a.y - b.y)) {
       if (row.partial === true || row.accuracy <= top) continue;
-      front += front ? `H${x}V${y}` : `M${x} ${y}`;
+      front += `${front ? "H" : `M${x} ${plot.box.bottom}L`}${x}${front ? "V" : " "}${y}`;
       top = row.accuracy;
     }
-    plot.svg.append(s("path", { class: "front", d: front }));
+    plot.svg.append(s("path", { class: "front", d: front && `${front}H${plot.box.right}` }));
     for (const { row, x, y, name } of points) {
       plot.svg.append(group(name, whiskers([[x, ...reach(row, row.accuracy).map(plot.y)]]),
         s("path", { class: "marks", d: outline(look(name).marker, x, y, 6) })));
@@ -51,7 +51,7 @@ function cost() {
     ...declared("costs", all).filter(({ key }) => key === "name"),
     {
       title: "accuracy", get: (row) => row.accuracy, print: fixed, best: "high",
-      show: (row) => measured(row.accuracy, row.err), partial: (row) => row.partial === true,
+      show: (row) => measured(row.accuracy, row.err, row.trials), partial: (row) => row.partial === true,
     },
     ...measures,
   ];
@@ -62,8 +62,8 @@ function cost() {
   const dataset = choice("dataset", refresh).set(grouped(all, "dataset"));
   const measure = choice("cost", drawn.redraw).set(measures);
   refresh();
-  const caption = "Up and to the left is better. The line joins the methods that no cheaper one " +
-    "reaches.";
+  const caption = "Up and to the left is better. Whiskers: standard error over trials. The stepped " +
+    "line is the Pareto front: the best mean accuracy at that cost or less.";
   return [figure(caption, [dataset, measure], null, drawn), host];
 }
 
@@ -80,8 +80,8 @@ function curves() {
   const has = (key) => all.some((entry) =>
     list(entry.series).some((one) => list(one[key]).some(finite)));
   const kinds = [
-    { key: "test", label: ACCURACY, write: (value) => fixed(value, 2) },
-    { key: "val", label: VALIDATION, write: (value) => fixed(value, 2) },
+    { key: "test", label: ACCURACY, write: (value) => fixed(value) },
+    { key: "val", label: VALIDATION, write: (value) => fixed(value) },
     { key: "loss", label: "training loss", write: (value) => short(value) },
   ].filter(({ key }) => has(key));
   if (!kinds.length) return [nothing("No learning curves yet.")];
@@ -113,8 +113,8 @@ function curves() {
   const part = choice("steps", drawn.redraw).set(
     [{ label: "all", from: -Infinity }, { label: "second half", from: 0.5 }]);
   refresh();
-  const caption = "Means over trials of the selected hyper-parameters. Point at the figure for " +
-    "values; a name shows or hides its line.";
+  const caption = "Means over trials of the runs that were chosen. Point at the figure for values; " +
+    "a name shows or hides its line.";
   return [figure(caption, [place, kind, part], names, drawn)];
 }
 
@@ -139,7 +139,7 @@ function bars() {
       const shift = room * (i + 0.5 - shown.length / 2);
       const own = values.filter((value) => value.name === name).map((value) => ({
         x: plot.x(value.target) + shift, y: plot.y(value.mean), value, title: value.target,
-        entries: [{ name, value: withError(value.mean, value.err) }],
+        entries: [{ name, value: withError(value.mean, value.err, value.n) }],
       }));
       const bar = ({ x, y }) => `M${x - half} ${plot.y(0)}V${y}h${2 * half}V${plot.y(0)}`;
       points.push(...own);
@@ -161,7 +161,8 @@ function bars() {
   const axis = choice("axis", drawn.redraw).set(
     [{ label: "bars from zero", zero: true }, { label: "points, enlarged", zero: false }]);
   refresh();
-  return [figure("Mean and standard error over trials.", [dataset, axis], names, drawn)];
+  const caption = "Mean over trials for each target; whiskers: standard error over trials.";
+  return [figure(caption, [dataset, axis], names, drawn)];
 }
 
 function sensitivity() {
@@ -188,8 +189,8 @@ function sensitivity() {
       name: point.name, x: plot.x(read(point)) + shift(i), y: plot.y(of(point)),
       title: `${point.name}, ${text(point.target)}`,
       entries: [
-        { name: ACCURACY, value: fixed(point.accuracy, 2) },
-        { name: VALIDATION, value: fixed(point.validation, 2) },
+        { name: ACCURACY, value: fixed(point.accuracy) },
+        { name: VALIDATION, value: fixed(point.validation) },
         { name: text(point.choice), value: `trial ${text(point.trial)}` },
         ...Object.entries(point.hparams).slice(0, 14).map(([name, value]) =>
           ({ name, value: clip(text(value), 140), near: name === key })),
@@ -214,7 +215,9 @@ function sensitivity() {
       const numbers = values.every((value) => value === null || typeof value === "number");
       return { label: key, key, categories: numbers ? null : written, varies: written.length > 1 };
     });
-    const varied = options.filter(({ varies }) => varies);
+    // The learning rate first: it is what people look for, and matters most.
+    const varied = options.filter(({ varies }) => varies)
+      .sort((a, b) => (b.key === "lr") - (a.key === "lr"));
     parameter.set(varied.length ? varied : options);
     names.update(points.map(({ name, validation }) => [name, validation]));
   };

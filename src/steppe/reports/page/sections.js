@@ -1,5 +1,11 @@
 // What the page consists of.
 
+function answer() {
+  const [lead, ...more] = list(data.answer).map(text);
+  if (!lead) return null;
+  return [h("p", { class: "lead" }, lead), ...more.map((sentence) => h("p", {}, sentence))];
+}
+
 function results() {
   if (nothingDone) {
     return [h("p", { class: "note" },
@@ -25,22 +31,25 @@ function results() {
 function comparisons() {
   const rows = list(data.comparisons).filter((row) => finite(row.difference));
   if (!rows.length) return [nothing("No two methods share enough finished runs to be compared.")];
-  const width = innerWidth < 640 ? 170 : 220;
-  const ends = rows.flatMap((row) => [row.low, row.high, row.difference]);
+  const width = innerWidth < 640 ? 150 : 180;
+  // The interval that the result goes by: over seeds where there are enough of them.
+  const decides = (row) => (row.decided_over === "trials" && finite(row.seeds_low)
+    ? [row.seeds_low, row.seeds_high] : [row.low, row.high]);
+  const ends = rows.flatMap((row) => [...decides(row), row.difference]);
   const axis = scale(ends.filter(finite), 8, width - 8, { zero: true, apart: 35 });
   const drawn = (row) => {
-    const known = finite(row.low) && finite(row.high);
-    const clear = known && (row.low > 0 || row.high < 0);
-    const [low, high, middle] = [row.low, row.high, row.difference].map(axis.at);
-    return s("svg", { width, height: 36, class: clear ? "c0" : "c6", "aria-hidden": "true" },
+    const known = decides(row).every(finite), clear = row.verdict === "significant";
+    const [low, high, middle] = [...decides(row), row.difference].map(axis.at);
+    return s("svg", { width, height: 36, class: clear ? "clear" : "unclear", "aria-hidden": "true" },
       s("path", { class: "zero", d: `M${axis.at(0)} -60V96` }),
       known ? s("path", { class: "stroke", d: `M${low} 18H${high}m0 -5v10M${low} 13v10` }) : null,
       s("path", { class: clear ? "marks" : "hollow", d: outline(MARKERS[3], middle, 18, 5) }));
   };
-  const signed = (value) => (value > 0 ? "+" : "") + fixed(value, 2);
   const title = (row) => `${text(row.a)} ${MINUS} ${text(row.b)}`;
   const levels = distinct(rows.map((row) => row.level).filter(finite));
-  const interval = levels.length === 1 ? `${short(levels[0] * 100)}% interval` : "interval";
+  const interval = levels.length === 1 ? `${short(levels[0] * 100)}% CI` : "interval";
+  const over = ({ decided_over, seeds, what }) => (decided_over === "trials"
+    ? plural(seeds ?? 0, "seed") : text(what).replace(/.* over /, ""));
   const columns = [
     {
       title: "comparison", get: title,
@@ -52,20 +61,29 @@ function comparisons() {
     },
     { title: "points", get: ({ difference }) => difference, print: signed },
     {
-      title: interval, get: (row) => row.low,
-      show: (row) => [`${signed(row.low)} to ${signed(row.high)}`],
+      title: interval, get: (row) => decides(row)[0],
+      show: (row) => [decides(row).every(finite) ? decides(row).map(signed).join(" to ") : DASH],
     },
-    { title: "n", get: (row) => row.n },
-    { title: "over", get: (row) => row.what, kind: "text" },
+    { title: "over", get: over, kind: "text", label: "what the interval is over" },
+    {
+      title: "p (Holm)", get: (row) => row.p_adjusted,
+      print: (value) => (finite(value) && value < 0.001 ? "< 0.001" : short(value, 2)),
+    },
+    { title: "result", get: (row) => row.verdict, kind: "text" },
+    {
+      title: "CI, targets", label: `${interval} over targets`, get: (row) => row.low,
+      show: (row) => [finite(row.low) ? [row.low, row.high].map(signed).join(" to ") : DASH],
+    },
   ];
   const ticks = axis.ticks.map(({ at, label }) => s("text", { x: at, y: 14 }, label));
   const foot = h("tfoot", {}, h("tr", {}, h("td"), h("td", { class: "plot" },
     s("svg", { width, height: 22, "aria-hidden": "true", "text-anchor": "middle" }, ...ticks)),
-  h("td", { colspan: 4 })));
+  h("td", { colspan: 6 })));
   return [
-    nothing("Paired differences in percent points. A filled marker: the interval leaves zero " +
-      "out; a hollow one: the difference may be chance."),
+    nothing("Paired differences in points of accuracy. A filled marker: significant after Holm's " +
+      "correction; a hollow one: not."),
     table({ label: "comparisons", columns, rows, foot }),
+    data.multiplicity ? nothing(text(data.multiplicity.note)) : null,
   ];
 }
 
@@ -99,9 +117,10 @@ function provenance() {
 }
 
 const SECTIONS = [ // of the page, heading, of the data
+  ["answer", "Answer", answer, null],
+  ["comparisons", "Comparisons", comparisons, data.comparisons],
   ["results", "Results", results, null],
   ["figures", "Figures", drawings, null],
-  ["comparisons", "Comparisons", comparisons, data.comparisons],
   ["cost", "Accuracy against cost", cost, data.cost],
   ["curves", "Learning curves", curves, data.curves],
   ["domains", "Per domain", bars, data.tables],
@@ -148,4 +167,8 @@ for (const [id, title, make, source] of SECTIONS) {
   document.getElementById("contents").append(h("a", { href: `#${id}` }, title));
 }
 for (const { redraw } of charts) redraw();
-addEventListener("resize", () => { for (const { fit } of charts) fit(); });
+for (const tell of scrollers) tell();
+addEventListener("resize", () => {
+  for (const { fit } of charts) fit();
+  for (const tell of scrollers) tell();
+});

@@ -61,14 +61,30 @@ function table({ label, caption, columns, rows, foot = null }) {
 
   const search = rows.length <= 10 ? null : h("div", { class: "controls" },
     h("label", {}, "filter", h("input", { type: "search", input: narrow })));
-  return h("div", {}, search,
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
-      h("table", {}, caption ? h("caption", {}, caption) : null,
-        h("thead", {}, h("tr", {}, ...heads)), body, foot)));
+  return h("div", {}, search, scrolling(label,
+    h("table", {}, caption ? h("caption", {}, caption) : null,
+      h("thead", {}, h("tr", {}, ...heads)), body, foot)));
 }
 
-const withError = (mean, err) =>
-  measured(mean, err).map((part) => part.textContent ?? part).join("");
+// What may be wider than the page scrolls by itself, and says so.
+const scrollers = [];
+function scrolling(label, content) {
+  const inner = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
+    content);
+  const outer = h("div", {}, inner, h("p", { class: "hint" }, "scroll sideways for more \u2192"));
+  const tell = () => {
+    const rest = inner.scrollWidth - inner.clientWidth;
+    outer.classList.toggle("wide", rest > 1);
+    outer.classList.toggle("ended", inner.scrollLeft >= rest - 1);
+  };
+  inner.addEventListener("scroll", tell);
+  scrollers.push(tell);
+  new ResizeObserver(tell).observe(inner);
+  return outer;
+}
+
+const withError = (mean, err, n) =>
+  measured(mean, err, n).map((part) => part.textContent ?? part).join("");
 
 function measured(mean, err, n) {
   // One run has no error to speak of.
@@ -119,8 +135,8 @@ function resultTable(result, label) {
     { title: "method", get: rowName, show: (row) => nameCell(rowName(row)) },
     ...cells,
     {
-      title: "Avg.", get: (row) => row.avg, print: fixed, best: "high",
-      partial: (row) => cells.some(({ partial }) => partial(row)),
+      title: "Avg.", get: (row) => row.avg ?? row.avg_partial, print: fixed, best: "high",
+      partial: (row) => !finite(row.avg) || cells.some(({ partial }) => partial(row)),
     },
     ...declared("methods", rows),
   ];

@@ -1,0 +1,247 @@
+"""Runs or sweeps beside each other: what each reached, what differs, and by how much."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from steppe.console import printed
+from steppe.errors import UserError
+
+from .answer import evidence, verdict
+from .cells import points_text
+from .columns import CONTRASTS, Column, table_columns, values
+from .contrasts import Contrast, Contrasts, by_method, contrast, corrected
+from .remarks import remarks
+from .render import TextTable, contrasts_text, text_table, to_terminal
+from .report import rerunnable
+from .runs import Loaded, Row, Run, load_runs
+from .spent import hours
+from .tables import Place, Selected, Table, TableRow, dataset_tables, select_runs, target_sets
+
+_RUN = ("targets", "trial_seed", "seed", "resolved", "draw")
+"""Of a config, what says which run of a sweep it is, or how it was carried out."""
+_BESIDE = 4
+"""Rows whose settings fit beside each other in a terminal."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Several runs or sweeps; a method of one is a row of its own."""
+
+    selected: Selected
+    pairs: Contrasts
+    settings: dict[str, list[str]]
+    """Keys of configs whose values differ: the values of each row, in order."""
+    unpaired: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @cached_property
+    def answer(self) -> list[str]:
+        """A sentence for every pair."""
+        return [_sentence(pair) for pair in self.pairs.pairs] + list(self.unpaired)
+
+    @cached_property
+    def order(self) -> list[Row]:
+        """The rows as their folders were given."""
+        return list(dict.fromkeys(run.row for run in self.selected.runs))
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """One per dataset."""
+        place = {row: at for at, row in enumerate(self.order)}
+        return [
+            replace(table, rows=tuple(sorted(table.rows, key=lambda row: place[row.row])))
+            for table in dataset_tables(self.selected)
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "answer": self.answer,
+            "selection": self.selected.selection,
+            "rows": [
+                {
+                    "dataset": table.dataset,
+                    "name": row.row.name,
+                    "cells": {name: cell and cell._asdict() for name, cell in row.cells.items()},
+                    "avg": row.average and row.average.mean,
+                    **values(_COST, row),
+                }
+                for table in self.tables
+                for row in table.rows
+            ],
+            "comparisons": [values(CONTRASTS, pair) for pair in self.pairs.pairs],
+            "multiplicity": {"tests": self.pairs.tests, "note": self.pairs.note},
+            "settings": {
+                key: dict(zip((row.name for row in self.order), found, strict=True))
+                for key, found in self.settings.items()
+            },
+            "problems": list(self.problems),
+        }
+
+    def to_terminal(self) -> str:
+        """The sentences, the tables, and the settings that differ."""
+        sections = [contrasts_text(self.pairs)] if len(self.pairs.pairs) > 1 else []
+        for table in self.tables:
+            columns = [
+                replace(one, heading="run") if one.key == "optimizer" else one
+                for one in table_columns(table)
+                if one.key not in ("space", "runs")
+            ]
+            sections.append(text_table(table.dataset, [*columns, *_COST], table.rows))
+        names = [row.name for row in self.order]
+        if self.settings and len(names) <= _BESIDE:
+            sections.append(_settings_text(names, self.settings))
+        return printed([*map(to_terminal, sections)])
+
+
+def _seconds(row: TableRow) -> float | None:
+    found = [r.seconds_per_step for run in row.runs for r in run.records[1:] or run.records]
+    known = sorted(value for value in found if value is not None)
+    return known[len(known) // 2] if known else None
+
+
+_COST: list[Column[TableRow]] = [
+    Column("runs", "runs", lambda row: len(row.runs)),
+    Column("seconds_per_step", "ms/step", _seconds, digits=1, scale=1e3),
+    Column("hours", "hours", lambda row: sum(hours(row.runs).values()) or None, digits=3),
+]
+"""What the runs behind a row took."""
+
+
+def compare_runs(paths: Sequence[Path | str], selection: str = "train-val") -> Beside:
+    """Put runs or sweeps beside each other; the first is what the others are compared with.
+
+    Each is selected by itself. Methods of the same name are paired; a folder with one method is
+    paired with every method of the others.
+    """
+    if len(paths) < 2:
+        raise UserError("nothing to compare with: name two or more runs or sweeps")
+    sides = _names(paths)
+    loaded = [load_runs(path) for path in paths]
+    for path, one in zip(paths, loaded, strict=True):
+        if not one.runs:
+            raise UserError(f"{path}: no run there has a record yet")
+    chosen = [select_runs(one.runs, selection) for one in loaded]
+    rows = [
+        {row: _label(side, row, len(one.rows()) == 1) for row in one.rows()}
+        for side, one in zip(sides, chosen, strict=True)
+    ]
+    merged = _merged(chosen, rows)
+    pairs, unpaired = _pairs(merged, rows)
+    everything = Loaded(
+        merged.runs,
+        tuple(problem for one in loaded for problem in one.problems),
+        tuple(path for one in loaded for path in one.pending),
+    )
+    said = (*everything.problems, *remarks(everything, merged))
+    return Beside(merged, pairs, _settings(merged), tuple(unpaired), said)
+
+
+def _names(paths: Sequence[Path | str]) -> list[str]:
+    """The shortest ends of paths that differ."""
+    whole = [Path(os.path.abspath(path)).parts for path in paths]
+    if len(set(whole)) < len(whole):
+        again = next(path for at, path in enumerate(paths) if whole[at] in whole[:at])
+        raise UserError(f"{again} is named twice: name two or more different runs or sweeps")
+    for length in range(1, max(map(len, whole)) + 1):
+        names = ["/".join(parts[-length:]) for parts in whole]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _label(side: str, row: Row, alone: bool) -> Row:
+    """A method of one side as a row: its name says where it is from."""
+    return Row("ERM", f"{side} ({row.name})" if alone else f"{side}: {row.name}", "none")
+
+
+def _merged(chosen: Sequence[Selected], rows: Sequence[dict[Row, Row]]) -> Selected:
+    runs = [
+        replace(run, row=names[run.row])
+        for one, names in zip(chosen, rows, strict=True)
+        for run in one.runs
+    ]
+    found = {
+        Place(place.dataset, names[place.row], place.column, place.trial): what
+        for one, names in zip(chosen, rows, strict=True)
+        for place, what in one.chosen.items()
+    }
+    columns: dict[str, dict[str, frozenset[str]]] = {}
+    for dataset in dict.fromkeys(dataset for one in chosen for dataset in one.columns):
+        own = [run for run in runs if run.dataset == dataset]
+        columns[dataset] = target_sets(own)
+        for one in chosen:
+            columns[dataset] |= one.columns.get(dataset, {})
+    return Selected(tuple(runs), chosen[0].selection, columns, found)
+
+
+def _pairs(merged: Selected, rows: Sequence[dict[Row, Row]]) -> tuple[Contrasts, list[str]]:
+    known = by_method(merged)
+    first, *others = rows
+    found: list[Contrast] = []
+    unpaired = []
+    for side in others:
+        loose = len(first) == 1 or len(side) == 1
+        for ours, theirs in ((a, b) for a in first for b in side if loose or a == b):
+            a, b = side[theirs].name, first[ours].name
+            pair = contrast((a, known[a]), (b, known[b]))
+            if pair is None:
+                unpaired.append(
+                    f"{a} and {b} share no target and trial seed, so there is no paired difference."
+                )
+            else:
+                found.append(pair)
+    tested = corrected(found)
+    tests = sum(pair.adjusted is not None for pair in tested)
+    return Contrasts(tuple(tested), tests, named=True), unpaired
+
+
+def _sentence(pair: Contrast) -> str:
+    gap = points_text(pair.difference)
+    place = "below" if gap.startswith("-") else "above"
+    start = f"{pair.a} is {gap.lstrip('+-')} points {place} {pair.b}"
+    if pair.deciding is None:
+        few = "one target and one seed give" if pair.pairs == 1 else "these runs give"
+        return f"{start}; {few} no interval, so it may be chance."
+    return f"{start} ({evidence(pair)}): {verdict(pair)}."
+
+
+def _settings(merged: Selected) -> dict[str, list[str]]:
+    """Of every row: the values of the config's keys that are not the same in all of them."""
+    rows = list(dict.fromkeys(run.row for run in merged.runs))
+    seen: dict[str, dict[Row, set[str]]] = {}
+    for run in merged.runs:
+        for key, value in _flat(run).items():
+            seen.setdefault(key, {}).setdefault(run.row, set()).add(value)
+    return {
+        key: [", ".join(sorted(found.get(row, {"–"}))) for row in rows]
+        for key, found in seen.items()
+        if len({frozenset(found.get(row, ())) for row in rows}) > 1
+    }
+
+
+def _flat(run: Run) -> dict[str, str]:
+    found = {}
+    for key, value in rerunnable(run).items():
+        inner = value if isinstance(value, dict) else {"": value}
+        for name, one in inner.items():
+            if key not in _RUN:
+                found[f"{key}.{name}".rstrip(".")] = (
+                    one if isinstance(one, str) else json.dumps(one)
+                )
+    return found
+
+
+def _settings_text(names: Sequence[str], settings: dict[str, list[str]]) -> TextTable:
+    def of(at: int) -> Column[tuple[str, list[str]]]:
+        return Column("", names[at], lambda one: one[1][at])
+
+    columns = [Column("", "setting", lambda one: one[0], word=True), *map(of, range(len(names)))]
+    return text_table("Settings that differ", columns, list(settings.items()))

@@ -1,0 +1,52 @@
+"""What runs took: hours of the device that they were on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from .runs import Run
+
+_KINDS = {"cpu": "CPU", "cuda": "GPU", "mps": "GPU", "xpu": "GPU"}
+UNKNOWN = "device"
+"""Of runs whose config does not say what they were on: imported ones, for example."""
+
+
+def seconds_of(run: Run) -> float:
+    """Wall-clock of a run's updates and evaluations, as far as its records have them."""
+    total, before = 0.0, -1
+    for record in run.records:
+        total += (record.seconds_per_step or 0.0) * (record.step - before)
+        total += record.evaluation_seconds or 0.0
+        before = record.step
+    return total
+
+
+def device_of(run: Run) -> str:
+    """`GPU`, `CPU`, or `UNKNOWN`."""
+    resolved = run.config.get("resolved")
+    found = resolved.get("device") if isinstance(resolved, Mapping) else None
+    name = str(found or run.config.get("device")).partition(":")[0]
+    return _KINDS.get(name, UNKNOWN)
+
+
+def hours(runs: Iterable[Run]) -> dict[str, float]:
+    """Hours by the kind of device; a kind that took no time is left out."""
+    total: Counter[str] = Counter()
+    for run in runs:
+        total[device_of(run)] += seconds_of(run) / 3600  # type: ignore[assignment]
+    return {kind: value for kind, value in sorted(total.items(), reverse=True) if value > 0}
+
+
+def hours_text(spent: Mapping[str, float]) -> str:
+    """Hours in words.
+
+    Examples:
+        >>> hours_text({"GPU": 6.06, "CPU": 0.0042})
+        '6.1 GPU-hours and 0.0042 CPU-hours'
+    """
+    return " and ".join(f"{_rounded(value)} {kind}-hours" for kind, value in spent.items())
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"

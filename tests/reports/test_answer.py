@@ -1,0 +1,145 @@
+"""Who leads, by how much, how sure that is and what it costs: the numbers and the sentences."""
+
+import itertools
+import json
+import random
+
+import pytest
+import scipy.stats
+from typer.testing import CliRunner
+
+from steppe.cli import app
+from steppe.errors import UserError
+from steppe.reports import build_report, load_runs, write
+from steppe.reports.contrasts import MARGIN
+from steppe.reports.holm import holm
+from tests.reports.trees import DOMAINS, config, record, write_run
+
+TWO = DOMAINS[:2]
+
+
+def sweep(root, accuracies, targets=DOMAINS, trials=3, seconds=None, **more):
+    """Runs of two records each; `accuracies[optimizer](target, trial)` are the test accuracies."""
+    for name, of in accuracies.items():
+        for target, trial in itertools.product(targets, range(trials)):
+            value = of(DOMAINS.index(target), trial)
+            times = {"seconds_per_step": (seconds or {}).get(name, 0.5), "evaluation_seconds": 36.0}
+            records = [
+                record(s, (target,), lambda d, p, v=value: v if p == "test" else 0.5, **times)
+                for s in (0, 99)
+            ]
+            one = config((target,), trial, optimizer=name, steps=100, device="cuda:0", **more)
+            write_run(root / f"{name}-{target}-{trial}", one, records)
+    return build_report(load_runs(root))
+
+
+def level(base, noise=0.001):
+    """About `base`, differing a little from target to target and seed to seed."""
+    return lambda target, trial: base + noise * ((7 * target + 3 * trial) % 5)
+
+
+def test_holm_is_the_written_out_example():
+    # Sorted: 0.005 x 4, 0.01 x 3, 0.03 x 2, 0.04 x 1; the last may not be below the third.
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_a_clear_lead_is_said_with_its_evidence_and_cost(tmp_path):
+    accuracies = {"sgd": level(0.70), "sam": level(0.80, 0.002), "adam": level(0.71, 0.003)}
+    report = sweep(tmp_path, accuracies, seconds={"sgd": 0.5, "sam": 1.0, "adam": 0.6})
+    first, second, step, total = report.answer
+    assert first.startswith("sam leads with 80.4%; adam is next with 71.5%. The paired difference")
+    assert "over 3 seeds" in first
+    assert first.endswith("significant on these 4 targets.")
+    assert second == "sam is significantly better than sgd."
+    assert step == "A step of sam takes 1000.0 ms, 2.00 times that of sgd, the cheapest."
+    # 12 runs of a method: 100 steps and two evaluations of 36 s.
+    hours = 12 * (100 * (0.5 + 1.0 + 0.6) + 3 * 72) / 3600
+    assert total == f"All 36 runs took {hours:.1f} GPU-hours."
+    assert report.to_json()["hours"] == {"GPU": pytest.approx(hours)}
+    shown = [(pair.a, pair.b) for pair in report.comparisons]
+    assert shown == [("sam", "adam"), ("sam", "sgd"), ("adam", "sgd")]
+
+
+def test_p_values_are_corrected_for_what_could_have_been_picked(tmp_path):
+    accuracies = {
+        name: (lambda *at, k=k: 0.7 + 0.01 * k + 0.05 * random.Random(repr((k, at))).random())
+        for k, name in enumerate(("sgd", "adam", "sam", "gam"))
+    }
+    report = sweep(tmp_path, accuracies)
+    means = {
+        name: [sum(of(target, trial) for target in range(4)) / 4 for trial in range(3)]
+        for name, of in accuracies.items()
+    }
+    pairs = list(itertools.combinations(means, 2))
+    p = {(a, b): scipy.stats.ttest_rel(means[a], means[b]).pvalue for a, b in pairs}
+    adjusted = dict(zip(map(frozenset, pairs), holm(list(p.values())), strict=True))
+    assert report.contrasts.tests == 6
+    assert "Holm-corrected for 6 pairs" in report.contrasts.note
+    for pair in report.comparisons:
+        assert pair.adjusted == pytest.approx(adjusted[frozenset((pair.a, pair.b))], rel=1e-6)
+    # Named beforehand, three pairs are all there is.
+    named = build_report(load_runs(tmp_path), references=["sgd"])
+    assert [(pair.a, pair.b) for pair in named.comparisons] == [
+        (other, "sgd") for other in ("adam", "gam", "sam")
+    ]
+    own = [p["sgd", other] for other in ("adam", "gam", "sam")]
+    assert [pair.adjusted for pair in named.comparisons] == pytest.approx(holm(own), rel=1e-6)
+    with pytest.raises(UserError, match="reference 'sgdd', did you mean 'sgd'"):
+        write(build_report(load_runs(tmp_path), references=["sgdd"]), "terminal")
+
+
+def test_ties_and_open_questions_are_not_called_wins(tmp_path):
+    wobble = {"sgd": level(0.8, 0.0), "sam": lambda target, trial: 0.8 + 0.002 * (trial - 0.9)}
+    near = sweep(tmp_path / "near", wobble)
+    assert near.comparisons[0].deciding.high < MARGIN
+    assert "statistically tied" in near.answer[0]
+    swings = {"sgd": level(0.7), "sam": lambda target, trial: 0.71 + 0.1 * (trial - 1)}
+    far = sweep(tmp_path / "far", swings)
+    assert far.answer[0].endswith(": inconclusive.")
+
+
+def test_with_few_seeds_the_targets_decide(tmp_path):
+    report = sweep(tmp_path, {"sgd": level(0.7), "sam": level(0.8, 0.002)}, trials=2)
+    (pair,) = report.comparisons
+    assert (pair.over_trials.units, pair.deciding.unit) == (2, "targets")
+    assert "over 4 targets" in report.answer[0]
+    assert report.answer[0].endswith("significant across targets.")
+
+
+def test_one_target_and_one_seed_give_no_interval(tmp_path):
+    report = sweep(tmp_path, {"sgd": level(0.7), "sam": level(0.8)}, DOMAINS[:1], trials=1)
+    first, *_, last = report.answer
+    assert "+10.0 points; one target and one seed give no interval" in first
+    assert "significant" not in first
+    assert last == "Of PACS's 4 targets, 1 was run (art_painting)."
+    (pair,) = json.loads(write(report, "json"))["comparisons"]
+    assert (pair["low"], pair["p_adjusted"], pair["verdict"]) == (None, None, "no interval")
+    assert report.contrasts.note.startswith("Nothing to test")
+
+
+def test_methods_without_all_targets_are_not_ranked(tmp_path):
+    sweep(tmp_path, {"sgd": level(0.7), "adam": level(0.6)}, TWO)
+    report = sweep(tmp_path, {"sam": level(0.9)}, TWO[:1])
+    assert report.answer[0].startswith("sgd leads")
+    assert "1 method lacks a target and is not ranked." in report.answer
+    alone = sweep(tmp_path / "alone", {"sgd": level(0.7)})
+    assert alone.answer[0].endswith("it is the only method, so nothing is compared.")
+
+
+@pytest.mark.parametrize("form", ["terminal", "markdown", "latex", "json"])
+def test_every_format_begins_with_the_answer(tmp_path, form):
+    report = sweep(tmp_path, {"sgd": level(0.7), "sam": level(0.8)})
+    text = write(report, form).replace("\n% ", " ")
+    begin = " ".join(text.split())
+    assert 0 <= begin.find("sam leads with 80.") < 20
+    assert form == "json" or text.index("CI, seeds") < text.index("Avg.")
+
+
+def test_the_command_takes_a_reference(tmp_path):
+    sweep(tmp_path, {"sgd": level(0.7), "sam": level(0.8, 0.002), "adam": level(0.71)})
+    given = ["report", str(tmp_path), "--format", "json", "--reference", "adam"]
+    found = CliRunner().invoke(app, given, catch_exceptions=False)
+    pairs = json.loads(found.stdout)["comparisons"]
+    assert [(pair["a"], pair["b"]) for pair in pairs] == [("sam", "adam"), ("sgd", "adam")]
