@@ -75,7 +75,7 @@ def predict_images(
     """Predict image files one after another, in order.
 
     The images are read as in evaluation, and a file that cannot be read has a `problem` instead of
-    a label. Computed in full float32: a GPU predicts what a CPU does.
+    a label. Computed in full float32, on a GPU too.
 
     Args:
         model: the model, on the device that is to compute.
