@@ -81,8 +81,8 @@ def registrar(registry: Registry[S], spec: type[S], name: str, **facts: Any) -> 
     def decorate(cls: C) -> C:
         # While a module of steppe's is imported, it does not have the class yet. Later, somebody
         # registers it again: under another name, with other facts.
-        declares = not hasattr(sys.modules[cls.__module__], cls.__name__)
-        if not (declares and cls.__module__.startswith("steppe.")):
+        ours = cls.__module__.startswith("steppe.")
+        if not ours or hasattr(sys.modules[cls.__module__], cls.__name__):
             registry.add(spec.of(cls, name, **facts))
         return cls
 

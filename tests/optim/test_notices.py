@@ -32,8 +32,8 @@ def test_bfloat16_warns_once_at_the_users_line(compiled):
     with pytest.warns(Bfloat16Warning, match="FAD.*bfloat16.*Prefer .*float16") as seen:
         step()
         step()
-    assert len(seen) == 1
-    assert seen[0].filename == __file__
+    (warning,) = (w for w in seen if w.category is Bfloat16Warning)  # torch may have its own
+    assert warning.filename == __file__
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16])
