@@ -391,7 +391,7 @@ def _run(job: Job) -> Record:
     }
     with tempfile.TemporaryDirectory() as folder:
         last = train(make_config(values), folder)[-1]
-        model = load_model(folder).double()
+        model = load_model(folder, "last").double()
     images, labels = _training_images(job.images, job.seed)
     batches = [(model.algorithm.network.normalize(images).double(), labels)]
     hessian = HessianOperator(model, _cross_entropy, batches)

@@ -11,6 +11,7 @@ import harness
 import job
 import learning
 import optim
+import predict
 import pytest
 import report
 import sweep
@@ -34,6 +35,14 @@ def test_data(carry_out, images):
     assert result["images"] == "images: 30 in 3 domains"
     assert result["workers"] == 2
     assert all(spread["median"] > 0 for spread in result["images per second"].values())
+
+
+def test_predict(carry_out, images):
+    words = ("--backbone", "small-cnn", "--size", 16, "--batch", 4, "--count", 41, "--rounds", 1)
+    result = carry_out(predict, "--images", images, *words)
+    assert (result["images"], result["count"]) == ("images", 41)
+    assert all(spread["median"] > 0 for spread in result["images per second"].values())
+    assert result["share of the time that the device is busy"]["in all"]["median"] > 0
 
 
 def test_job(carry_out, images, tmp_path):

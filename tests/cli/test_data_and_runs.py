@@ -1,7 +1,9 @@
 """The commands for data and for finished runs, from end to end."""
 
+import csv
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -88,8 +90,10 @@ def test_from_images_to_an_exported_model(
     own = json.loads(steppe("evaluate", run, "--json").stdout)
     assert scores["oil"]["images"] == own["oil"]["images"] == 16
     assert scores["oil"] == pytest.approx(own["oil"])
-    assert own["oil"]["step"] == 2
-    assert "last weights (step 2)" in steppe("evaluate", run).stdout
+    announced = json.loads(again.stdout)["step"]
+    assert (own["oil"]["which"], own["oil"]["step"]) == ("best", announced)
+    assert f"best weights (step {announced})" in steppe("evaluate", run).stdout
+    assert "last weights (step 2)," in steppe("evaluate", run, "--which", "last").stdout
     chosen = steppe("evaluate", run, "--which", "step:2").stdout
     assert "weights after step 2" in chosen
     with pytest.raises(UserError, match="which='first': expected last, best, or step:N"):
@@ -97,8 +101,57 @@ def test_from_images_to_an_exported_model(
     assert "accuracy" in steppe("evaluate", run, "--which", "best").stdout
 
     out = tmp_path / "out.safetensors"
-    assert "small-cnn, 2 classes, step 2" in steppe("export", run, out).stdout
+    said = steppe("export", run, out).stdout
+    assert f"small-cnn, 2 classes, best weights (step {announced})" in said
     assert load_file(out)["classifier.weight"].shape[0] == 2
+
+
+def test_predict_from_files_to_csv_and_json(pets: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    steppe("train", "--dataset", pets, "--target", "oil", *SMALL, "--out", run)
+    new = tmp_path / "new"
+    (pets / "oil" / "cat").rename(new)
+    result = steppe("predict", run, new)
+    assert result.exit_code == 0
+    rows = list(csv.DictReader(result.stdout.splitlines()))
+    assert [row["file"] for row in rows] == [str(new / f"{i}.png") for i in range(8)]
+    assert {row["class"] for row in rows} <= {"cat", "dog"}
+    assert all(0.5 <= float(row["probability"]) <= 1 for row in rows)
+    assert {row["trained_on"] for row in rows} == {"ink"}
+    assert "best weights (step" in result.stderr
+    assert "predicting: 8 of 8" in result.stderr
+
+    (new / "9.png").write_text("words")
+    (new / "a\x1b[31mb.png").write_bytes((new / "0.png").read_bytes())
+    for out in (tmp_path / "p.csv", tmp_path / "p.json"):
+        result = steppe("predict", run, new, "--out", out, "--batch-size", 4, "--which", "last")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert f"image {new / '9.png'} cannot be read" in result.stderr
+        assert "1 of 10 images could not be read" in result.stderr
+        assert "last weights (step 2), trained on ink" in result.stderr
+    names = [str(new / name) for name in [*(f"{i}.png" for i in range(8)), "a\x1b[31mb.png"]]
+    with (tmp_path / "p.csv").open(newline="") as file:
+        written = list(csv.DictReader(file))
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert [row["file"] for row in written] == names
+    assert [one["file"] for one in found["predictions"]] == names
+    assert (found["which"], found["step"], found["trained_on"]) == ("last", 2, ["ink"])
+    assert [one["file"] for one in found["unreadable"]] == [str(new / "9.png")]
+    for row, one in zip(written, found["predictions"], strict=True):
+        assert row["class"] == one["class"]
+        assert float(row["probability"]) == pytest.approx(one["probability"], abs=1e-6)
+    printed = steppe("predict", run, new, "--json")
+    assert printed.exit_code == 1
+    assert len(json.loads(printed.stdout)["predictions"]) == 9
+    assert "\x1b" not in steppe("predict", run, new).stdout
+
+    shutil.rmtree(run / "checkpoint" / "best")
+    for words in (["predict", run, new / "0.png"], ["evaluate", run, "--data", pets / "ink"]):
+        assert "last weights (step 2; no best)" in steppe(*words).output
+    exported = steppe("export", run, tmp_path / "m.safetensors").stdout
+    assert "last weights (step 2; no best)" in exported
+    with pytest.raises(UserError, match="one of .safetensors, .pt2, .onnx"):
+        steppe("export", run, tmp_path / "m.pth")
 
 
 def test_overrides_reach_the_config(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_sma_serves_the_mean_of_all_iterates_from_its_start(tmp_path, iterates) 
     records = train(make_config({**DIGITS, "averaging": {"name": "sma", "start": 4}}), tmp_path)
     assert [record["averaged"] for record in records] == [True] * 4
     expected = mean(iterates, list(range(3, 13)))  # the fourth update to the last
-    assert_averaged(load_model(tmp_path).algorithm, expected, statistics=True)
+    assert_averaged(load_model(tmp_path, "last").algorithm, expected, statistics=True)
     # A run goes on from the weights themselves.
     weights = load_file(tmp_path / "checkpoint/step-000012/model.safetensors")
     assert all(torch.equal(weights[n].double(), v) for n, v in iterates[-1].items())
@@ -215,11 +215,11 @@ def test_unfinished_weights_do_not_claim_to_be_averaged(tmp_path, monkeypatch) -
         train(make_config({**DIGITS, "averaging": SWAD}), tmp_path / "run")
     monkeypatch.undo()
     assert not load_model(tmp_path / "run").averaged
-    assert export_run(tmp_path / "run", tmp_path / "file")["averaging"] == "none"
+    assert export_run(tmp_path / "run", tmp_path / "file.safetensors")["averaging"] == "none"
     train(make_config({**DIGITS, "averaging": SWAD}), tmp_path / "run", resume=True)
     assert load_model(tmp_path / "run").averaged
     assert load_model(tmp_path / "run", "best").averaged
-    assert export_run(tmp_path / "run", tmp_path / "file")["averaging"] == "swad"
+    assert export_run(tmp_path / "run", tmp_path / "file.safetensors")["averaging"] == "swad"
 
 
 def test_a_class_by_class_part_is_shuffled_for_evaluation(tmp_path, monkeypatch) -> None:

@@ -12,13 +12,10 @@ import pytest
 
 pytest.importorskip("timm")
 
-import timm
 import torch
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torchvision import models, transforms as T
+from torchvision import transforms as T
 
 from steppe.algorithms import ERM
 from steppe.domains import Arrays, Domain, catalog, load, register_dataset
@@ -31,6 +28,7 @@ from steppe.training import (
     export_run,
     load_model,
     make_config,
+    select,
     setup,
     train,
 )
@@ -145,11 +143,25 @@ def test_a_loaded_model_is_the_trained_one(run, own, tmp_path, monkeypatch, whic
         steps = index["step"] + 1
     algorithm = trained(config(own, steps=steps), tmp_path / "again", monkeypatch)
     model = load_model(run, which)
+    assert (model.which, model.step) == (which, steps - 1)
     assert not any(module.training for module in model.modules())
     with torch.no_grad():
         expected = algorithm.predict(pixels())
         assert torch.equal(model(pixels()), expected)
     assert not torch.equal(load_model(run, "last")(pixels()), load_model(run, "best")(pixels()))
+
+
+def test_what_training_announces_is_what_is_used(run, own, tmp_path):
+    announced = select(RunDirectory(run).records())["step"]
+    assert announced < config(own).steps - 1, "or the last would do"
+    assert torch.equal(load_model(run)(pixels()), load_model(run, "best")(pixels()))
+    assert load_model(run).step == evaluate_run(run)["pen"].step == announced
+    assert export_run(run, tmp_path / "m.safetensors")["step"] == str(announced)
+    without = shutil.copytree(run, tmp_path / "without")
+    shutil.rmtree(without / "checkpoint" / "best")
+    assert (load_model(without).which, load_model(without).step) == ("last", 24)
+    assert evaluate_run(without)["pen"].to_json()["which"] == "last"
+    assert torch.equal(load_model(without)(pixels()), load_model(run, "last")(pixels()))
 
 
 def test_three_lines_of_python(run, own):
@@ -184,6 +196,39 @@ def test_preprocess_in_grey_for_a_model_of_grey_images(digits):
     assert torch.equal(batch[0], batch[1])
 
 
+def test_preprocess_takes_paths_images_tensors_and_lists(run, own):
+    model = load_model(run)
+    path = own / "ink" / "cat" / "1.png"
+    with Image.open(path) as shown:
+        tensor = T.PILToTensor()(shown)
+        (expected,) = model.preprocess(shown)
+        batch = model.preprocess(
+            path, str(path), [path, shown], (tensor,), tensor[None].repeat(2, 1, 1, 1)
+        )
+    assert batch.shape == (7, 3, 16, 16)
+    assert all(torch.equal(image, expected) for image in batch)
+    (grey,) = model.preprocess(tensor[:1])
+    assert torch.equal(grey[0], grey[1])
+    assert torch.equal(grey[0], expected[0])
+
+
+def test_preprocess_says_what_is_no_image(run, own, tmp_path):
+    model = load_model(run)
+    (tmp_path / "x.png").write_text("words")
+    deep = Image.fromarray(np.full((8, 8), 40000, dtype=np.uint16))
+    for wrong, words in [
+        (tmp_path / "x.png", "x.png cannot be read"),
+        (tmp_path / "gone.png", "gone.png cannot be read: No such file"),
+        (torch.zeros(3, 8, 8), "uint8 from 0 to 255, and the tensor is torch.float32"),
+        (torch.zeros(8, 8, dtype=torch.uint8), r"shape \(8, 8\) is not an image"),
+        (deep, "mode is 'I;16'; convert it to 8 bits"),
+        (7, "7 is not an image: give a path"),
+        ([], "at least one"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            model.preprocess(wrong)
+
+
 @contextmanager
 def gone(folder: Path) -> Iterator[None]:
     away = folder.with_name("away")
@@ -211,9 +256,9 @@ def test_a_run_can_be_moved(run, tmp_path):
 
 
 def test_evaluation_of_the_runs_own_targets(run, own):
-    scores = evaluate_run(run)
+    scores = evaluate_run(run, which="last")
     assert list(scores) == ["pen"]
-    assert_by_hand(scores["pen"], load_model(run), own / "pen")
+    assert_by_hand(scores["pen"], load_model(run, "last"), own / "pen")
     last = RunDirectory(run).records()[-1]["domains"]["pen"]
     parts = [last[part] for part in ("test", "oracle")]
     right = sum(part["accuracy"] * part["images"] for part in parts)
@@ -292,48 +337,6 @@ def test_channels_that_no_file_has_are_an_error(run, monkeypatch):
     model = TrainedModel(ERM(network, 1), CLASSES, 9, step=0)
     with pytest.raises(UserError, match="takes 2 channels"):
         model.preprocess(Image.new("RGB", (9, 9)))
-
-
-@pytest.mark.parametrize(
-    ("backbone", "make"),
-    [("resnet18", models.resnet18), ("mobilenetv3_small_050", None), ("small-cnn", None)],
-)
-def test_an_export_is_the_librarys_model(own, tmp_path, backbone, make):
-    weights = tmp_path / "secret" / "begin.safetensors"
-    weights.parent.mkdir()
-    begin = build_network(backbone, n_classes=2, image_size=32)
-    save_file(begin.featurizer.state_dict(), weights)
-    changes = {"backbone": backbone, "image_size": 32, "weights": str(weights), "steps": 2}
-    train(config(own, **changes, root=str(tmp_path / "secret")), tmp_path / "run")
-    out = tmp_path / "out.safetensors"
-    facts = export_run(tmp_path / "run", out)
-
-    with safe_open(out, "pt") as file:
-        assert file.metadata() == facts
-    assert facts["backbone"] == backbone
-    assert json.loads(facts["classes"]) == list(CLASSES)
-    assert b"secret" not in out.read_bytes()
-    assert str(own.parent).encode() not in out.read_bytes()
-    assert json.loads(facts["config"])["dataset"] == "own images"
-
-    model = load_model(tmp_path / "run")
-    with Image.open(own / "pen" / "ant" / "0.png") as image:
-        size = int(facts["image_size"])
-        mean, std = json.loads(facts["mean"]), json.loads(facts["std"])
-        transform = T.Compose([T.Resize((size, size)), T.ToTensor(), T.Normalize(mean, std)])
-        x, expected = transform(image)[None], model(model.preprocess(image))
-    if backbone != "small-cnn":
-        theirs = make(num_classes=3) if make else timm.create_model(backbone, num_classes=3)
-        theirs.load_state_dict(load_file(out), strict=True)
-        torch.testing.assert_close(theirs.eval()(x), expected)
-    # And as the beginning of another run.
-    network = build_network(backbone, n_classes=9, image_size=32, weights=str(out)).eval()
-    assert torch.equal(network.features(x), model.algorithm.network.features(x))
-
-
-def test_an_export_that_cannot_be_written_names_the_file(run, tmp_path):
-    with pytest.raises(UserError, match="nowhere/model.safetensors could not be written"):
-        export_run(run, tmp_path / "nowhere" / "model.safetensors")
 
 
 def test_what_is_no_finished_run_says_so(run, own, tmp_path):

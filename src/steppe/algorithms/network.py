@@ -134,7 +134,10 @@ class Network(nn.Module):
         """
         images = self.normalize(images)
         # Compiled code has no hooks; and 1, to the compiler, is a constant like no other.
-        compiled = self.compiled if tap is None and len(images) > 1 else None
+        # (The number of images is asked for last: an export is for any.)
+        compiled = self.compiled
+        if compiled is not None and (tap is not None or len(images) == 1):
+            compiled = None
         with tapped(self.featurizer, self.stages, tap):
             features: Tensor = (compiled or _call)(self.featurizer, images)
         return features if keep is None else features * keep

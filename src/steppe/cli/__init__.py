@@ -23,7 +23,7 @@ try:
 except ModuleNotFoundError as error:  # a plain `pip install steppe` brings torch and nothing else
     raise SystemExit(missing(error)) from None
 
-from . import curvature, data, reports, reproduce, runs, sweep
+from . import curvature, data, predict, reports, reproduce, runs, sweep
 
 app = typer.Typer(
     help="Flatness-aware optimizers and a domain-generalization benchmark.",
@@ -54,6 +54,7 @@ def _options(
 app.command()(reproduce.demo)
 app.command()(runs.train)
 app.command()(runs.evaluate)
+app.command()(predict.predict)
 app.command()(runs.export)
 app.command()(reports.report)
 app.command()(reports.compare)

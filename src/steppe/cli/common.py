@@ -65,6 +65,15 @@ Which = Annotated[
         help="The weights after the last step, those validated best, or those after step N.",
     ),
 ]
+Chosen = Annotated[
+    str | None,
+    typer.Option(
+        "--which",
+        metavar="best|last|step:N",
+        help="The weights validated best, those after the last step, or those after step N.",
+        show_default="best, or last where a run has no best",
+    ),
+]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")]
 
 

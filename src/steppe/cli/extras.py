@@ -4,6 +4,8 @@
 EXTRAS = {
     "curvlinops": "dev",
     "mlflow": "loggers",
+    "onnx": "onnx",
+    "onnxscript": "onnx",
     "pyhessian": "dev",
     "ray": "ray",
     "tensorboard": "loggers",

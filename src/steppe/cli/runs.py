@@ -11,7 +11,7 @@ from steppe.errors import UserError
 from steppe.strangers import printable
 from steppe.training.config import RunConfig
 
-from .common import Device, Json, Overrides, Root, Runs, Which, talk
+from .common import Chosen, Device, Json, Overrides, Root, Runs, talk
 from .options import keys, with_options
 
 _UNSET = ("version", "resolved", "data")
@@ -76,7 +76,7 @@ def evaluate(
             "run's own target domains).",
         ),
     ] = None,
-    which: Which = "last",
+    which: Chosen = None,
     root: Root = None,
     device: Device = "auto",
     as_json: Json = False,
@@ -91,14 +91,15 @@ def evaluate(
         found = evaluate_ensemble(runs, data, which=which, device=device, root=home)
         names = [str(run) for run in runs]
         plain = {domain: value.to_json(names) for domain, value in found.items()}
-        members = [member for value in found.values() for member in value.members]
+        members = [(m.which, m.step) for value in found.values() for m in value.members]
         shown = ensemble_table(found, names, f"{weights(which, members)}, all images")
     elif len(runs) > 1:
         raise UserError(f"{len(runs)} runs were given: add --ensemble, or evaluate one at a time")
     else:
         scores = evaluate_run(runs[0], data, which=which, device=device, root=home)
         plain = {domain: value.to_json() for domain, value in scores.items()}
-        title = f"{runs[0].name}: {weights(which, scores.values())}, all images"
+        used = weights(which, ((s.which, s.step) for s in scores.values()))
+        title = f"{runs[0].name}: {used}, all images"
         shown = score_table(scores, title)
     if as_json:
         print(json.dumps(plain, indent=2))
@@ -108,12 +109,24 @@ def evaluate(
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    out: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors file to write.")],
-    which: Which = "last",
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="The file to write. Its ending chooses the format: .safetensors has the weights "
+            "for timm or torchvision; .pt2 (torch.export) and .onnx the whole network.",
+        ),
+    ],
+    which: Chosen = None,
 ) -> None:
-    """Write a run's network as one safetensors file that timm or torchvision can load."""
+    """Write a run's network as one file that other programs load.
+
+    Classes, preprocessing and provenance are in the file's metadata.
+    """
     from steppe.training import export_run
+    from steppe.training.progress import weights
 
     facts = export_run(run, out, which)
     classes = f"{len(json.loads(facts['classes']))} classes"
-    print(printable(f"{out}: {facts['backbone']}, {classes}, step {facts['step']}"))
+    used = weights(which, [(facts["which"], int(facts["step"]))])
+    print(printable(f"{out}: {facts['backbone']}, {classes}, {used}"))

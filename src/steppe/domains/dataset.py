@@ -15,6 +15,8 @@ from steppe.errors import UserError, reason
 from steppe.strangers import plain
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from .spec import DatasetSpec
 
 Pixels = NDArray[np.uint8]
@@ -99,11 +101,7 @@ def decode(path: Path) -> Pixels:
 
     try:
         with plain(path) as file, Image.open(file, formats=_FORMATS) as image:
-            if image.mode.startswith(("I", "F")):
-                raise ValueError(f"its mode is {image.mode!r}; convert it to 8 bits a channel")
-            # By way of RGBA where there is transparency: Pillow asks for it, with a warning.
-            seen = image.convert("RGBA") if "transparency" in image.info else image
-            return np.asarray(seen if seen.mode == "RGB" else seen.convert("RGB"))
+            return rgb(image)
     except UnidentifiedImageError:
         raise UnreadableImage(
             f"image {path} cannot be read: it is not a {', '.join(_FORMATS[:-1])} or "
@@ -111,6 +109,26 @@ def decode(path: Path) -> Pixels:
         ) from None
     except Exception as error:  # Pillow's decoders raise anything when the bytes are wrong
         raise UnreadableImage(f"image {path} cannot be read: {reason(error)}") from None
+
+
+def rgb(image: Image.Image) -> Pixels:
+    """The pixels of a Pillow image of 8 bits a channel, as RGB."""
+    if image.mode.startswith(("I", "F")):
+        raise UserError(f"its mode is {image.mode!r}; convert it to 8 bits a channel")
+    # By way of RGBA where there is transparency: Pillow asks for it, with a warning.
+    seen = image.convert("RGBA") if "transparency" in image.info else image
+    return np.asarray(seen if seen.mode == "RGB" else seen.convert("RGB"))
+
+
+def with_channels(pixels: Pixels, channels: int) -> Pixels:
+    """An image in color as gray (1 channel), a gray one as RGB (3), any other as it is."""
+    if pixels.shape[2] == channels:
+        return pixels
+    if channels == 3:
+        return np.repeat(pixels, 3, axis=2)
+    from PIL import Image
+
+    return np.asarray(Image.fromarray(pixels).convert("L"))[..., None]
 
 
 @dataclass(frozen=True)

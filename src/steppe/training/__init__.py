@@ -20,12 +20,17 @@ if TYPE_CHECKING:
     )
     from .draws import draw_hparams as draw_hparams
     from .evaluation import EnsembleScores as EnsembleScores
+    from .exports import export_run as export_run
     from .models import (
         TrainedModel as TrainedModel,
         evaluate_ensemble as evaluate_ensemble,
         evaluate_run as evaluate_run,
-        export_run as export_run,
         load_model as load_model,
+    )
+    from .predict import (
+        Prediction as Prediction,
+        find_images as find_images,
+        predict_images as predict_images,
     )
     from .run import train as train
 else:  # not for type checkers, which would take any name for one of the package

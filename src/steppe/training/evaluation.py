@@ -29,6 +29,7 @@ class Scores:
         calibration_error: the expected calibration error, over 15 bins of equal width: the mean
             over images of the difference between confidence and accuracy in the image's bin.
         step: after which the weights were saved, where they are a checkpoint's.
+        which: the choice that they are, likewise: ``best``, ``last`` or ``step:N``.
     """
 
     accuracy: float
@@ -36,8 +37,9 @@ class Scores:
     calibration_error: float
     images: int
     step: int | None = None
+    which: str | None = None
 
-    def to_json(self) -> dict[str, float | int]:
+    def to_json(self) -> dict[str, float | int | str]:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 

@@ -1,39 +1,37 @@
-"""What a finished run is good for: its model, its scores on other data, its weights in a file."""
+"""What a finished run is good for: its model, and its scores on other data."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from steppe.algorithms import Algorithm
 from steppe.domains import Domain, Images, dataset_names, import_plugins, load
 from steppe.domains.augment import resize
 from steppe.domains.batches import Batch, View
-from steppe.domains.dataset import Pixels
+from steppe.domains.dataset import Pixels, decode, rgb, with_channels
 from steppe.domains.folder import read_domain, read_folder, subfolders
 from steppe.domains.store import Host
-from steppe.durable import replace as replace_file
-from steppe.errors import RunError, UserError
+from steppe.errors import RunError, UserError, shown
 
 from . import checkpoint, setup
-from .backbones import library_state
-from .config import MACHINE, keys
 from .directory import RunDirectory
 from .evaluation import BATCH, EnsembleScores, Scores, Tally
 from .processes import find_device
 from .which import Which, chosen_step
 
 log = logging.getLogger("steppe")
+
+ImageLike = str | os.PathLike[str] | Image.Image | Tensor
+"""What `TrainedModel.preprocess` takes as an image; a tensor may also be several."""
 
 
 class TrainedModel(nn.Module):
@@ -47,6 +45,8 @@ class TrainedModel(nn.Module):
         classes: the class names, in the order of the logits.
         step: the step after which its weights were saved.
         averaged: whether they are an average.
+        which: the choice that they are: ``best``, ``last`` or ``step:N``.
+        trained_on: the names of the domains that it was trained on.
     """
 
     def __init__(
@@ -56,6 +56,8 @@ class TrainedModel(nn.Module):
         image_size: int,
         step: int,
         averaged: bool = False,
+        which: Which = "last",
+        trained_on: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.algorithm = algorithm
@@ -63,6 +65,8 @@ class TrainedModel(nn.Module):
         self.image_size = image_size
         self.step = step
         self.averaged = averaged
+        self.which = which
+        self.trained_on = tuple(trained_on)
         self.eval()
 
     @property
@@ -72,26 +76,68 @@ class TrainedModel(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         return self.algorithm.predict(self.algorithm.network.normalize(images))
 
-    def preprocess(self, *images: Image.Image) -> Tensor:
-        """Images as one batch, resized as in evaluation; in gray if the model was trained so."""
-        modes = {1: "L", 3: "RGB"}
-        if self.channels not in modes:
+    def preprocess(self, *images: ImageLike | Sequence[ImageLike]) -> Tensor:
+        """Images as one batch, resized as in evaluation; in gray if the model was trained so.
+
+        Args:
+            images: paths, Pillow images, tensors of pixels (uint8, channels x height x width, or
+                several as N x channels x height x width), or lists of these.
+
+        Raises:
+            UserError: one of them is not an image, or cannot be read.
+        """
+        if self.channels not in (1, 3):
             raise UserError(f"the model takes {self.channels} channels, which no image file has")
-        converted = (image.convert(modes[self.channels]) for image in images)
-        arrays = [np.atleast_3d(np.asarray(image)) for image in converted]
+        arrays = [with_channels(array, self.channels) for array in _arrays(images)]
+        if not arrays:
+            raise UserError("there is no image to preprocess: give at least one")
         pixels = np.stack([resize(array, self.image_size) for array in arrays])
         return torch.from_numpy(pixels).permute(0, 3, 1, 2).to(self.algorithm.network.mean.device)
 
 
+def _arrays(images: Iterable[object]) -> Iterator[Pixels]:
+    """The pixels of images in any of the forms that `preprocess` takes."""
+    for image in images:
+        if isinstance(image, str | os.PathLike):
+            yield decode(Path(image))
+        elif isinstance(image, Image.Image):
+            yield rgb(image)
+        elif isinstance(image, Tensor):
+            yield from _tensor_arrays(image)
+        elif isinstance(image, list | tuple):
+            yield from _arrays(image)
+        else:
+            raise UserError(
+                f"{shown(image)} is not an image: give a path, a Pillow image, a tensor of pixels, "
+                "or a list of these"
+            )
+
+
+def _tensor_arrays(images: Tensor) -> Iterator[Pixels]:
+    if images.dtype is not torch.uint8:
+        raise UserError(
+            f"preprocess takes pixels as uint8 from 0 to 255, and the tensor is {images.dtype}: "
+            "convert it, or give the model itself what is normalized already"
+        )
+    several = images[None] if images.dim() == 3 else images
+    if several.dim() != 4 or several.shape[1] not in (1, 3):
+        raise UserError(
+            f"a tensor of shape {tuple(images.shape)} is not an image: expected 1 or 3 channels x "
+            "height x width, or several as N x channels x height x width"
+        )
+    yield from several.permute(0, 2, 3, 1).cpu().numpy()
+
+
 def load_model(
-    run: str | os.PathLike[str], which: Which = "last", device: str = "cpu"
+    run: str | os.PathLike[str], which: Which | None = None, device: str = "cpu"
 ) -> TrainedModel:
     """Load the model that a run trained.
 
     Args:
         run: the run's folder.
-        which: ``last``, the weights after the last step; ``best``, those of the best record by
-            validation accuracy; or ``step:N``, those of the checkpoint after step N.
+        which: ``best``, the weights of the best record by validation accuracy; ``last``, those
+            after the last step; or ``step:N``, those of the checkpoint after step N (default:
+            ``best``, or ``last`` where a run has no best; the model's ``which`` says so).
         device: where to put it.
 
     Raises:
@@ -111,6 +157,8 @@ def load_model(
     directory = RunDirectory(Path(run))
     config, data = directory.config(), directory.data()
     import_plugins(config.plugins)  # they know names of algorithms and datasets
+    if which is None:
+        which = "best" if (directory.checkpoints / "best").exists() else "last"
     found = _checkpoint(directory, which)
     # The weights of the file replace those it was begun with.
     start = config.model_copy(update={"weights": "none"})
@@ -127,8 +175,15 @@ def load_model(
             f"{config.algorithm.name} with {config.backbone} for {len(data['classes'])} classes"
         ) from None
     averaged = bool(served) or (which == "best" and config.averaging.name != "none")
-    classes = tuple(data["classes"])
-    model = TrainedModel(algorithm, classes, config.image_size, found.step, averaged)
+    model = TrainedModel(
+        algorithm,
+        tuple(data["classes"]),
+        config.image_size,
+        found.step,
+        averaged,
+        which,
+        data["sources"],
+    )
     return model.to(find_device(device))
 
 
@@ -157,7 +212,7 @@ def evaluate_run(
     run: str | os.PathLike[str],
     data: str | os.PathLike[str] | None = None,
     *,
-    which: Which = "last",
+    which: Which | None = None,
     device: str = "auto",
     root: str | None = None,
 ) -> dict[str, Scores]:
@@ -167,7 +222,7 @@ def evaluate_run(
         run: the run's folder.
         data: a folder DOMAIN/CLASS/IMAGE or CLASS/IMAGE, or a dataset's name (default: the
             run's own target domains).
-        which: ``last``, ``best`` or ``step:N``, as in `load_model`.
+        which: ``best``, ``last`` or ``step:N``, as in `load_model`.
         device: where to compute.
         root: the data folder, for datasets by name.
     """
@@ -179,7 +234,7 @@ def evaluate_ensemble(
     runs: Sequence[str | os.PathLike[str]],
     data: str | os.PathLike[str] | None = None,
     *,
-    which: Which = "last",
+    which: Which | None = None,
     device: str = "auto",
     root: str | None = None,
 ) -> dict[str, EnsembleScores]:
@@ -237,7 +292,8 @@ def _evaluate(
                 tally.add(of_one, labels)
         *alone, ensemble = (tally.scores() for tally in tallies)
         members = (
-            replace(scores, step=model.step) for scores, model in zip(alone, models, strict=True)
+            replace(scores, step=model.step, which=model.which)
+            for scores, model in zip(alone, models, strict=True)
         )
         results[domain] = EnsembleScores(ensemble, tuple(members))
     return results
@@ -268,7 +324,7 @@ def _whole_domains(
     for domain in domains:
         channels, images = domain.images[0].shape[2], domain.images
         if (channels, model.channels) == (3, 1):
-            images = _Grey(images)
+            images = Seen(images, 1)
         elif channels != model.channels:
             raise UserError(
                 f"the images of {domain.name!r} have {channels} channels, and the model takes "
@@ -299,53 +355,17 @@ def _find(
 
 
 @dataclass(frozen=True)
-class _Grey:
-    """Images in color, seen by a model for gray ones."""
+class Seen:
+    """Images of files as a model sees them: those in color, by one for gray images, in gray."""
 
     images: Images
+    channels: int
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int, /) -> Pixels:
-        return np.asarray(Image.fromarray(self.images[index]).convert("L"))[..., None]
+        return with_channels(self.images[index], self.channels)
 
     def name(self, index: int, /) -> str:
         return self.images.name(index)
-
-
-def export_run(
-    run: str | os.PathLike[str], out: str | os.PathLike[str], which: Which = "last"
-) -> dict[str, str]:
-    """Write a run's network as one safetensors file, with the backbone library's own key names.
-
-    ``timm.create_model(name, num_classes=...)`` or torchvision's constructor loads it with
-    ``load_state_dict``. What is needed to use it is in the file's metadata, which is returned.
-    """
-    model = load_model(run, which)
-    config, network = RunDirectory(Path(run)).config(), model.algorithm.network
-    if type(model.algorithm).predict is not Algorithm.predict:
-        raise UserError(
-            f"{os.fspath(run)} cannot be exported: {config.algorithm.name} predicts with more than "
-            "its network. Use it with steppe.training.load_model."
-        )
-    weights = library_state(config.backbone, network, config.image_size)
-    # Without where things lie on this machine; a plugin may lie here alone.
-    public = config.model_dump(mode="json", exclude={*keys(MACHINE), "plugins"})
-    public |= {key: Path(public[key]).name for key in ("dataset", "weights")}
-    metadata = {
-        "backbone": config.backbone,
-        "classes": json.dumps(model.classes),
-        "image_size": str(config.image_size),
-        "step": str(model.step),
-        "averaging": config.averaging.name if model.averaged else "none",
-        "mean": json.dumps(network.mean.flatten().tolist()),
-        "std": json.dumps(network.std.flatten().tolist()),
-        "config": json.dumps(public),
-    }
-    plain = {name: value.contiguous().clone() for name, value in weights.items()}
-    try:
-        replace_file(Path(out), save(plain, metadata=metadata))
-    except OSError as error:
-        raise UserError(f"{os.fspath(out)} could not be written: {error.strerror}") from None
-    return metadata

@@ -69,17 +69,29 @@ class Display:
         return f"{timedelta(seconds=round(left))} left"
 
 
-def weights(which: str, scores: Iterable[Scores]) -> str:
-    """Which weights the scores are of, in words.
+def weights(asked: str | None, found: Iterable[tuple[str | None, int | None]]) -> str:
+    """Which weights were used, in words.
+
+    Args:
+        asked: the choice; None: the best, or the last where there is no best.
+        found: what each model is, ``best``, ``last`` or ``step:N``, and after which step.
 
     Examples:
-        >>> from steppe.training.evaluation import Scores
-        >>> weights("last", [Scores(0.9, 0.1, 0.1, 8, step=30), Scores(0.8, 0.2, 0.1, 8, step=20)])
+        >>> weights("last", [("last", 30), ("last", 20)])
         'last weights (steps 20, 30)'
+        >>> weights(None, [("best", 10), ("last", 30)])
+        'best weights (step 10), last weights (step 30; no best)'
     """
-    steps = sorted({score.step for score in scores if score.step is not None})
-    after = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
-    return f"weights after {after}" if which.startswith("step:") else f"{which} weights ({after})"
+    steps: dict[str, set[int]] = {}
+    for which, step in found:
+        if step is not None:
+            steps.setdefault(which if which in ("best", "last") else "", set()).add(step)
+    parts = []
+    for which, known in sorted(steps.items()):
+        after = f"step{'s' * (len(known) > 1)} {', '.join(map(str, sorted(known)))}"
+        why = "; no best" if asked is None and which == "last" else ""
+        parts.append(f"{which} weights ({after}{why})" if which else f"weights after {after}")
+    return ", ".join(parts)
 
 
 def score_table(scores: Mapping[str, Scores], title: str) -> Table:
