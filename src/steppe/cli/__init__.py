@@ -23,7 +23,7 @@ try:
 except ModuleNotFoundError as error:  # a plain `pip install steppe` brings torch and nothing else
     raise SystemExit(missing(error)) from None
 
-from . import curvature, data, reports, reproduce, runs, sweep
+from . import curvature, data, listing, reports, reproduce, runs, sweep
 
 app = typer.Typer(
     help="Flatness-aware optimizers and a domain-generalization benchmark.",
@@ -52,6 +52,7 @@ def _options(
 
 
 app.command()(reproduce.demo)
+app.command("list")(listing.list_names)
 app.command()(runs.train)
 app.command()(runs.evaluate)
 app.command()(runs.export)

@@ -65,7 +65,7 @@ class RunConfig(BaseModel):
 
     version: int = _run_key(VERSION)
     dataset: str = _run_key(
-        description="A name ('steppe data list'), or a folder DOMAIN/CLASS/IMAGE"
+        description="A name ('steppe list datasets'), or a folder DOMAIN/CLASS/IMAGE"
     )
     targets: tuple[str, ...] = _run_key(
         min_length=1, description="A domain to hold out; may be repeated"
@@ -92,7 +92,7 @@ class RunConfig(BaseModel):
     optimizer: Named = Field(description="How the loss is minimized")
     averaging: Named = Field(Named(name="none"), description="How weights are averaged")
 
-    backbone: str = Field(description="resnet18, resnet50, resnet50-v1, or any name in timm")
+    backbone: str = Field(description="A name ('steppe list backbones'), or any in timm")
     weights: str = Field(description="imagenet, none, or a safetensors or checkpoint file")
     freeze_bn: bool = Field(description="Keep batch-norm statistics as they are")
     dropout: float = Field(0.0, ge=0, lt=1, description="Before the classifier")
