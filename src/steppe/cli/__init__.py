@@ -24,8 +24,10 @@ except ModuleNotFoundError as error:  # a plain `pip install steppe` brings torc
     raise SystemExit(missing(error)) from None
 
 from . import curvature, data, listing, reports, reproduce, runs, sweep
+from .suggest import Commands
 
 app = typer.Typer(
+    cls=Commands,
     help="Flatness-aware optimizers and a domain-generalization benchmark.",
     no_args_is_help=True,
     add_completion=False,
