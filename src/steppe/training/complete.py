@@ -288,7 +288,8 @@ def configure(
     # The texts once more, because they come last; but not one that is a whole axis: it was drawn.
     later = [text for text in texts if text.partition("=")[0].strip() not in axes]
     drawn["draw"] = draw
-    return make_config(apply_overrides({**values, **drawn}, later))
+    asked = {key: value for key, value in options.items() if key not in axes}
+    return make_config(apply_overrides({**values, **drawn, **asked}, later))
 
 
 def _finetunes(space: str, dataset: DatasetSpec, weights: Any) -> bool:
