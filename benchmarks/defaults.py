@@ -33,7 +33,7 @@ class Study:
     target: str
     backbone: str = ""
     optimizers: tuple[str, ...] = ()
-    """Those whose learning rates are tried, all if empty; none of it where FAD's radius is."""
+    """Those whose learning rates are tried; none where FAD's radius is."""
     radius: bool = False
 
     def cells(self, config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Grid]]:
@@ -41,7 +41,7 @@ class Study:
         common = partial(
             Grid, (self.dataset,), trials=SEEDS, draws=0, targets=self.target, options=config
         )
-        for optimizer in ("fad",) if self.radius else self.optimizers or optimizer_names():
+        for optimizer in ("fad",) if self.radius else self.optimizers:
             default = optimizer_spec(optimizer).defaults(pretrained=bool(self.backbone))["lr"]
             grid = partial(common, optimizers=(optimizer,))
             if not self.radius:
@@ -57,9 +57,10 @@ class Study:
 
 
 FEW = ("adam", "adamw", "sgd", "sam", "fad")
+RATED = tuple(name for name in optimizer_names() if name != "asam")  # which has SAM's rate
 STUDIES = {
-    "digits": Study("RotatedDigits", "75"),
-    "doodles": Study("Doodles", "sketch"),
+    "digits": Study("RotatedDigits", "75", optimizers=RATED),
+    "doodles": Study("Doodles", "sketch", optimizers=RATED),
     "pacs-lite0": Study("PACS", "sketch", "tf_efficientnet_lite0", FEW),
     "pacs-resnet50-v1": Study("PACS", "sketch", "resnet50-v1", FEW),
     "radius-digits": Study("RotatedDigits", "75", radius=True),

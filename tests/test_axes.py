@@ -12,7 +12,7 @@ from steppe.averaging.registry import averages, register_averaging
 from steppe.axes import AxisSpec
 from steppe.errors import UserError
 from steppe.optim.registry import optimizers, register_optimizer
-from steppe.options import Option, declared_options
+from steppe.options import Option, declared_options, further_options
 from steppe.registry import Registry
 from steppe.search import Uniform
 
@@ -23,6 +23,7 @@ ENTRIES = [spec for axis in AXES for spec in axis.entries()]
 @pytest.mark.parametrize("spec", ENTRIES, ids=lambda spec: spec.name)
 def test_read_or_imported_an_entry_is_the_same(spec: AxisSpec) -> None:
     assert spec.options == declared_options(spec.cls)
+    assert spec.further == (further_options(spec.cls) if "steppe" in str(spec.target) else {})
     assert spec.summary
     assert spec.citation or spec.name == "none"
     for name, option in spec.options.items():
@@ -52,6 +53,15 @@ def test_options_that_a_parent_declares_are_a_childs_too() -> None:
     found["size"].check("size", 1)
     with pytest.raises(UserError, match="size=0: expected a whole number, at least 1"):
         found["size"].check("size", 0)
+
+
+def test_plain_values_beside_the_declared_options_are_found_with_their_meaning() -> None:
+    further = optimizers["fad"].further
+    assert further["ratio"].default == 1.0
+    assert further["ratio"].meaning.startswith("the share of steps")
+    assert not {"model", "generators", "base", "hyper", "rho"} & further.keys()
+    assert "adaptive" in optimizers["sam"].further
+    assert "adaptive" not in optimizers["asam"].further  # it is not the caller's to choose
 
 
 def test_a_class_of_steppes_can_have_a_second_name() -> None:

@@ -43,6 +43,9 @@ def test_what_only_reads_needs_no_torch(tmp_path: Path) -> None:
         ["compare", *sorted(str(path) for path in runs[:2])],
         ["train", "--help"],
         ["data", "list"],
+        ["list", "optimizers", "fad"],
+        *(["list", kind] for kind in ("algorithms", "averaging", "datasets", "backbones")),
+        ["list", "experiments"],
     ]
     code = f"""
 import sys, {", ".join(LAZY)}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from steppe.errors import UserError, unknown
-from steppe.options import Option, declared_options, evaluate
+from steppe.options import Option, declared_options, evaluate, further_options
 from steppe.registry import Registry
 
 
@@ -32,6 +32,7 @@ class AxisSpec:
         citation: the paper it comes from.
         summary: the first line of the class's docstring.
         options: what its constructor declares.
+        further: other plain values that it takes, which a config has only where they are given.
     """
 
     kind: ClassVar[str] = ""
@@ -41,12 +42,14 @@ class AxisSpec:
     citation: str = ""
     summary: str = ""
     options: Mapping[str, Option] = field(default_factory=dict)
+    further: Mapping[str, Option] = field(default_factory=dict)
 
     @classmethod
     def of(cls, target: type, name: str, **facts: Any) -> Self:
         summary = (inspect.getdoc(target) or "").partition("\n")[0]
-        options = declared_options(target)
-        return cls(name=name, target=target, summary=summary, options=options, **facts)
+        options, further = declared_options(target), further_options(target)
+        told = {"summary": summary, "options": options, "further": further}
+        return cls(name=name, target=target, **told, **facts)
 
     @property
     def cls(self) -> Any:

@@ -68,12 +68,15 @@ def shown(value: object) -> str:
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """Return the message for a name that is not in a table, with the closest one that is.
 
+    A name with a dot, such as optimizer.rho, is also found by what comes after it.
+
     Examples:
         >>> unknown("search space", "fiar", ["fad", "domainbed", "fair"])
         "unknown search space 'fiar', did you mean 'fair'? Known: fad, domainbed, fair"
     """
     names = list(known)
-    by_lower = {known_name.lower(): known_name for known_name in names}
+    by_lower = {known_name.lower().rpartition(".")[2]: known_name for known_name in names[::-1]}
+    by_lower |= {known_name.lower(): known_name for known_name in names}
     close = difflib.get_close_matches(name.lower().replace("_", "-"), by_lower, n=1)
     close = close or difflib.get_close_matches(name.lower(), by_lower, n=1)
     hint = f", did you mean {by_lower[close[0]]!r}?" if close else "."

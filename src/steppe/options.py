@@ -17,6 +17,8 @@ from typing import Any
 from steppe.errors import UserError, shown
 from steppe.search import Distribution, Fixed, Hyperparameter
 
+_PLAIN = {"bool", "int", "float", "str", "None", "Hyper"}
+"""Types of values that a config can have; a `Hyper` may be a number."""
 _WORDS = {bool: "true or false", str: "a text", tuple: "a list"}
 
 
@@ -74,7 +76,7 @@ class Option:
             steppe.errors.UserError: averaging 'swad': every=0: expected a whole number, at least 1
         """
         if not self._fits(value):
-            raise UserError(f"{where}={shown(value)}: expected {self._expected()}")
+            raise UserError(f"{where}={shown(value)}: expected {self.expected}")
 
     def _fits(self, value: Any) -> bool:
         if self.choices:
@@ -91,7 +93,9 @@ class Option:
         enough = value >= self.low if self.above is None else value > self.above
         return enough and value <= self.high
 
-    def _expected(self) -> str:
+    @property
+    def expected(self) -> str:
+        """The values that make sense, in words."""
         if self.choices:
             return " or ".join(map(repr, self.choices))
         for other, words in _WORDS.items():
@@ -108,21 +112,41 @@ class Option:
 def declared_options(cls: type) -> dict[str, Option]:
     """The options that a class declares, its parents' included where it hands keywords on."""
     found: dict[str, Option] = {}
-    for ancestor in cls.__mro__:
-        init = vars(ancestor).get("__init__")
-        if not inspect.isfunction(init):
-            continue
+    for ancestor, init in _constructors(cls):
         meanings = dict(arguments(inspect.getdoc(ancestor) or ""))
-        parameters = inspect.signature(init).parameters.values()
         own = {
             p.name: replace(marker, default=p.default, meaning=meanings.get(p.name, ""))
-            for p in parameters
+            for p in inspect.signature(init).parameters.values()
             for marker in _markers(p.annotation, init.__globals__)
         }
         found = own | found
-        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
-            break
     return found
+
+
+def further_options(cls: type) -> dict[str, Option]:
+    """Plain values that a constructor also takes; a config has them only where they are given."""
+    found: dict[str, Option] = {}
+    declared = declared_options(cls)
+    for ancestor, init in _constructors(cls):
+        meanings = dict(arguments(inspect.getdoc(ancestor) or ""))
+        for p in inspect.signature(init).parameters.values():
+            words = set(re.findall(r"\w+", inspect.formatannotation(p.annotation)))
+            # What a parent takes by position is the child's to give.
+            handed_on = ancestor is cls or p.kind is p.KEYWORD_ONLY
+            if p.name in meanings and words <= _PLAIN and p.default is not p.empty and handed_on:
+                found.setdefault(p.name, Option(default=p.default, meaning=meanings[p.name]))
+    return {name: option for name, option in found.items() if name not in declared}
+
+
+def _constructors(cls: type) -> Iterator[tuple[type, Any]]:
+    """A class and its parents, as far as each hands keywords on to the next."""
+    for ancestor in cls.__mro__:
+        init = vars(ancestor).get("__init__")
+        if inspect.isfunction(init):
+            yield ancestor, init
+            parameters = inspect.signature(init).parameters.values()
+            if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+                return
 
 
 def _markers(annotation: Any, names: dict[str, Any]) -> Iterator[Option]:

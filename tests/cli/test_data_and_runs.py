@@ -251,6 +251,35 @@ def test_whole_axes_given_with_set_survive_a_draw(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "new/config.json").read_text())["version"] > 1
 
 
+def test_the_options_asked_for_most_and_several_targets(tmp_path: Path) -> None:
+    """--lr and --rho hold against a draw too, and --set has the last word."""
+    base = ["--dataset", "RotatedDigits", "--optimizer", "fad", "--steps", 1, "--device", "cpu"]
+    base += ["--target", "60,75", "--target", "45", "--lr", 0.01, "--rho", 0.3, "--batch-size", 8]
+    for name, more in {
+        "plain": [],
+        "drawn": ["--draw", 1],
+        "set": ["--set", "optimizer.rho=0.4"],
+    }.items():
+        assert steppe("train", *base, *more, "--out", tmp_path / name).exit_code == 0
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["targets"] == ["60", "75", "45"]
+        assert config["optimizer"]["lr"] == 0.01
+        assert config["optimizer"]["rho"] == (0.4 if name == "set" else 0.3)
+        assert config["batch_size"] == 8
+    plan = ["sweep", "plan", tmp_path / "sweep", "--datasets", "RotatedDigits", "--no-estimate"]
+    plan += ["--optimizers", "fad", "--trials", 1, "--draws", 0, "--lr", 0.02, "--batch-size", 4]
+    assert steppe(*plan, "--targets", "75").exit_code == 0
+    (file,) = (tmp_path / "sweep/runs").glob("*/config.json")
+    planned = json.loads(file.read_text())
+    assert (planned["optimizer"]["lr"], planned["batch_size"]) == (0.02, 4)
+
+
+def test_help_shows_defaults() -> None:
+    text = " ".join(steppe("train", "--help").stdout.replace("│", " ").split())
+    for default in ("adam", "fair", "the dataset's, usually 32", "all others", "auto"):
+        assert f"(default: {default})" in text
+
+
 def test_help_knows_every_name() -> None:
     text = " ".join(steppe("train", "--help").stdout.split())
     for name in (*ALGORITHMS, *averaging_names(), *optimizer_names()):

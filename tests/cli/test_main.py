@@ -86,6 +86,28 @@ def test_a_bug_keeps_its_traceback(steppe, failing, error):
         steppe("fail")
 
 
+@pytest.mark.parametrize(
+    ("typed", "nearest"),
+    [
+        ("trian", "steppe train"),
+        ("exprot", "steppe export"),
+        ("algorithms", "steppe list algorithms"),
+        ("optimizer", "steppe list optimizers"),
+        ("status", "steppe sweep status"),
+    ],
+)
+def test_an_unknown_command_is_answered_with_the_nearest(steppe, typed, nearest):
+    code, _, err = steppe(typed)
+    assert code == 2
+    assert f"No such command '{typed}'. Did you mean '{nearest}'?" in err
+
+
+def test_a_command_unlike_any_other_has_no_suggestion(steppe):
+    code, _, err = steppe("xyzzy")
+    assert code == 2
+    assert "No such command 'xyzzy'. See 'steppe --help'." in err
+
+
 def test_unknown_option_is_refused(steppe):
     code, _, err = steppe("--nonsense")
     assert code == 2

@@ -290,6 +290,8 @@ def test_an_adversarys_parameters_are_not_counted(tmp_path: Path, hasty: None) -
     [
         ({"name": "adam"}, (0.05, 0.5)),
         ({"name": "sam", "rho": 0.2}, (0.2, 0.5)),
+        ({"name": "sam", "rho": 0.2, "adaptive": True}, (0.05, 0.5)),  # relative to the weights
+        ({"name": "asam", "rho": 0.2}, (0.05, 0.5)),
         ({"name": "gam", "rho": 0.3, "alpha": 2.0}, (0.3, 0.5)),  # a weight, not Eq. 3's share
         ({"name": "fad", "rho": 0.4, "alpha": 0.7}, (0.4, 0.7)),
     ],

@@ -25,7 +25,7 @@ from steppe.search import Choice, Fixed, LogUniform, run_space, spaces
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 
 NAMES = optimizer_names()
-FLATNESS_AWARE = ("sam", "gam", "gam-exact", "gam-release", "fad")
+FLATNESS_AWARE = ("sam", "asam", "gam", "gam-exact", "gam-release", "fad")
 
 
 class Task:
@@ -65,6 +65,7 @@ def test_the_names_and_their_order() -> None:
         "adabelief",
         "adahessian",
         "sam",
+        "asam",
         "gam",
         "gam-exact",
         "gam-release",
@@ -151,6 +152,7 @@ def test_the_flatness_aware_defaults() -> None:
         for name in FLATNESS_AWARE
     }
     assert method["sam"] == {"rho": 0.05}
+    assert method["asam"] == {"rho": 0.5, "eta": 0.01}
     assert method["gam"] == method["gam-exact"] == {"rho": 0.05, "alpha": 0.1}
     assert method["fad"] == {"rho": 0.05, "alpha": 0.5, "beta": 0.5}
 

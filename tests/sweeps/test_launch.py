@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,17 @@ from typer.testing import CliRunner, Result
 from steppe.cli import app
 from steppe.errors import UserError
 from steppe.options import Option
-from steppe.sweeps import Grid, Sweep, launchers, look, register_launcher, run_sweep, write_plan
+from steppe.sweeps import (
+    Crew,
+    Grid,
+    Sweep,
+    launch,
+    launchers,
+    look,
+    register_launcher,
+    run_sweep,
+    write_plan,
+)
 from tests.limits import seconds
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/sweeps.md"
@@ -63,6 +74,31 @@ def test_an_option_without_a_default_is_a_text(sweep, monkeypatch):
     assert run_sweep(sweep, "queued", queue=None) == "submitted to None"
     ran = typed("sweep", "run", sweep.path, "--launcher", "queued", "--queue", "short")
     assert (ran.exit_code, ran.stdout) == (0, "submitted to short\n")
+
+
+def test_without_a_terminal_a_line_tells_now_and_then_how_far_it_is(sweep, monkeypatch, capsys):
+    """As under nohup: at once, when something changed, and after a long silence."""
+    now = look(sweep)
+    (name,) = sweep.names
+    at_work = replace(now, counts={**now.counts, "planned": 0, "running": 1}, running={name: 1.0})
+    clock = [0.0]
+    monkeypatch.setattr(launch.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(launchers, "_entries", dict(launchers._table))
+
+    @register_launcher("told")
+    class Told:
+        def start(self, sweep, crew, show):
+            for status, seconds_later in ((now, 0), (at_work, 5), (at_work, 6), (at_work, 100)):
+                clock[0] += seconds_later
+                show(status)
+            clock[0] += launch.STILL_SECONDS
+            show(at_work)
+            return now
+
+    assert launch.run(sweep.path, "told", Crew()) is False
+    lines = [line for line in capsys.readouterr().err.splitlines() if "; " in line]
+    told = f"{sweep.path}: 1 running; 0 of 1 runs (0%), 0.0 an hour, ? left"
+    assert lines == [told.replace("running", "planned"), told, told]
 
 
 def test_an_option_of_another_launcher_is_refused(sweep):

@@ -14,6 +14,11 @@ DIGITS = {"dataset": "RotatedDigits", "targets": "75"}
 
 WRONG = [
     ({"stepz": 3}, "unknown config key 'stepz', did you mean 'steps'?"),
+    ({"optimizer": "fad", "rho": 0.1}, "unknown config key 'rho', did you mean 'optimizer.rho'?"),
+    ({"optimizer": "fad", "rh": 0.1}, "unknown config key 'rh', did you mean 'optimizer.rho'?"),
+    ({"optimizer": "sam", "ratoi": 0.1}, "did you mean 'optimizer.ratio'?"),
+    ({"averaging": "swad", "evry": 9}, "did you mean 'averaging.every'?"),
+    ({"rho": 0.1}, "optimizer.rho is an option of sam, asam, gam, gam-exact, fad: choose one"),
     ({"dataset": "PACZ"}, "unknown dataset 'PACZ'.*PACS.*DOMAIN/CLASS/IMAGE"),
     ({"dataset": None}, "config has no 'dataset'"),
     ({"dataset": 5}, "unknown dataset '5'"),
@@ -178,6 +183,7 @@ def test_overrides(override, key, value):
     ("override", "message"),
     [
         ("steps", "--set steps: expected KEY=VALUE"),
+        ("optimiser.rho=0.1", "unknown axis 'optimiser', did you mean 'optimizer'?"),
         ("dataset.name=PACS", "only algorithm, optimizer, averaging have a dot"),
         ("stepz=3", "did you mean 'steps'"),
         ("optimizer.rhoo=3", "did you mean 'rho'"),
@@ -277,3 +283,18 @@ def test_a_config_does_not_change():
     config = make_config(DIGITS)
     with pytest.raises(ValueError, match="frozen"):
         config.steps = 3
+
+
+def test_several_domains_in_one_text():
+    expected = ("60", "75")
+    for targets in ("60,75", "60, 75", ["60,75"], ["60", "75"], ["60+75"], "60+75"):
+        assert make_config({**DIGITS, "targets": targets}).targets == expected
+    assert make_config({**DIGITS, "sources": ["0,15"]}).sources == ("0", "15")
+
+
+def test_a_domain_may_have_a_comma_or_a_plus_in_its_name(tmp_path):
+    for domain in ("a,b", "c+d", "a", "b"):
+        (tmp_path / domain / "cat").mkdir(parents=True)
+    config = make_config({"dataset": str(tmp_path), "targets": ["a,b", "c+d"]})
+    assert config.targets == ("a,b", "c+d")
+    assert make_config({"dataset": str(tmp_path), "targets": "a,c+d"}).targets == ("a", "c+d")

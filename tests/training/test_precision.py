@@ -66,7 +66,8 @@ def test_what_a_search_draws_is_true_to_the_gradients(name: str) -> None:
     order = 0 if name == "sam" else 1
     for radii in product(*grids.values()):
         found = chosen(name, **dict(zip(grids, radii, strict=True)))
-        assert found == ("fp32" if name in TWICE else fastest(name, *radii))
+        # ASAM's radius is relative to the weights: nothing was measured for it.
+        assert found == ("fp32" if name in {*TWICE, "asam"} else fastest(name, *radii))
         assert all(RECORD[rho, found][order] >= 0.98 for rho in radii)
 
 
@@ -107,7 +108,7 @@ def test_a_cpu_has_fp32(name: str) -> None:
 @pytest.mark.parametrize("name", optimizer_names())
 def test_defaults_on_a_gpu(name: str) -> None:
     config = make_config({"dataset": "PACS", "targets": "sketch", "optimizer": name})
-    expected = {"adahessian": "fp32", "gam-exact": "fp32", "gam-release": "tf32"}
+    expected = {**dict.fromkeys({*TWICE, "asam"}, "fp32"), "gam-release": "tf32"}
     assert resolve(config.precision, CUDA, config.optimizer) == expected.get(name, "fp16")
 
 

@@ -23,9 +23,11 @@ try:
 except ModuleNotFoundError as error:  # a plain `pip install steppe` brings torch and nothing else
     raise SystemExit(missing(error)) from None
 
-from . import curvature, data, predict, reports, reproduce, runs, sweep
+from . import curvature, data, listing, predict, reports, reproduce, runs, sweep
+from .suggest import Commands
 
 app = typer.Typer(
+    cls=Commands,
     help="Flatness-aware optimizers and a domain-generalization benchmark.",
     no_args_is_help=True,
     add_completion=False,
@@ -52,6 +54,7 @@ def _options(
 
 
 app.command()(reproduce.demo)
+app.command("list")(listing.list_names)
 app.command()(runs.train)
 app.command()(runs.evaluate)
 app.command()(predict.predict)

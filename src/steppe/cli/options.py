@@ -14,26 +14,24 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from steppe.algorithms import algorithm_names
-from steppe.averaging import averaging_names
+from steppe.domains import DatasetSpec
 from steppe.errors import UserError
-from steppe.optim import optimizer_names
 from steppe.options import arguments
-from steppe.training.config import MACHINE, RUN, Named, RunConfig
+from steppe.search import DEFAULT_SPACE
+from steppe.training.config import AXES, MACHINE, RUN, Named, RunConfig
 
 from .common import load_plugins
 
-AXES: Mapping[str, Callable[[], Iterable[str]]] = {
-    "algorithm": algorithm_names,
-    "optimizer": optimizer_names,
-    "averaging": averaging_names,
-}
 _PANELS = {str(RUN): "Which run", str(MACHINE): "How it is carried out"}
 _DEFAULTS: Mapping[str, str | bool] = {
     "dataset": False,
     "targets": False,
+    "sources": "all others",
+    "draw": "none is drawn",
     "optimizer": "adam",
-    "space": "fair",
+    "space": DEFAULT_SPACE,
+    "weights": "imagenet; none for the datasets of small images",
+    "freeze_bn": "true, unless --weights none",
     "root": "$STEPPE_DATA or ./data",
     "workers": "chosen from the machine",
 }
@@ -60,7 +58,11 @@ _LISTS = {tuple[str, ...]: names, tuple[float, ...]: numbers}
 
 
 def _option(name: str, kind: Any, flag: str = "", **facts: Any) -> inspect.Parameter:
-    """An option that is None where it is not given."""
+    """An option that is None where it is not given; `show_default` says what that stands for."""
+    default = facts.pop("show_default", False)
+    if default:
+        facts["help"] = f"{facts['help'].rstrip('.')} (default: {default})."
+    facts["show_default"] = False
     info = typer.Option(flag or "--" + name.replace("_", "-"), **facts)
     annotation = Annotated[kind | None, info]
     return inspect.Parameter(
@@ -78,19 +80,44 @@ def keys(*wanted: str) -> list[inspect.Parameter]:
         flag += f"/--no-{flag[2:]}" if field.annotation is bool else ""
         kinds = (field.annotation, *get_args(field.annotation))
         kind = next((kind for kind in (bool, int, float) if kind in kinds), str)
-        known = f": {', '.join(AXES[key]())}" if key in AXES else ""
+        known = f": {', '.join(AXES[key])}" if key in AXES else ""
         folder = {"metavar": "DIR", "parser": lambda text: str(Path(text))}
         option = _option(
             key,
             list[str] if several else kind,
             flag,
             help=f"{field.description}{known}.",
-            show_default=_default("the dataset's" if field.is_required() else field.default, key),
+            show_default=_default(_datasets(key) if field.is_required() else field.default, key),
             rich_help_panel=_PANELS.get(str(field.json_schema_extra), "Training"),
             **folder if key == "root" else {},
         )
         found.append(option)
     return found
+
+
+SHORTCUTS = [
+    _option(
+        name,
+        float,
+        help=f"{meaning}, for optimizer.{name}",
+        show_default="the optimizer's: 'steppe list optimizers NAME'",
+        rich_help_panel="Training",
+    )
+    for name, meaning in {"lr": "Learning rate", "rho": "Radius of the perturbation"}.items()
+]
+"""Options of the optimizer that are asked for most."""
+
+
+def overriding(shortcuts: Mapping[str, Any], overrides: Iterable[str] | None) -> list[str]:
+    """What `--lr` and `--rho` say, as `--set` would, before what `--set` says."""
+    return [*(f"optimizer.{key}={value}" for key, value in shortcuts.items()), *(overrides or ())]
+
+
+def _datasets(key: str) -> str:
+    """A dataset's own value, and which most of them have."""
+    usual = getattr(DatasetSpec, key, None)
+    plain = isinstance(usual, bool | int | str)
+    return f"the dataset's, usually {_default(usual)}" if plain else "the dataset's"
 
 
 def _default(value: Any, key: str = "") -> str | bool:

@@ -156,11 +156,10 @@ def _show(found: "Results", as_json: bool) -> None:
 
 
 def _list() -> None:
-    from steppe.console import stdout, table
-    from steppe.paper import EXPERIMENTS, SCALES
+    from steppe.paper import SCALES
 
-    rows = [(one.name, one.about, ", ".join(one.datasets)) for one in EXPERIMENTS.entries()]
-    headings = ("experiment", "what it shows", "datasets of the paper")
-    stdout().print(table(headings, rows, labels=3, plain=True))
+    from .listing import KINDS, show_all
+
+    show_all(KINDS["experiments"])
     for scale in SCALES.entries():
         print(f"--scale {scale.name}: {scale.about}")

@@ -12,15 +12,18 @@ from steppe.strangers import printable
 from steppe.training.config import RunConfig
 
 from .common import Chosen, Device, Json, Overrides, Root, Runs, talk
-from .options import keys, with_options
+from .options import SHORTCUTS, keys, overriding, with_options
 
 _UNSET = ("version", "resolved", "data")
 
 
-@with_options(given=keys(*(key for key in RunConfig.model_fields if key not in _UNSET)))
+@with_options(
+    given=keys(*(key for key in RunConfig.model_fields if key not in _UNSET)), shortcuts=SHORTCUTS
+)
 def train(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder.")],
     given: dict[str, Any],
+    shortcuts: dict[str, Any],
     config: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A config.json to start from.")
     ] = None,
@@ -46,7 +49,12 @@ def train(
     resumed = run.config() if resume and run.exists() else None
     draw, space = given.pop("draw", None), given.pop("space", None)
     chosen = training.configure(
-        given, overrides or [], file=config, resumed=resumed, draw=draw, space=space
+        given,
+        overriding(shortcuts, overrides),
+        file=config,
+        resumed=resumed,
+        draw=draw,
+        space=space,
     )
     console = talk()
     records = training.train(chosen, out, resume=resume, display=Display(console))

@@ -13,7 +13,7 @@ from steppe.sweeps import Crew, Grid
 from steppe.training.config import RunConfig
 
 from .common import Device, Json, Overrides, talk
-from .options import RunCommand, fields, keys, names, with_options
+from .options import SHORTCUTS, RunCommand, fields, keys, names, overriding, with_options
 
 if TYPE_CHECKING:
     from steppe.sweeps import Sweep
@@ -40,11 +40,13 @@ _VARIED = (
         *fields(Grid, "draws", min=0),
     ],
     options=keys(*(key for key in RunConfig.model_fields if key not in _VARIED)),
+    shortcuts=SHORTCUTS,
 )
 def sweep_plan(
     path: _Sweep,
     grid: dict[str, Any],
     options: dict[str, Any],
+    shortcuts: dict[str, Any],
     datasets: Annotated[str, typer.Option(help="Names or folders, with commas.")],
     overrides: Overrides = None,
     retries: Annotated[
@@ -61,7 +63,8 @@ def sweep_plan(
     """Plan a sweep: a run for every target, algorithm, optimizer, averaging, trial and draw."""
     from steppe.sweeps import write_plan
 
-    wanted = Grid(names(datasets), **grid, overrides=tuple(overrides or ()), options=options)
+    texts = tuple(overriding(shortcuts, overrides))
+    wanted = Grid(names(datasets), **grid, overrides=texts, options=options)
     typed = command("steppe", *sys.argv[1:])
     plan = write_plan(wanted, path, retries=retries, command=typed, extend=extend)
     show_plan(plan, estimate, as_json)

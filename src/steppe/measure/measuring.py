@@ -30,6 +30,7 @@ from steppe.curvature import (
 from steppe.curvature.results import Report
 from steppe.domains.batches import Batch, View
 from steppe.errors import RunError, UserError
+from steppe.optim.registry import optimizers
 from steppe.training import RunConfig, RunDirectory, TrainedModel, load_model
 from steppe.training.processes import find_device
 from steppe.training.setup import open_data
@@ -238,7 +239,12 @@ def _density(op: HessianOperator, seed: int, report: Report) -> DensityCurve:
 def _ball(config: RunConfig, settings: Settings) -> tuple[float, float]:
     """The radius and the share: those asked for, or the optimizer's own where it has them."""
     chosen = config.optimizer
-    rho = float(chosen.options.get("rho", RHO)) if settings.rho is None else settings.rho
+    known = optimizers[chosen.name].radii if chosen.name in optimizers else ("rho",)
+    # ASAM's rho is relative to the weights: it is no radius of a ball.
+    is_radius = "rho" in known and not chosen.options.get("adaptive")
+    rho = settings.rho
+    if rho is None:
+        rho = float(chosen.options.get("rho", RHO)) if is_radius else RHO
     # GAM's alpha weighs its first-order term and may exceed 1: it is none of Equation 3's.
     own = float(chosen.options.get("alpha", ALPHA)) if chosen.name == "fad" else ALPHA
     alpha = own if settings.alpha is None else settings.alpha

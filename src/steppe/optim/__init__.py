@@ -6,6 +6,7 @@ from steppe.lazy import attach
 
 if TYPE_CHECKING:
     from .adahessian import AdaHessian as AdaHessian
+    from .asam import ASAM as ASAM
     from .engine import FlatnessOptimizer as FlatnessOptimizer, InverseSqrt as InverseSqrt
     from .excursion import Phase as Phase
     from .fad import FAD as FAD

@@ -207,7 +207,7 @@ def _entries() -> Iterator[OptimizerSpec]:
 # The order of tables and lists, the paper's; others follow by name.
 _ORDER = (
     *("adam", "adamw", "sgd", "yogi", "adabelief", "adahessian"),
-    *("sam", "gam", "gam-exact", "gam-release", "fad"),
+    *("sam", "asam", "gam", "gam-exact", "gam-release", "fad"),
 )
 optimizers = Registry("optimizer", _entries)
 

@@ -63,7 +63,7 @@ class SAM(FlatnessOptimizer):
         base: Optimizer,
         rho: Annotated[Hyper, Option(RHO)] = 0.05,
         adaptive: bool = False,
-        eta: float = 0.0,
+        eta: Hyper = 0.0,
         *,
         model: Models = None,
         **options: Any,

@@ -11,7 +11,9 @@ What all launchers share, how many workers and how each of them works, is the `C
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +24,15 @@ from steppe.console import Live, say, stderr, stdout
 from steppe.errors import UserError
 from steppe.registry import Registry
 
-from .status import Status, show as shown
+from .status import Status, show as shown, summary
 from .store import STALE_SECONDS
 from .sweep import Sweep, read_plan
 from .tidy import tidy
 
 C = TypeVar("C", bound=type)
 Show = Callable[[Status], None]
+LINE_SECONDS, STILL_SECONDS = 10.0, 300.0
+"""Between two lines where there is no terminal: if a run began or ended, and if none did."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +134,18 @@ def run(path: Path, launcher: str, crew: Crew, **options: Any) -> bool | None:
     """As `run_sweep`, with the status on the terminal; whether all is done, None: not known yet."""
     sweep, console = read_plan(path), stderr()
     with Live(console=console, auto_refresh=False, transient=True) as live:
+        said, before = -math.inf, ""
 
         def show(status: Status) -> None:
-            live.update(shown(sweep, status), refresh=console.is_terminal)
+            nonlocal said, before
+            if console.is_terminal:
+                live.update(shown(sweep, status), refresh=True)
+                return
+            states, line = summary(status)
+            waited = time.monotonic() - said
+            if waited >= STILL_SECONDS or (waited >= LINE_SECONDS and states != before):
+                say(console, f"{sweep.path}: {states}; {line}")
+                said, before = time.monotonic(), states
 
         found = run_sweep(sweep, launcher, crew, show, **options)
     if isinstance(found, str):

@@ -145,15 +145,20 @@ def _seconds_left(
     return left / max(len(running), 1)
 
 
-def show(sweep: Sweep, status: Status) -> Group:
+def summary(status: Status) -> tuple[str, str]:
+    """The counts, and how fast it goes, on a line each."""
     total, done = sum(status.counts.values()), status.counts["done"]
     states = ", ".join(f"{n:,} {state}" for state, n in status.counts.items() if n)
-    line = f"{done:,} of {total:,} runs done"
-    if not status.over:
-        left = status.seconds_left
-        time_left = "?" if left is None else str(timedelta(seconds=round(left)))
-        line = f"{done:,} of {total:,} runs ({done / total:.0%}), {status.runs_per_hour:,.1f} an "
-        line += f"hour, {time_left} left"
+    if status.over:
+        return states, f"{done:,} of {total:,} runs done"
+    left = status.seconds_left
+    time_left = "?" if left is None else str(timedelta(seconds=round(left)))
+    rate = f"{status.runs_per_hour:,.1f} an hour"
+    return states, f"{done:,} of {total:,} runs ({done / total:.0%}), {rate}, {time_left} left"
+
+
+def show(sweep: Sweep, status: Status) -> Group:
+    states, line = summary(status)
     parts: list[Any] = [text(f"{sweep.path}: {states}"), text(line)]
     rows = [
         (axis if place == 0 else "", value, *(_number(counts.get(state)) for state in STATES))

@@ -17,14 +17,11 @@ from steppe.algorithms import Network, Stage
 from steppe.algorithms.network import tapped
 from steppe.errors import UserError, unknown
 
+from .zoo import RESNET50_V1, of_library
+
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-RESNET50_V1 = "resnet50-v1"
-"""He et al.'s own: a stage's stride is in its first 1x1 convolution, not in the 3x3 as in
-torchvision. For weights that were trained so, such as those of Keras Applications."""
-TORCHVISION = ("resnet18", "resnet50", RESNET50_V1)
-"""Taken from torchvision, with the ImageNet weights of the published DomainBed tables (V1)."""
-SMALL = ("small-cnn", "mnist-cnn")
+TORCHVISION, SMALL = of_library("torchvision"), of_library("steppe")
 
 _WRAPPERS = ("state_dict", "model")  # keys under which training scripts keep the state dict
 _PREFIXES = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every key

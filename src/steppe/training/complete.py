@@ -15,11 +15,11 @@ from steppe.averaging import averaging_spec
 from steppe.axes import AxisSpec
 from steppe.domains import DatasetSpec, dataset_spec, import_plugins
 from steppe.errors import LONGEST, UserError, shown, unknown
-from steppe.optim import optimizer_spec
+from steppe.optim import OptimizerSpec, optimizer_spec
 from steppe.search import DEFAULT_SPACE, get_space
 from steppe.strangers import parse
 
-from .config import Named, RunConfig, read_config, refuse_foreign
+from .config import AXES, Named, RunConfig, read_config, refuse_foreign
 from .draws import draw_hparams
 from .loggers import check_loggers
 
@@ -54,7 +54,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     refuse_foreign(given)
     for key in given:
         if key not in RunConfig.model_fields:
-            raise UserError(unknown("config key", key, RunConfig.model_fields))
+            raise UserError(_unknown_key(key, given))
     import_plugins(_texts(given.get("plugins")))
     check_loggers(_texts(given.get("loggers")))
     if isinstance(given.get("root"), str | os.PathLike):
@@ -64,6 +64,9 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
             raise UserError(f"config has no {key!r}: give {advice}")
     spec = dataset_spec(str(given["dataset"]))
     given["dataset"] = spec.name
+    for key in ("targets", "sources"):
+        if isinstance(value := given.get(key), str | list | tuple):
+            given[key] = _domains([value] if isinstance(value, str) else value, spec)
     weights = given.setdefault("weights", "imagenet" if spec.pretrained else "none")
     if isinstance(weights, str | os.PathLike) and weights not in ("imagenet", "none"):
         given["weights"] = str(Path(weights).resolve())
@@ -99,6 +102,43 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     if config.augment and spec.channels != 3:
         raise UserError(f"augment=true needs images of 3 channels; {spec.name} has {spec.channels}")
     return config
+
+
+def _domains(names: Iterable[Any], spec: DatasetSpec) -> tuple[Any, ...]:
+    """Names of domains, of which one text may have several, with commas or as a sweep joins them.
+
+    Examples:
+        >>> _domains(["sketch,photo", "cartoon"], dataset_spec("PACS"))
+        ('sketch', 'photo', 'cartoon')
+    """
+    found: list[Any] = []
+    for name in names:
+        text = isinstance(name, str) and name not in spec.domains
+        mark = next((mark for mark in ",+" if text and mark in name), None)
+        parts = [part.strip() for part in name.split(mark)] if mark else [name]
+        found += _domains(filter(None, parts), spec) if mark else parts
+    return tuple(found)
+
+
+def _unknown_key(key: str, given: Mapping[str, Any]) -> str:
+    """What to say to a wrong key: the nearest one, which may be an option on one of the axes."""
+    known = list(RunConfig.model_fields)
+    for axis, registry in AXES.items():
+        chosen = registry[_split_name(given.get(axis, {}), axis)[0]]
+        known += [f"{axis}.{option}" for option in _option_names(chosen)]
+    for axis, registry in AXES.items():
+        having = [one.name for one in registry.entries() if key in _option_names(one)]
+        if having and not any(name.endswith(f".{key}") for name in known):
+            return (
+                f"unknown config key {shown(key)}: {axis}.{key} is an option of "
+                f"{', '.join(having)}: choose one with --{axis}, then --set {axis}.{key}=..."
+            )
+    return unknown("config key", key, known)
+
+
+def _option_names(spec: AxisSpec) -> Iterable[str]:
+    drawn = spec.space() if isinstance(spec, OptimizerSpec) else {}
+    return {**drawn, **spec.options, **spec.further}
 
 
 def _texts(value: Any) -> list[str]:
@@ -178,7 +218,9 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
             result[outer] = value
             continue
         if outer not in _DEFAULTS:
-            raise UserError(f"--set {override[:LONGEST]}: only {', '.join(_DEFAULTS)} have a dot")
+            hint, _, _ = unknown("axis", outer, _DEFAULTS).partition(" Known:")
+            only = f"only {', '.join(_DEFAULTS)} have a dot"
+            raise UserError(f"--set {override[:LONGEST]}: {hint.rstrip('.')} ({only})")
         old = result.get(outer, {})
         result[outer] = {**({"name": old} if isinstance(old, str) else old), inner: value}
     return result
@@ -246,7 +288,8 @@ def configure(
     # The texts once more, because they come last; but not one that is a whole axis: it was drawn.
     later = [text for text in texts if text.partition("=")[0].strip() not in axes]
     drawn["draw"] = draw
-    return make_config(apply_overrides({**values, **drawn}, later))
+    asked = {key: value for key, value in options.items() if key not in axes}
+    return make_config(apply_overrides({**values, **drawn, **asked}, later))
 
 
 def _finetunes(space: str, dataset: DatasetSpec, weights: Any) -> bool:

@@ -20,12 +20,23 @@ from pydantic import (
 )
 from pydantic.config import JsonDict
 
+from steppe.algorithms.registry import algorithms
+from steppe.averaging.registry import averages
 from steppe.domains import DatasetSpec, dataset_spec
 from steppe.errors import LONGEST, UserError, shown
+from steppe.optim.registry import optimizers
+from steppe.registry import Registry
 from steppe.strangers import parse, read
 
 VERSION = 4
 """Of the format of `config.json`; raised when an older steppe would misread it."""
+
+AXES: Mapping[str, Registry[Any]] = {
+    "algorithm": algorithms,
+    "optimizer": optimizers,
+    "averaging": averages,
+}
+"""Keys whose values are names with options, and what knows the names."""
 
 RUN: JsonDict = {"role": "run"}
 """Marks the keys that say which run it is: what it learns from, its seeds, its draw."""
@@ -65,13 +76,13 @@ class RunConfig(BaseModel):
 
     version: int = _run_key(VERSION)
     dataset: str = _run_key(
-        description="A name ('steppe data list'), or a folder DOMAIN/CLASS/IMAGE"
+        description="A name ('steppe list datasets'), or a folder DOMAIN/CLASS/IMAGE"
     )
     targets: tuple[str, ...] = _run_key(
-        min_length=1, description="A domain to hold out; may be repeated"
+        min_length=1, description="A domain to hold out, or several with commas; may be repeated"
     )
     sources: tuple[str, ...] = _run_key(
-        (), description="A domain to train on; all others by default; may be repeated"
+        (), description="A domain to train on, or several with commas; may be repeated"
     )
     split: Literal["domainbed", "appendix"] = Field(
         "domainbed", description="domainbed, or appendix: the one of the FAD paper's appendix"
@@ -92,7 +103,7 @@ class RunConfig(BaseModel):
     optimizer: Named = Field(description="How the loss is minimized")
     averaging: Named = Field(Named(name="none"), description="How weights are averaged")
 
-    backbone: str = Field(description="resnet18, resnet50, resnet50-v1, or any name in timm")
+    backbone: str = Field(description="A name ('steppe list backbones'), or any in timm")
     weights: str = Field(description="imagenet, none, or a safetensors or checkpoint file")
     freeze_bn: bool = Field(description="Keep batch-norm statistics as they are")
     dropout: float = Field(0.0, ge=0, lt=1, description="Before the classifier")

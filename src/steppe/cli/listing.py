@@ -1,0 +1,336 @@
+"""`steppe list`: the names on every axis, what each costs, and the options of one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from steppe.algorithms.registry import algorithms
+from steppe.averaging.registry import averages
+from steppe.axes import AxisSpec
+from steppe.domains.catalog import DATASETS
+from steppe.errors import UserError
+from steppe.optim.registry import OptimizerSpec, optimizers
+from steppe.options import Option
+from steppe.paper.experiment import EXPERIMENTS
+from steppe.registry import Registry
+from steppe.strangers import printable
+from steppe.training.zoo import BACKBONES
+
+from .common import Json, Plugins
+
+MATCHES = 40
+"""Names of timm's that are shown at most."""
+_SHARED = {
+    "lr": "learning rate",
+    "weight_decay": "weight decay",
+    "momentum": "momentum of SGD",
+}
+"""What options mean that the optimizers have in common."""
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Something that has names.
+
+    Attributes:
+        name: what users call it.
+        axis: the key of a config that takes one of the names; empty: none does.
+        registry: what knows the names.
+        facts: what is told of an entry; its name, a summary and a citation first.
+        columns: those of the facts that a table shows, and their headings.
+        hint: what to do with a name.
+        numbers: how many of the last columns are numbers.
+    """
+
+    name: str
+    axis: str
+    registry: Registry[Any]
+    facts: Callable[[Any], Facts]
+    columns: Mapping[str, str]
+    hint: str
+    numbers: int = 0
+
+
+def _options(spec: AxisSpec) -> dict[str, Facts]:
+    # What makes sense for the others, their meaning says.
+    others = {name: _told(one) | {"values": None} for name, one in spec.further.items()}
+    return {**{name: _told(option) for name, option in spec.options.items()}, **others}
+
+
+def _told(option: Option) -> Facts:
+    return {
+        "default": option.default,
+        "values": option.expected,
+        "search": None if option.search is None else _plain(str(option.search)),
+        "meaning": _plain(option.meaning.rstrip(".")),
+    }
+
+
+def _plain(text: str) -> str:
+    r"""A docstring's text without the marks of code and mathematics.
+
+    Examples:
+        >>> _plain(r"direction $g_0 + \alpha\,(g_3 - g_2)$ within `rho`")
+        'direction g_0 + alpha (g_3 - g_2) within rho'
+    """
+    text = re.sub(r"\\,\s*", " ", re.sub(r"\\[()]|[$`]", "", text))
+    return re.sub(r"\\(\w+)", r"\1", text)
+
+
+def _axis(spec: AxisSpec) -> Facts:
+    return {"name": spec.name, "summary": _plain(spec.summary), "citation": spec.citation}
+
+
+def _optimizer(spec: OptimizerSpec) -> Facts:
+    own, shared = _options(spec), {}
+    scratch = spec.defaults(pretrained=False)
+    for name, hyper in spec.space().items():
+        if name not in spec.options:
+            meaning = _SHARED[name]
+            if scratch[name] != hyper.default:
+                meaning += f"; {scratch[name]:g} from scratch (--weights none)"
+            shared[name] = _told(Option(hyper.distribution, default=hyper.default, meaning=meaning))
+    inner = spec.base or (spec.target if spec.source != "steppe" else "")
+    return {
+        **_axis(spec),
+        "passes": spec.passes,
+        "options": {**shared, **{name: one for name, one in own.items() if name not in shared}},
+        "others": str(inner).replace(":", "."),
+    }
+
+
+def _algorithm(spec: Any) -> Facts:
+    return {**_axis(spec), "min_domains": spec.min_domains, "options": _options(spec)}
+
+
+def _averaging(spec: AxisSpec) -> Facts:
+    return {**_axis(spec), "options": _options(spec)}
+
+
+def _dataset(spec: Any) -> Facts:
+    images = sum(spec.counts) if spec.counts else None
+    return {
+        "name": spec.name,
+        "summary": ", ".join(spec.domains),
+        "citation": spec.citation,
+        "classes": spec.n_classes,
+        "images": images,
+        "steps": spec.steps,
+        "backbone": spec.backbone,
+        "image_size": spec.image_size,
+    }
+
+
+def _backbone(spec: Any) -> Facts:
+    return {
+        "name": spec.name,
+        "summary": spec.summary,
+        "citation": spec.citation,
+        "library": spec.library,
+        "parameters": spec.parameters,
+    }
+
+
+def _experiment(spec: Any) -> Facts:
+    return {
+        "name": spec.name,
+        "summary": spec.about,
+        "citation": f"the FAD paper, {spec.label}" if spec.label else "",
+        "datasets": list(spec.datasets),
+        "optimizers": list(spec.optimizers),
+    }
+
+
+_NAMED = {"name": "name", "summary": "what it does", "citation": "citation"}
+KINDS = Registry(
+    "list",
+    lambda: (
+        Kind(
+            "optimizers",
+            "optimizer",
+            optimizers,
+            _optimizer,
+            {**_NAMED, "passes": "passes per step"},
+            "steppe train --optimizer NAME",
+            numbers=1,
+        ),
+        Kind(
+            "algorithms",
+            "algorithm",
+            algorithms,
+            _algorithm,
+            {**_NAMED, "min_domains": "source domains needed"},
+            "steppe train --algorithm NAME",
+            numbers=1,
+        ),
+        Kind(
+            "averaging",
+            "averaging",
+            averages,
+            _averaging,
+            _NAMED,
+            "steppe train --averaging NAME",
+        ),
+        Kind(
+            "datasets",
+            "dataset",
+            DATASETS,
+            _dataset,
+            {
+                **_NAMED,
+                "summary": "domains",
+                "classes": "classes",
+                "images": "images",
+                "steps": "steps",
+            },
+            "steppe train --dataset NAME ('steppe data list' shows which are on this machine)",
+            numbers=3,
+        ),
+        Kind(
+            "backbones",
+            "backbone",
+            BACKBONES,
+            _backbone,
+            {**_NAMED, "library": "library", "parameters": "parameters"},
+            "steppe train --backbone NAME ('steppe list backbones TEXT' searches timm, which has "
+            "many more)",
+            numbers=1,
+        ),
+        Kind(
+            "experiments",
+            "",
+            EXPERIMENTS,
+            _experiment,
+            {**_NAMED, "summary": "what it shows", "datasets": "datasets"},
+            "steppe reproduce NAME ('--plan' adds its number of runs)",
+        ),
+    ),
+)
+
+
+def list_names(
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="[KIND]",
+            help="optimizers, algorithms, averaging, datasets, backbones or experiments "
+            "(default: how many there are of each).",
+        ),
+    ] = "",
+    name: Annotated[
+        str,
+        typer.Argument(metavar="[NAME]", help="Show one entry, with its options (default: all)."),
+    ] = "",
+    plugin: Plugins = None,
+    as_json: Json = False,
+) -> None:
+    """List optimizers, algorithms, ... with cost and citation, or the options of one of them."""
+    if not kind:
+        counts = {one.name: len(one.registry) for one in KINDS.entries()}
+        if as_json:
+            print(json.dumps(counts, indent=2))
+            return
+        for word, count in counts.items():
+            print(f"{count:>3} {word:12} steppe list {word}")
+        return
+    chosen = KINDS[kind]
+    if name:
+        _show_one(chosen, name, as_json)
+    else:
+        show_all(chosen, as_json)
+
+
+def show_all(kind: Kind, as_json: bool = False) -> None:
+    rows = [kind.facts(entry) for entry in kind.registry.entries()]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    cells = [[_cell(row[key]) for key in kind.columns] for row in rows]
+    _table([*kind.columns.values()], cells, kind.numbers)
+    print(f"Use one: {kind.hint}")
+    if rows and "options" in rows[0]:
+        print(f"Its options: steppe list {kind.name} NAME")
+
+
+def _show_one(kind: Kind, name: str, as_json: bool) -> None:
+    if kind.name == "backbones" and name not in kind.registry:
+        _search_timm(name, as_json)
+        return
+    facts = kind.facts(kind.registry[name])
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    options, others = facts.pop("options", {}), facts.pop("others", "")
+    headings = {**kind.columns, "image_size": "image size"}
+    print(printable(f"{facts.pop('name')}: {facts.pop('summary')}"))
+    for key, value in facts.items():
+        if value not in ("", None):
+            print(printable(f"{headings.get(key, key)}: {_cell(value)}"))
+    if options:
+        rows = []
+        for key, option in options.items():
+            if option["default"] is None and option["search"]:
+                option["default"] = "the optimizer's"
+            rows.append([f"{kind.axis}.{key}", *(_cell(option[fact]) for fact in _OPTION)])
+        _table(["option", *_OPTION.values()], rows)
+        print(f"Set one: steppe train ... --set {rows[0][0]}={rows[0][1]}")
+    elif kind.axis in ("algorithm", "averaging"):
+        print("It has no options.")
+    if others:
+        print(f"The other options of {others} can be set as well.")
+
+
+_OPTION = {
+    "default": "default",
+    "values": "values",
+    "search": "search draws from",
+    "meaning": "meaning",
+}
+
+
+def _search_timm(text: str, as_json: bool) -> None:
+    import timm
+
+    found = timm.list_models(f"*{text}*")
+    if not found:
+        known = ", ".join(BACKBONES)
+        raise UserError(f"no backbone has {text!r} in its name. Known: {known}, and timm's")
+    tagged = timm.list_models(f"*{text}*", pretrained=True)  # as in vit_small_patch16_224.dino
+    trained = {name.partition(".")[0] for name in tagged}
+    rows = [{"name": name, "library": "timm", "pretrained": name in trained} for name in found]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    shown = [[row["name"], "yes" if row["pretrained"] else "no"] for row in rows[:MATCHES]]
+    _table(["backbone of timm", "has pretrained weights"], shown)
+    if len(rows) > MATCHES:
+        print(f"and {len(rows) - MATCHES:,} more: give more of the name, or --json")
+
+
+def _table(headings: list[str], rows: list[list[str]], numbers: int = 0) -> None:
+    from steppe.console import printed, stdout, table
+
+    made = table(headings, rows, labels=len(headings) - numbers, plain=True)
+    made.columns[0].no_wrap = True  # to be typed as it stands
+    console = stdout()
+    if console.is_terminal:
+        console.print(made)
+    else:
+        print(printed([made]), end="")  # a line for each, for programs such as grep
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    return "" if value is None else str(value)

@@ -1,0 +1,26 @@
+"""A mistyped command is answered with the nearest one, wherever it is."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from typer.core import TyperGroup
+
+from .listing import KINDS
+
+
+class Commands(TyperGroup):
+    """The commands; the nearest to a wrong name may be one below another, or one of the lists."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        typed = args[0]
+        if self.get_command(ctx, typed) is None and not typed.startswith("-"):
+            known = {kind: f"list {kind}" for kind in KINDS}
+            for name, command in self.commands.items():
+                known |= {below: f"{name} {below}" for below in getattr(command, "commands", ())}
+            known |= {name: name for name in self.commands}
+            close = difflib.get_close_matches(typed.lower(), known, n=1)
+            hint = f"Did you mean 'steppe {known[close[0]]}'?" if close else "See 'steppe --help'."
+            ctx.fail(f"No such command {typed!r}. {hint}")
+        return super().resolve_command(ctx, args)

@@ -1,0 +1,79 @@
+"""The backbones that have a name here, besides all of timm's; torch is not needed to name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from steppe.registry import Registry
+
+RESNET50_V1 = "resnet50-v1"
+
+
+@dataclass(frozen=True)
+class BackboneSpec:
+    """What is known about a backbone before it is built.
+
+    Attributes:
+        library: where its layers come from: torchvision or steppe.
+        parameters: without a classifier; of the small ones, on gray images of 8 and 28 pixels.
+    """
+
+    name: str
+    summary: str
+    citation: str
+    library: str
+    parameters: int
+
+
+_RESNET = "He et al., Deep Residual Learning for Image Recognition, CVPR 2016"
+BACKBONES = Registry(
+    "backbone",
+    lambda: (
+        BackboneSpec(
+            "resnet18",
+            "The small ResNet, with torchvision's ImageNet weights (V1).",
+            _RESNET,
+            "torchvision",
+            11_176_512,
+        ),
+        BackboneSpec(
+            "resnet50",
+            "DomainBed's backbone, with torchvision's ImageNet weights (V1).",
+            _RESNET,
+            "torchvision",
+            23_508_032,
+        ),
+        # For weights that were trained so, such as those of Keras Applications.
+        BackboneSpec(
+            RESNET50_V1,
+            "ResNet-50 with a stage's stride in its first 1x1 convolution; needs a weights file.",
+            _RESNET,
+            "torchvision",
+            23_508_032,
+        ),
+        BackboneSpec(
+            "small-cnn",
+            "A few convolutions with batch norm, for small images; from scratch.",
+            "",
+            "steppe",
+            4_848,
+        ),
+        BackboneSpec(
+            "mnist-cnn",
+            "DomainBed's network for 28 x 28 digits; from scratch.",
+            "Gulrajani and Lopez-Paz, In Search of Lost Domain Generalization, ICLR 2021",
+            "steppe",
+            370_560,
+        ),
+    ),
+)
+
+
+def of_library(library: str) -> tuple[str, ...]:
+    """The names of a library's backbones.
+
+    Examples:
+        >>> of_library("steppe")
+        ('small-cnn', 'mnist-cnn')
+    """
+    return tuple(spec.name for spec in BACKBONES.entries() if spec.library == library)
