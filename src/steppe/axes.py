@@ -48,8 +48,8 @@ class AxisSpec:
     def of(cls, target: type, name: str, **facts: Any) -> Self:
         summary = (inspect.getdoc(target) or "").partition("\n")[0]
         options, further = declared_options(target), further_options(target)
-        told = {"summary": summary, "options": options, "further": further}
-        return cls(name=name, target=target, **told, **facts)
+        facts |= {"summary": summary, "options": options, "further": further}
+        return cls(name=name, target=target, **facts)
 
     @property
     def cls(self) -> Any:

@@ -1,7 +1,6 @@
 """The transforms against torchvision's own: bit for bit where the randomness is given, and in
 distribution where it is drawn."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -44,29 +43,12 @@ def rows(n: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).random((n, augment.DRAWS))
 
 
-def crop_box(height: int, width: int, draws: np.ndarray) -> tuple[int, int, int, int]:
-    """The crop of one image: the obvious way."""
-    low, high = math.log(3 / 4), math.log(4 / 3)
-    for i in range(10):
-        area = height * width * (0.7 + (1.0 - 0.7) * draws[2 * i])
-        ratio = math.exp(low + (high - low) * draws[2 * i + 1])
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            return int(draws[20] * (height - h + 1)), int(draws[21] * (width - w + 1)), h, w
-    w, h = width, height
-    if width / height < 3 / 4:
-        h = round(width / (3 / 4))
-    elif width / height > 4 / 3:
-        w = round(height * (4 / 3))
-    return (height - h) // 2, (width - w) // 2, h, w
-
-
 def domainbed(pixels: np.ndarray, draws: np.ndarray, size: int) -> np.ndarray:
     """DomainBed's composition of torchvision transforms, told what to draw."""
     order = augment._ORDERS[int(draws[augment._ORDER] * 24)]
     crop = T.RandomResizedCrop(size, scale=(0.7, 1.0))
     jitter = T.ColorJitter(0.3, 0.3, 0.3, 0.3)
-    box = crop_box(*pixels.shape[:2], draws)
+    box = augment.crop_box(*pixels.shape[:2], draws)
     crop.get_params = lambda *_: box
     jitter.get_params = lambda *_: (torch.tensor(order), *augment.jitter_factors(draws))
     compose = T.Compose(
@@ -151,18 +133,6 @@ def test_the_fallback_is_torchvisions():
     for shape in ((20, 400), (400, 20), (1, 400), (400, 1), (31, 97), (97, 31)):
         found = crops(shape, 5)
         assert all(np.ptp(values) == 0 for values in found.values()), shape
-
-
-def test_crop_boxes_are_those_of_single_images():
-    rng = np.random.default_rng(0)
-    odd = [*SHAPES.values(), (1, 1), (1, 400), (400, 1), (3, 4), (227, 170)]
-    shapes = np.concatenate([np.array(odd * 400), rng.integers(1, 700, (14_000, 2))])
-    draws = rows(len(shapes))
-    draws[::5] = rng.choice([0.0, np.nextafter(1, 0), 0.5], draws[::5].shape)
-    found = augment.crop_boxes(shapes[:, 0], shapes[:, 1], draws)
-    assert found.dtype == np.int64
-    single = [crop_box(*shape, row) for shape, row in zip(shapes.tolist(), draws, strict=True)]
-    np.testing.assert_array_equal(found, single)
 
 
 UNIT = st.sampled_from([0.0, float(np.nextafter(1, 0))]) | st.floats(0, 1, exclude_max=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Literal, get_args
 
 import torch
@@ -99,7 +99,8 @@ def trace(
         samples.append(float(z.double() @ multiply(op, z).double()))
         products += 1
         value = known + fmean(samples)
-        spread = stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else math.inf
+        each = torch.tensor(samples, dtype=torch.float64)
+        spread = float(each.std()) / math.sqrt(len(samples)) if len(samples) > 1 else math.inf
         stderr = max(spread, rounding * (abs(known) + abs(value)))
         enough = len(samples) >= FEWEST and stderr <= rtol * abs(value)
         if enough and until is None:

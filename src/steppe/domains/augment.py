@@ -1,6 +1,6 @@
 """DomainBed's image transforms, with the randomness given from outside.
 
-Training: a crop of 70 to 100 % of the area resized to the network's input, a horizontal flip,
+Training: a crop of 70 to 100% of the area resized to the network's input, a horizontal flip,
 jitter of brightness, contrast, saturation and hue by 0.3 in random order, grey by chance 0.1.
 Testing: the whole image resized, aspect ratio not kept. Both end in uint8; the network normalizes.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,8 +55,7 @@ def augment(pixels: Pixels, draws: Draws, size: int) -> Pixels:
         >>> augment(image, np.random.default_rng(0).random(DRAWS), 24).shape
         (24, 24, 3)
     """
-    sides = np.array(pixels.shape[:2])
-    top, left, height, width = crop_boxes(sides[:1], sides[1:], draws[None])[0].tolist()
+    top, left, height, width = crop_box(pixels.shape[0], pixels.shape[1], draws.tolist())
     image = Image.fromarray(np.ascontiguousarray(pixels[top : top + height, left : left + width]))
     image = image.resize((size, size), Image.Resampling.BILINEAR)
     if draws[_FLIP] < FLIP:
@@ -69,33 +68,35 @@ def augment(pixels: Pixels, draws: Draws, size: int) -> Pixels:
     return np.asarray(image)
 
 
-def crop_boxes(heights: Indices, widths: Indices, draws: Draws) -> Indices:
-    """N rows of top, left, height and width, as torchvision's RandomResizedCrop draws them.
+def crop_box(height: int, width: int, draws: Sequence[float]) -> tuple[int, int, int, int]:
+    """Top, left, height and width of the crop, as torchvision's RandomResizedCrop draws them."""
+    low, high = (math.log(r) for r in RATIO)
+    for i in range(_TRIES):
+        area = height * width * (SCALE[0] + (SCALE[1] - SCALE[0]) * draws[2 * i])
+        ratio = math.exp(low + (high - low) * draws[2 * i + 1])
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            top = int(draws[_POSITION] * (height - h + 1))
+            left = int(draws[_POSITION + 1] * (width - w + 1))
+            return top, left, h, w
+    # None fits: the largest centered crop whose ratio is allowed.
+    w, h = width, height
+    if width / height < RATIO[0]:
+        h = round(width / RATIO[0])
+    elif width / height > RATIO[1]:
+        w = round(height * RATIO[1])
+    return (height - h) // 2, (width - w) // 2, h, w
 
-    On the host, because devices differ in the last bit of an exponential.
+
+def crop_boxes(heights: Indices, widths: Indices, draws: Draws) -> Indices:
+    """The crops of N images, as rows; on the host: devices differ in exponentials' last bit.
 
     Examples:
         >>> crop_boxes(np.array([40]), np.array([40]), np.full((1, DRAWS), 0.5))
         array([[ 2,  2, 37, 37]])
     """
-    height, width = heights[:, None], widths[:, None]
-    low, high = (math.log(r) for r in RATIO)
-    area = height * width * (SCALE[0] + (SCALE[1] - SCALE[0]) * draws[:, 0 : 2 * _TRIES : 2])
-    exponents = low + (high - low) * draws[:, 1 : 2 * _TRIES : 2]
-    # Not numpy's exponential, for the same reason.
-    ratio = np.array([math.exp(x) for x in exponents.ravel().tolist()]).reshape(exponents.shape)
-    w, h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
-    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
-    each, first = np.arange(len(draws)), fits.argmax(axis=1)
-    w, h = w[each, first].astype(np.int64), h[each, first].astype(np.int64)
-    top = (draws[:, _POSITION] * (heights - h + 1)).astype(np.int64)
-    left = (draws[:, _POSITION + 1] * (widths - w + 1)).astype(np.int64)
-    # None fits: the largest centred crop whose ratio is allowed.
-    aspect = widths / heights
-    tall = np.where(aspect < RATIO[0], np.rint(widths / RATIO[0]), heights).astype(np.int64)
-    wide = np.where(aspect > RATIO[1], np.rint(heights * RATIO[1]), widths).astype(np.int64)
-    centred = np.stack([(heights - tall) // 2, (widths - wide) // 2, tall, wide], axis=1)
-    return np.where(fits.any(axis=1)[:, None], np.stack([top, left, h, w], axis=1), centred)
+    images = zip(heights.tolist(), widths.tolist(), draws.tolist(), strict=True)
+    return np.array([crop_box(*image) for image in images], dtype=np.int64).reshape(-1, 4)
 
 
 def jitter_factors(draws: Draws) -> tuple[float, float, float, float]:
