@@ -308,7 +308,7 @@ def _search_timm(text: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    shown = [[row["name"], "yes" if row["pretrained"] else "no"] for row in rows[:MATCHES]]
+    shown = [[name, "yes" if name in trained else "no"] for name in found[:MATCHES]]
     _table(["backbone of timm", "has pretrained weights"], shown)
     if len(rows) > MATCHES:
         print(f"and {len(rows) - MATCHES:,} more: give more of the name, or --json")
