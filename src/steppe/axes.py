@@ -47,9 +47,8 @@ class AxisSpec:
     @classmethod
     def of(cls, target: type, name: str, **facts: Any) -> Self:
         summary = (inspect.getdoc(target) or "").partition("\n")[0]
-        options, further = declared_options(target), further_options(target)
-        facts |= {"summary": summary, "options": options, "further": further}
-        return cls(name=name, target=target, **facts)
+        facts |= {"options": declared_options(target), "further": further_options(target)}
+        return cls(name=name, target=target, summary=summary, **facts)
 
     @property
     def cls(self) -> Any:

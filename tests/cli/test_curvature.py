@@ -126,6 +126,13 @@ def test_several_runs_give_a_line_each(runs: Path) -> None:
     assert found == json.loads(json.dumps(kept))
 
 
+def test_a_density_is_drawn_beside_the_spectrum(runs: Path) -> None:
+    result = invoke("curvature", runs / "sgd", "--domain", "30", "--density", "--top", 2, *QUICK)
+    figure = runs / "sgd/curvature/30.svg"
+    assert f"{figure}: drawn" in result.stderr
+    assert "spectral density" in figure.read_text()
+
+
 def test_a_run_called_compare(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (runs / "compare").symlink_to(runs / "sgd")
     monkeypatch.chdir(runs)

@@ -581,3 +581,41 @@ def test_sparse_gradients_are_refused():
     op = HessianOperator(table, lambda table, rows: table(rows).square().sum(), [rows])
     with pytest.raises(UserError, match="by weight is sparse: build the layer with sparse=False"):
         op @ torch.randn(op.shape[0])
+
+
+def criterion_case() -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x, y = torch.randn(9, 4).double(), torch.randint(3, (9,))
+    return model, list(zip(x.split(4), y.split(4), strict=True))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), F.cross_entropy])
+def test_a_criterion_is_taken_with_pairs_of_inputs_and_targets(operator, criterion) -> None:
+    model, pairs = criterion_case()
+    op = operator(model, criterion, pairs)
+    by_hand = operator(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), pairs)
+    v = block(op.shape[0])
+    assert torch.equal(op @ v, by_hand @ v)
+    assert op.loss() == by_hand.loss()
+
+
+def test_a_module_that_takes_the_model_is_called_as_before() -> None:
+    class Penalized(nn.Module):
+        def forward(self, model: nn.Module, batch: Any) -> Tensor:
+            return F.cross_entropy(model(batch[0]), batch[1]) + model[0].weight.square().sum()
+
+    model, pairs = criterion_case()
+    plain = HessianOperator(model, nn.CrossEntropyLoss(), pairs).loss()
+    expected = plain + model[0].weight.detach().square().sum().item()
+    assert HessianOperator(model, Penalized(), pairs).loss() == pytest.approx(expected)
+
+
+def test_criteria_and_batches_that_do_not_fit_are_refused() -> None:
+    model, pairs = criterion_case()
+    with pytest.raises(UserError, match="CrossEntropyLoss has reduction='sum'"):
+        HessianOperator(model, nn.CrossEntropyLoss(reduction="sum"), pairs)
+    for batch, got in ((pairs[0][0], "Tensor"), ((*pairs[0], 1), "3 values")):
+        with pytest.raises(UserError, match=rf"batches of \(inputs, targets\), got {got}"):
+            HessianOperator(model, nn.CrossEntropyLoss(), [batch]).loss()

@@ -22,6 +22,8 @@ MATRICES = {
     "net": lambda: small_net()[1],
 }
 ONE_LARGE = symmetric(torch.cat([torch.tensor([30.0]), torch.linspace(0, 0.1, 79)]))
+pytestmark = pytest.mark.filterwarnings("ignore:the trace has not converged")
+
 SEEDS = 200
 
 
@@ -83,6 +85,12 @@ def test_intervals_cover_the_truth_also_when_stopped_early(name, kind, rtol):
         assert f.samples >= FEWEST
     if rtol > 0.01:
         assert sum(f.converged for f in found) > 0.5 * SEEDS
+
+
+def test_a_trace_that_has_not_converged_warns():
+    with pytest.warns(UserWarning, match=r"not converged: after 60 products.*0.1% was asked for"):
+        found = trace(MATRICES["decaying"](), method="hutchinson", rtol=1e-3, max_products=60)
+    assert not found.converged
 
 
 def test_the_estimate_is_its_formula():

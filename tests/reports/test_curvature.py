@@ -11,13 +11,20 @@ import pytest
 
 from steppe.curvature.results import Flatness, Trace
 from steppe.errors import UserError
-from steppe.measure.stored import Measured, Sample, Spectrum, Weights, save_measurement
+from steppe.measure.stored import (
+    DensityCurve,
+    Measured,
+    Sample,
+    Spectrum,
+    Weights,
+    save_measurement,
+)
 from steppe.reports import build_report, compare, load_runs
 from steppe.reports.curvature import Comparison, Spread, comparison_text
 from steppe.reports.measured import described, measured_table, remarks
 from steppe.reports.palette import looks
 from steppe.reports.render import to_terminal
-from steppe.reports.spectra import check_format, draw, make_figure
+from steppe.reports.spectra import check_format, draw, draw_measured, make_figure
 from tests.reports.trees import config, record, write_run
 
 MEASURED = Measured(
@@ -395,6 +402,31 @@ def test_the_figure(tree: Path, tmp_path: Path) -> None:
         assert make_figure(compare(load_runs(others).runs)).axes[0].get_yscale() == "linear"
 
 
+CURVE = DensityCurve((-1.0, 0.0, 20.0, 40.0), (1e-3, 2.0, 1e-4, 1e-5), probes=4, steps=80)
+
+
+def test_densities_are_drawn_beside_the_spectra(tmp_path: Path) -> None:
+    write(tmp_path, "sgd", "sgd", made((90.0, 30.0, 6.0)))
+    write(tmp_path, "fad-0", "fad", made(density=CURVE))
+    write(tmp_path, "fad-1", "fad", made(density=CURVE), trial=1)
+    _, density, _, _ = make_figure(compare(load_runs(tmp_path).runs)).axes
+    assert [tuple(line.get_xdata()) for line in density.lines] == 2 * [CURVE.grid]
+    assert [tuple(line.get_ydata()) for line in density.lines] == 2 * [CURVE.values]
+    assert {line.get_color() for line in density.lines} == {looks(["fad"])["fad"].colour}
+    assert (density.get_xlabel(), density.get_yscale()) == ("eigenvalue", "log")
+
+
+def test_one_measurement_is_drawn_with_its_density(tmp_path: Path) -> None:
+    for name, measured, drawn in (
+        ("with.svg", made(density=CURVE), True),
+        ("without.svg", made(), False),
+    ):
+        draw_measured(measured, tmp_path / name)
+        text = (tmp_path / name).read_text()
+        assert "rank" in text
+        assert ("spectral density" in text) is drawn
+
+
 def test_pictures(tree: Path, tmp_path: Path) -> None:
     write(tree, "odd", "a $name$ <of> _someone's own, and very long", made())
     found = compare(load_runs(tree).runs)
@@ -472,7 +504,10 @@ def test_a_measurement_in_words() -> None:
     )
     said = remarks(worse)
     assert len(said) == 3
-    assert "2 %" in said[1]
+    assert "the trace has not converged: its standard error is 1.5%" in said[1]
+    assert "2 % was asked for" in said[1]
+    cells = list(measured_table(worse).columns[2].cells)
+    assert "± 1.5; 95 % from 96 to 104; not converged" in map(str, cells)
 
 
 @pytest.mark.parametrize(

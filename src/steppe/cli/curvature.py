@@ -56,13 +56,15 @@ def curvature_measure(
     """Measure a run's loss around its weights: eigenvalues and trace of the Hessian, flatness.
 
     The result goes to RUN/curvature/NAME.json and is shown by 'steppe report RUN --format html'.
-    With --json, a line for each run.
+    --density also draws the spectral density beside the spectrum, into NAME.svg there. With --json,
+    a line for each run.
     """
     from steppe.console import Meter, say, stdout
     from steppe.measure import measure_run
     from steppe.measure.measuring import run_folder
     from steppe.measure.stored import measurement_file
     from steppe.reports.measured import measured_table, remarks
+    from steppe.reports.spectra import draw_measured
 
     wanted = Settings(domains=domain, **settings)
     console, folder = talk(), str(root) if root else None
@@ -71,13 +73,16 @@ def curvature_measure(
             say(console, f"curvature of {run}")
         with Meter(f"curvature of {run}", 1.0, console=console, unit="share") as meter:
             measured = measure_run(run, wanted, device=device, root=folder, meter=meter)
+        where = measurement_file(run_folder(run), measured.name)
+        if measured.density is not None:
+            draw_measured(measured, where.with_suffix(".svg"))
+            remark(f"{where.with_suffix('.svg')}: drawn")
         if as_json:
             print(json.dumps(measured.to_json()))
             continue
         stdout().print(measured_table(measured))
         for note in remarks(measured):
             print(printable(f"note: {note}"))
-        where = measurement_file(run_folder(run), measured.name)
         print(printable(f"{where}: written after {measured.seconds:.0f} s"))
 
 

@@ -57,7 +57,8 @@ def flatness(
 
     Args:
         model: any module.
-        loss_fn: `loss_fn(model, batch)` gives the mean loss of a batch, a scalar.
+        loss_fn: `loss_fn(model, batch)` gives the mean loss of a batch, a scalar; or a criterion,
+            as for `HessianOperator`.
         batches: gives the same batches every time it is iterated over; see
             [`CurvatureOperator`][steppe.curvature.CurvatureOperator].
         rho: the radius of the ball, in the Euclidean norm over all parameters together.

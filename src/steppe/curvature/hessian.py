@@ -24,6 +24,9 @@ class HessianOperator(CurvatureOperator):
         >>> op = HessianOperator(model, lambda model, x: model(x).square().mean(), [x])
         >>> op @ torch.tensor([1.0, 0.0])  # the Hessian is 2 E[x x'] = [2 2; 2 4]
         tensor([2., 2.])
+        >>> pairs = [(x, torch.zeros(2, 1))]
+        >>> HessianOperator(model, nn.MSELoss(), pairs) @ torch.tensor([1.0, 0.0])
+        tensor([2., 2.])
     """
 
     def _differentiate(self, batch: Any, number: int) -> Differentiated:

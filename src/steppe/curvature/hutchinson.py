@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from statistics import fmean
 from typing import Literal, get_args
 
@@ -60,7 +61,7 @@ def trace(
         eigenvalues: what `top_eigenvalues` found with `vectors=True`: its vectors are the basis.
             By default, a Lanczos basis is built with a tenth of `max_products`.
         method: "deflated" (default), or "hutchinson", the paper's.
-        max_products: stop after so many products, whatever the standard error.
+        max_products: stop after so many products, and warn where the standard error is larger.
         seed: of the random signs.
         progress: called after each product.
 
@@ -114,6 +115,13 @@ def trace(
             note = f"trace {value:.4g} ± {stderr:.2g}"
             progress(Progress(products / (products + left), products, note))
         if confirmed or products >= max_products:
+            if not enough:
+                warnings.warn(
+                    f"the trace has not converged: after {products} products its standard error is "
+                    f"{stderr / abs(value) if value else math.inf:.1%} of it, and {rtol:.1%} was "
+                    "asked for. Raise max_products or rtol.",
+                    stacklevel=2,
+                )
             low, high = student_interval(value, stderr, len(samples))
             return Trace(value, stderr, low, high, len(samples), rtol, enough, products)
 

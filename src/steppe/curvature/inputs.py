@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from steppe.errors import UserError
 
@@ -19,6 +21,45 @@ def batch_size(batch: Any) -> int:
             f"a batch is a tensor, or a tuple, list or mapping with one; got {type(batch).__name__}"
         )
     return len(found)
+
+
+def mean_loss(loss_fn: Any) -> Callable[[nn.Module, Any], Tensor]:
+    """A function of the model and a batch, made of a criterion where that was given.
+
+    A criterion takes outputs and targets: a module such as `nn.CrossEntropyLoss()` whose `forward`
+    does not begin with the model, or a function of `torch.nn.functional`.
+    """
+    if isinstance(loss_fn, nn.Module):
+        first = next(iter(inspect.signature(loss_fn.forward).parameters.values()), None)
+        takes_model = first is not None and (
+            first.name in ("model", "module", "net", "network")
+            or "Module" in inspect.formatannotation(first.annotation)
+        )
+        if takes_model:
+            return loss_fn
+    elif getattr(loss_fn, "__module__", None) != F.__name__:
+        return cast(Callable[[nn.Module, Any], Tensor], loss_fn)
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    if getattr(loss_fn, "reduction", "mean") != "mean":
+        raise UserError(
+            f"{name} has reduction={loss_fn.reduction!r}: curvature is that of the mean loss, use "
+            "reduction='mean'"
+        )
+
+    def of_pair(model: nn.Module, batch: Any) -> Tensor:
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            got = (
+                f"{len(batch)} values" if isinstance(batch, list | tuple) else type(batch).__name__
+            )
+            raise UserError(
+                f"{name} needs batches of (inputs, targets), got {got}: give a function "
+                "loss_fn(model, batch) that returns the mean loss of a batch"
+            )
+        inputs, targets = batch
+        loss: Tensor = loss_fn(model(inputs), targets)
+        return loss
+
+    return of_pair
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

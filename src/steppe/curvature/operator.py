@@ -22,10 +22,10 @@ from steppe.optim.graph import twice_differentiable
 from .convolution import FastConvolutions
 from .determinism import check_buffers, check_repeatable, same
 from .float32 import full_float32
-from .inputs import batch_size, chosen_params
+from .inputs import batch_size, chosen_params, mean_loss
 
-LossFunction = Callable[[nn.Module, Any], Tensor]
-"""Maps a model and a batch to the mean loss of the batch."""
+LossFunction = Callable[[nn.Module, Any], Tensor] | Callable[[Tensor, Tensor], Tensor]
+"""Maps a model and a batch to the mean loss of the batch; or, of torch.nn, outputs and targets."""
 
 Parts = Sequence[Tensor | None]
 """A vector, parameter by parameter; None where the loss does not see the parameter."""
@@ -56,7 +56,8 @@ class CurvatureOperator(ABC):
 
     Args:
         model: any module.
-        loss_fn: `loss_fn(model, batch)` gives the mean loss of a batch, a scalar.
+        loss_fn: `loss_fn(model, batch)` gives the mean loss of a batch, a scalar. Where batches are
+            `(inputs, targets)`, it may be a criterion: `nn.CrossEntropyLoss()`, `F.mse_loss`.
         batches: gives the same batches every time it is iterated over: a list, or a loader that
             does not shuffle or augment. A batch is a tensor, or a tuple, list or mapping whose
             first tensor is as long as the batch; the mean over batches is weighted by that.
@@ -94,7 +95,7 @@ class CurvatureOperator(ABC):
                 f"batches is a {type(batches).__name__}, which can be read only once: give a list "
                 "or a loader"
             )
-        self.model, self.loss_fn, self.batches = model, loss_fn, batches
+        self.model, self.loss_fn, self.batches = model, mean_loss(loss_fn), batches
         self.params = chosen_params(model, params)
         self.products = self.passes = 0
         self._shapes = [p.shape for p in self.params]

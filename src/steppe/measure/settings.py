@@ -31,7 +31,7 @@ class Settings:
         trace_rtol: the standard error of the trace to reach, relative to it.
         batch_size: images in a batch: fewer need less memory (default: as many as have the numbers
             of 64 color images of 224 x 224 pixels).
-        density: whether to estimate the spectral density too.
+        density: whether to estimate the spectral density too, and draw it.
         seed: of the images drawn and of the random vectors.
         precision: of the computation, ``float32`` or ``float64``.
     """

@@ -112,7 +112,8 @@ def measured_table(measured: Measured) -> console.Table:
         name = "largest eigenvalue λ_max" if rank == 1 else f"eigenvalue {rank}"
         table.add_row(name, f"{value:.5g}", f"residual {residual:.1e}")
     interval = f"± {trace.stderr:.2g}; 95 % from {trace.low:.5g} to {trace.high:.5g}"
-    table.add_row("trace", f"{trace.value:.5g}", interval)
+    short = "" if trace.converged else "; not converged"
+    table.add_row("trace", f"{trace.value:.5g}", interval + short)
     table.add_section()
     radius = f"ρ = {flat.rho:g}"
     for name, value, one_step in (
@@ -135,14 +136,18 @@ def remarks(measured: Measured) -> list[str]:
     flat, spectrum, largest = measured.flatness, measured.eigenvalues, measured.lambda_max
     pairs = zip(spectrum.values, spectrum.residuals, strict=True)
     unresolved = any(residual > UNRESOLVED * abs(value) for value, residual in pairs)
-    asked = f"{100 * measured.trace.rtol:g} %"
+    trace = measured.trace
     found = []
     if not spectrum.converged:
         found.append("not all eigenvalues have converged: look at the residuals")
     if unresolved:
         found.append("some eigenvalues are near the tolerance and not resolved: lower --tol")
-    if not measured.trace.converged:
-        found.append(f"the trace is less exact than was asked for ({asked})")
+    if not trace.converged:
+        reached = f"{trace.stderr / abs(trace.value):.1%}" if trace.value else "all"
+        found.append(
+            f"the trace has not converged: its standard error is {reached} of it, and "
+            f"{100 * trace.rtol:g} % was asked for. Raise --top, --trace-rtol or --images"
+        )
     if not flat.converged:
         found.append("an ascent for R0 or R1 was still gaining when it stopped: both may be larger")
     if abs(flat.lambda_max - largest) > DISAGREES * abs(largest):

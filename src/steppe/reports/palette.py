@@ -22,9 +22,9 @@ _KNOWN = {  # on white, on black
     "adahessian": ("#4b6b00", "#a3c644"),
     "gam-exact": ("#007f91", "#4fd0e0"),
     "gam-release": ("#7a4a2b", "#cf9c78"),
+    "asam": ("#d926d9", "#e619e5"),
 }
 _OTHERS = (  # as far from each other as a search found them, in CIELAB
-    ("#d926d9", "#e619e5"),
     ("#2626d9", "#6363ee"),
     ("#45305a", "#cf59c5"),
     ("#6d1575", "#e61990"),

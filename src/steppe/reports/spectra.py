@@ -12,15 +12,21 @@ from steppe.durable import replace
 from steppe.errors import UserError
 
 from .curvature import Comparison, MethodCurvature
+from .measured import described
 from .palette import Look, looks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from steppe.measure import Measured
+
 FORMATS = ("svg", "png", "pdf")
 WIDE = 10.0
 """Eigenvalues that differ by more than this factor are drawn on a log scale."""
+LOWEST = 1e-7
+"""Of the highest density: what is lower is not drawn."""
+BARE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
 _LONGEST = 28
 """Characters of a method's name."""
 
@@ -36,6 +42,25 @@ def check_format(path: Path) -> str:
 def draw(comparison: Comparison, path: Path) -> None:
     """Draw a comparison into a file, .svg, .png or .pdf."""
     save_figure(make_figure(comparison), path)
+
+
+def draw_measured(measured: Measured, path: Path) -> None:
+    """Draw one measurement, its spectrum and beside it the density where that was estimated."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    panels = 1 if measured.density is None else 2
+    figure = Figure(figsize=(5 * panels, 3.4), layout="constrained")
+    with matplotlib.rc_context(BARE):
+        spectrum, *beside = figure.subplots(1, panels, squeeze=False)[0]
+    values, look = measured.eigenvalues.values, Look(0)  # of one model, whatever its method
+    spectrum.plot(range(1, len(values) + 1), values, marker="o", markersize=4, **line_style(look))
+    _finish_spectra(spectrum, values)
+    for axes in beside:
+        _draw_densities(axes, [(measured, look)])
+    title = textwrap.fill(f"Hessian of the {described(measured)}", 75 * panels)
+    figure.suptitle(title.replace("$", r"\$"), fontsize=8, color="#444")
+    save_figure(figure, path)
 
 
 def save_figure(figure: Figure, path: Path) -> None:
@@ -60,11 +85,20 @@ def make_figure(comparison: Comparison) -> Figure:
     labels = [_label(method) for method in methods]
     columns = 5 if max(map(len, labels)) <= 24 else 3
     height = max(3.4, 1.4 + 0.25 * len(methods)) + 0.2 * -(-len(methods) // columns)
-    figure = Figure(figsize=(10, height), layout="constrained")
-    bare: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
-    with matplotlib.rc_context(bare):
-        spectra, largest, traces = figure.subplots(1, 3, width_ratios=(2.1, 1, 1))
+    known = looks(method.row.name for method in methods)
+    densities = [
+        (one.measured, known[method.row.name])
+        for method in methods
+        for one in method.runs
+        if one.measured.density is not None
+    ]
+    figure = Figure(figsize=(13 if densities else 10, height), layout="constrained")
+    ratios = (2.1, 1.5, 1, 1) if densities else (2.1, 1, 1)
+    with matplotlib.rc_context(BARE):
+        spectra, *middle, largest, traces = figure.subplots(1, len(ratios), width_ratios=ratios)
     _draw_spectra(spectra, methods)
+    for axes in middle:
+        _draw_densities(axes, densities)
     _draw_bars(largest, methods, "lambda_max", "largest eigenvalue")
     _draw_bars(traces, methods, "trace", "trace")
     traces.set_yticklabels([])
@@ -84,8 +118,6 @@ def line_style(look: Look) -> dict[str, Any]:
 
 
 def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     top = len(methods[0].spectrum)
     ranks, step = range(1, top + 1), max(1, top // 10)
     alone = "_" if top == 1 else ""  # a line through one point has no length
@@ -107,16 +139,36 @@ def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
             label=_label(method),
             **style,
         )
-    values = [value for method in methods for spectrum in method.spectra for value in spectrum]
+    _finish_spectra(axes, [value for m in methods for values in m.spectra for value in values], top)
+
+
+def _finish_spectra(axes: Axes, values: Sequence[float], top: int = 0) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     if min(values) > 0 and max(values) > WIDE * min(values):
         axes.set_yscale("log")
     elif min(values) < 0 < max(values):
         axes.axhline(0, color="#888", linewidth=0.8)
     axes.set_xlabel("rank")
     axes.set_ylabel("eigenvalue")
-    axes.set_xlim(0.5, top + 0.5)
+    axes.set_xlim(0.5, (top or len(values)) + 0.5)
     # One tick is enough: to have two, the locator would put fractions beside the 1.
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.grid(visible=True, color="#ddd", linewidth=0.6)
+
+
+def _draw_densities(axes: Axes, found: Sequence[tuple[Measured, Look]]) -> None:
+    """The density of the eigenvalues, a line for each run in the color of its method."""
+    highest = 0.0
+    for measured, look in found:
+        curve = measured.density
+        assert curve is not None
+        axes.plot(curve.grid, curve.values, linewidth=1.2, **line_style(look))
+        highest = max(highest, *curve.values)
+    axes.set_yscale("log")  # nearly all eigenvalues are close to 0
+    axes.set_ylim(highest * LOWEST, highest * 3)
+    axes.set_xlabel("eigenvalue")
+    axes.set_ylabel("spectral density")
     axes.grid(visible=True, color="#ddd", linewidth=0.6)
 
 
