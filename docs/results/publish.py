@@ -149,7 +149,7 @@ def tuned(folder: Path) -> object:
 
 
 def ablated(folder: Path) -> Results:
-    """What FAD's hyper-parameters make of it, as far as it was run.
+    """What FAD's hyperparameters make of it, as far as it was run.
 
     The run of rho = 0.05 is that of alpha = 0.5 and of beta = 0.5 too: they are the defaults.
     """
@@ -258,7 +258,7 @@ def more_grid(table: Table, averages: Mapping[Row, Cell | None]) -> TextTable:
 
 
 def single(folder: Path) -> dict[str, dict[str, Any]]:
-    """What is shown of the first trial: accuracy by target in per cent, and the steps selected."""
+    """What is shown of the first trial: accuracy by target in percent, and the steps selected."""
     found = {}
     for name, pattern in SINGLE.items():
         runs = _named(folder, name, pattern)
@@ -274,7 +274,7 @@ def single(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _last(runs: Iterable[Run]) -> float:
-    """The mean accuracy on the target after the last update, in per cent."""
+    """The mean accuracy on the target after the last update, in percent."""
     return fmean(100 * run.records[-1].accuracy[run.targets[0], "test"] for run in runs)
 
 

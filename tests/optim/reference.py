@@ -1,6 +1,6 @@
 """Slow, obvious float64 versions of the methods, written from their equations for the tests alone.
 
-Weights are one flat vector; `grad(theta)` is the gradient there; hyper-parameters are numbers or
+Weights are one flat vector; `grad(theta)` is the gradient there; hyperparameters are numbers or
 flat vectors (one entry per weight, for parameter groups).
 """
 

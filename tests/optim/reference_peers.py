@@ -1,7 +1,7 @@
 """The update equations of Yogi, AdaBelief and AdaHessian, written out one tensor at a time.
 
 Slow and obvious on purpose: float64, explicit Hessians, no in-place operation. Each function takes
-`loss(t, theta)`, the weights, one dictionary of hyper-parameters for each weight, and returns the
+`loss(t, theta)`, the weights, one dictionary of hyperparameters for each weight, and returns the
 weights after `steps` steps.
 """
 

@@ -15,7 +15,7 @@ def unit(v):
 
 
 class Method(FlatnessOptimizer):
-    """A method in a few lines: named hyper-parameters and its list of visits."""
+    """A method in a few lines: named hyperparameters and its list of visits."""
 
     stages: tuple = ()
 

@@ -1,4 +1,4 @@
-"""The registry: every name builds, trains, and draws valid hyper-parameters from each space."""
+"""The registry: every name builds, trains, and draws valid hyperparameters from each space."""
 
 from __future__ import annotations
 

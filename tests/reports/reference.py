@@ -69,7 +69,7 @@ RULES = {"train-val": by_training_domains, "leave-one-out": by_leaving_out, "ora
 
 
 def sweep_accuracy(lines, rule):
-    """The test accuracy of the best hyper-parameters; of equals, the highest seed."""
+    """The test accuracy of the best hyperparameters; of equals, the highest seed."""
     best = None
     for seed in sorted({line["args"]["hparams_seed"] for line in lines}):
         pair = rule([line for line in lines if line["args"]["hparams_seed"] == seed])

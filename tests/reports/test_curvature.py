@@ -149,7 +149,7 @@ def test_flatness_by_method(tmp_path: Path) -> None:
     table = comparison_table(found)
     headings = [str(column.header) for column in table.columns]
     assert headings[-3:] == ["R0", "R1", "loss"]
-    assert str(table.caption).endswith("; R0 and R1 within ρ = 0.05")
+    assert str(table.caption).strip().endswith("; R0 and R1 within ρ = 0.05")
     cells = [[str(cell) for cell in column.cells] for column in table.columns[-3:]]
     assert cells == [["0.200 ± 0.071", "0.5"], ["0.400 ± 0.071", "0.9"], ["0.1 ± 0", "0.25"]]
     plain = json.loads(json.dumps(found.to_json()))
@@ -313,7 +313,7 @@ OVER_RUNS = "over runs (standard error)"
 def test_table_and_figure_say_what_errors_are(tree: Path, chosen, errors) -> None:
     found = compare([run for run in load_runs(tree).runs if run.path.name in chosen])
     assert found.to_json()["errors"] == errors
-    assert str(comparison_table(found).caption) == f"± {errors}; R0 and R1 within ρ = 0.1"
+    assert str(comparison_table(found).caption).strip() == f"± {errors}; R0 and R1 within ρ = 0.1"
     assert f"\nerror bars: {errors}" in make_figure(found).get_suptitle()
 
 

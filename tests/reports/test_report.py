@@ -134,7 +134,7 @@ def test_what_is_not_in_the_tables_is_said(tmp_path):
 
 
 def test_json_has_every_table_and_no_nan(tmp_path):
-    """What a strict reader takes, whatever the hyper-parameters were."""
+    """What a strict reader takes, whatever the hyperparameters were."""
     optimizers = ({"name": "adam", "lr": float("nan")}, {"name": "fad", "lr": float("inf")})
     axes = itertools.product(("PACS", "VLCS"), ("ERM", "CORAL"), optimizers)
     for number, (dataset, algorithm, optimizer) in enumerate(axes):

@@ -1,4 +1,4 @@
-"""Random hyper-parameters: DomainBed's golden values, and that no name disturbs another."""
+"""Random hyperparameters: DomainBed's golden values, and that no name disturbs another."""
 
 import numpy as np
 import pytest

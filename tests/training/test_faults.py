@@ -379,7 +379,8 @@ def test_a_damaged_best_is_told_and_the_last_can_be_used(half, steppe):
     assert code == 1
     assert "best is damaged" in assert_one_line(err)
     assert "Choose one, for instance with --which step:" in err
-    assert steppe("evaluate", half, "--json")[0] == 0
+    assert steppe("evaluate", half)[0] == 1  # the best is what is taken by default
+    assert steppe("evaluate", half, "--which", "last", "--json")[0] == 0
 
 
 def test_a_checkpoint_of_a_newer_format(half, steppe, monkeypatch):

@@ -134,12 +134,12 @@ def damage(run, name="step-000030"):
 
 
 USES = {
-    "load_model": lambda run, **which: load_model(run, **which).step,
-    "evaluate": lambda run, **which: evaluate_run(run, **which)["75"].to_json()["step"],
-    "ensemble": lambda run, **which: evaluate_ensemble([run], **which)["75"].to_json(["a"])[
-        "members"
-    ][0]["step"],
-    "export": lambda run, **which: int(export_run(run, run / "m.safetensors", **which)["step"]),
+    "load_model": lambda run, which="last": load_model(run, which).step,
+    "evaluate": lambda run, which="last": evaluate_run(run, which=which)["75"].to_json()["step"],
+    "ensemble": lambda run, which="last": evaluate_ensemble([run], which=which)["75"].to_json(
+        ["a"]
+    )["members"][0]["step"],
+    "export": lambda run, which="last": int(export_run(run, run / "m.safetensors", which)["step"]),
 }
 
 
@@ -177,9 +177,9 @@ def test_curvature_measures_the_step_that_was_asked_for(run):
 def test_a_finished_run_without_its_last_checkpoint_says_so(run):
     shutil.rmtree(run / "checkpoint" / "step-000030")
     with pytest.raises(RunError, match="lacks the last checkpoint, after step 30; whole: step 20"):
-        load_model(run)
+        load_model(run, "last")
     (run / "state").write_text("planned")  # killed, say: then it is the last
-    assert load_model(run).step == 20
+    assert load_model(run, "last").step == 20
 
 
 def test_a_checkpoint_under_another_name_is_damage(run):
@@ -248,7 +248,7 @@ def test_a_fifo_in_a_checkpoint_is_damage(run, name):
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(RunError, match=f"{name}: not a plain file; whole: step 20"):
-        load_model(run)
+        load_model(run, "last")
 
 
 @pytest.mark.parametrize("name", ["config.json", "data.json", "records.jsonl", "state"])
@@ -256,7 +256,7 @@ def test_a_fifo_in_a_run_is_not_waited_for(run, name):
     (run / name).unlink()
     os.mkfifo(run / name)
     with pytest.raises(OSError, match="not a plain file"):
-        load_model(run)
+        load_model(run, "last")
 
 
 def test_the_weights_of_another_model_are_told(run):

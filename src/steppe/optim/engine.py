@@ -1,6 +1,6 @@
 """The engine under every flatness-aware optimizer: passes, phases, state; no method's formula.
 
-A method's file says how its hyper-parameters become coefficients and which points to visit. For a
+A method's file says how its hyperparameters become coefficients and which points to visit. For a
 step, this file asks for the phases and takes the base's step at the end, `excursion` does what each
 pass needs before and after it, and the method's file what becomes of the gradient, in the words of
 `walk`. `wrapper` has what does not change with the step: groups, state, copies.
@@ -30,7 +30,7 @@ from .wrapper import Wrapper
 
 Batch = TypeVar("Batch")
 Hyper = float | Callable[[int], float]
-"""A hyper-parameter: a number, or a schedule from the step (counted from 1) to a number."""
+"""A hyperparameter: a number, or a schedule from the step (counted from 1) to a number."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class FlatnessOptimizer(Wrapper):
 
     Args:
         base: any `torch.optim.Optimizer` whose `step` needs no closure.
-        hyper: the method's hyper-parameters by name. Each may be overridden per parameter group
+        hyper: the method's hyperparameters by name. Each may be overridden per parameter group
             under the same name, or as ``<method>_<name>`` where the base uses the name itself
             (RMSprop's ``alpha``).
         model: the module being trained, or several. Later passes then leave everything it holds
@@ -157,7 +157,7 @@ class FlatnessOptimizer(Wrapper):
         self.models = found
 
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
-        """The numbers its stages use, from one group's hyper-parameters."""
+        """The numbers its stages use, from one group's hyperparameters."""
         return hyper
 
     @abstractmethod
@@ -243,7 +243,7 @@ class FlatnessOptimizer(Wrapper):
             raise RuntimeError(
                 f"The base of this {type(self).__name__} was wrapped again, by "
                 f"{owner or 'another optimizer'}: "
-                "their hyper-parameters share its groups. Give each its own base."
+                "their hyperparameters share its groups. Give each its own base."
             )
         excursion = self._open = Excursion(self, scaler)
         try:

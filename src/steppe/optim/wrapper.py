@@ -1,6 +1,6 @@
 """An optimizer that wraps another one and shows that one's groups, state and hooks.
 
-It adds its own hyper-parameters to the groups, and a step counter and a memory to the state.
+It adds its own hyperparameters to the groups, and a step counter and a memory to the state.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Wrapper(Optimizer, ABC):
         self.base.zero_grad(set_to_none)
 
     def _share(self, hyper: Mapping[str, Any]) -> None:
-        """Writes the hyper-parameters into the base's groups, where overrides may already be."""
+        """Writes the hyperparameters into the base's groups, where overrides may already be."""
         self._hyper = {n: float(v) if isinstance(v, Real) else v for n, v in hyper.items()}
         method = type(self).__name__.lower()
         self._keys = {n: f"{method}_{n}" if n in self.base.defaults else n for n in hyper}
@@ -139,7 +139,7 @@ class Wrapper(Optimizer, ABC):
         self._own()
 
     def _values(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        """One group's hyper-parameters at a step, schedules evaluated and checked."""
+        """One group's hyperparameters at a step, schedules evaluated and checked."""
         if group.get("maximize"):
             raise ValueError(
                 f"{type(self).__name__} climbs towards a larger loss, which is the wrong way under "
@@ -163,7 +163,7 @@ class Wrapper(Optimizer, ABC):
         return values
 
     def validate(self, hyper: Mapping[str, float]) -> None:
-        """Raises ValueError for hyper-parameters that make no sense; none may be negative."""
+        """Raises ValueError for hyperparameters that make no sense; none may be negative."""
         for name, value in hyper.items():
             if value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
@@ -182,7 +182,7 @@ class Wrapper(Optimizer, ABC):
         distributed.one_device(params)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the base; hyper-parameters it does not name get the shared values."""
+        """Adds a group to the base; hyperparameters it does not name get the shared values."""
         self.base.add_param_group(param_group)
         for name, key in self._keys.items():
             self.param_groups[-1].setdefault(key, self._hyper[name])

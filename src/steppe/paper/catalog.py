@@ -153,7 +153,7 @@ CATALOG = (
     ),
     Experiment(
         "sensitivity",
-        "accuracy over the hyper-parameters of the search",
+        "accuracy over the hyperparameters of the search",
         ("PACS",),
         (Arm(OPTIMIZERS),),
         figure=figures.sensitivity,

@@ -37,7 +37,7 @@ class Rate:
     Attributes:
         lr: the learning rate.
         validation: by learning rate tried, the accuracy on validation images of the training
-            domains, in per cent, or None if the run diverged; empty where none was tried.
+            domains, in percent, or None if the run diverged; empty where none was tried.
     """
 
     lr: float

@@ -81,7 +81,7 @@ def _table(results: Results, dataset: str, rows: Sequence[Line]) -> TextTable:
     columns += [BesideColumn(name, short(name), _cell(name), better="high") for name in ordered]
     columns += [_column(key) for key in order.experiment.columns]
     title = "All datasets" if dataset == ALL else short(dataset)
-    said = ["accuracy on the held-out domain in per cent, selected by training-domain validation"]
+    said = ["accuracy on the held-out domain in percent, selected by training-domain validation"]
     beside = [row for row in rows if any(cell.paper for cell in row.cells.values())]
     if beside:
         said.append("in brackets the paper's (ResNet-50, its own updates and search)")

@@ -33,7 +33,7 @@ def remarks(loaded: Loaded, selected: Selected) -> list[str]:
     alike = Counter((r.dataset, r.row, r.trial, r.target_set, r.space, r.choice) for r in runs)
     if repeated := len(runs) - len(alike):
         found.append(
-            f"{_runs(repeated)} a repetition: same method, targets, trial and hyper-parameters as "
+            f"{_runs(repeated)} a repetition: same method, targets, trial and hyperparameters as "
             "another one"
         )
     for dataset, sets in selected.columns.items():

@@ -89,7 +89,7 @@ class Run:
     row: Row
     trial: int
     choice: str
-    """What hyper-parameters it has: ``draw 3``, or a digest of them where none was drawn."""
+    """What hyperparameters it has: ``draw 3``, or a digest of them where none was drawn."""
     draw: int | None
     hparams: Mapping[str, Any]
     """The options of all axes by name, and the other settings that a search may vary."""

@@ -80,9 +80,9 @@ def validation_keys(run: Run) -> list[Key]:
 def leave_one_out(runs: Iterable[Run], targets: frozenset[str]) -> Chosen | None:
     r"""Choose by source domains that were held out as well.
 
-    For hyper-parameters and a step, the validation accuracy is the mean over source domains \( v \)
+    For hyperparameters and a step, the validation accuracy is the mean over source domains \( v \)
     of ``test`` accuracy on \( v \) in the run that holds out \( T \cup \{v\} \); all of these runs
-    are required. The best step of the best hyper-parameters counts, and the number comes from the
+    are required. The best step of the best hyperparameters counts, and the number comes from the
     run that holds out \( T \) alone.
     """
     runs = list(runs)

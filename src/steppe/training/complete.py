@@ -39,7 +39,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     """Make a complete config from what was given.
 
     What is missing comes from the dataset (steps, batch size, backbone, ...) and the optimizer
-    (its hyper-parameters); unknown keys are errors that suggest the nearest known one.
+    (its hyperparameters); unknown keys are errors that suggest the nearest known one.
 
     Examples:
         >>> config = make_config({"dataset": "PACS", "targets": "sketch", "optimizer": "fad"})

@@ -1,4 +1,4 @@
-"""Random hyper-parameters of a run, seeded as DomainBed seeds them."""
+"""Random hyperparameters of a run, seeded as DomainBed seeds them."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ function sensitivity() {
   const all = list(data.sensitivity).flatMap((entry) => list(entry.points).map((point) => ({
     ...point, name: text(entry.name), dataset: text(entry.dataset), hparams: point.hparams ?? {},
   })));
-  if (!all.length) return [nothing("No hyper-parameter draws yet.")];
+  if (!all.length) return [nothing("No hyperparameter draws yet.")];
 
   const drawn = chart((width) => {
     const { key, categories } = parameter.value ?? {}, { of, label } = measure.value;
@@ -228,7 +228,7 @@ function sensitivity() {
     { label: VALIDATION, of: (point) => point.validation },
   ]);
   refresh();
-  const caption = "One mark for each run of the search. Point at it for its hyper-parameters.";
+  const caption = "One mark for each run of the search. Point at it for its hyperparameters.";
   return [figure(caption, [dataset, parameter, target, measure], names, drawn)];
 }
 

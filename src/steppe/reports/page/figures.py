@@ -52,7 +52,7 @@ def _series(row: Row, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def sensitivity(selected: Selected) -> list[dict[str, Any]]:
-    """The accuracy of every run that could have been chosen, by its hyper-parameters."""
+    """The accuracy of every run that could have been chosen, by its hyperparameters."""
     # Leave-one-out has no number for a run by itself; its training domains do.
     rule = last_step if selected.selection == "oracle" else best_step
     found = []

@@ -88,11 +88,11 @@ function comparisons() {
 }
 
 const SELECTIONS = {
-  "train-val": "training-domain validation: the step and the hyper-parameters with the best " +
+  "train-val": "training-domain validation: the step and the hyperparameters with the best " +
     "accuracy on held-out images of the source domains",
-  "leave-one-out": "leave-one-domain-out validation: the step and the hyper-parameters that do " +
+  "leave-one-out": "leave-one-domain-out validation: the step and the hyperparameters that do " +
     "best on source domains held out in turn",
-  oracle: "oracle: hyper-parameters chosen at the last step with images of the target, which " +
+  oracle: "oracle: hyperparameters chosen at the last step with images of the target, which " +
     "are not to be had in earnest",
 };
 
@@ -124,7 +124,7 @@ const SECTIONS = [ // of the page, heading, of the data
   ["cost", "Accuracy against cost", cost, data.cost],
   ["curves", "Learning curves", curves, data.curves],
   ["domains", "Per domain", bars, data.tables],
-  ["sensitivity", "Hyper-parameter sensitivity", sensitivity, data.sensitivity],
+  ["sensitivity", "Hyperparameter sensitivity", sensitivity, data.sensitivity],
   ["flatness", "Flatness", flatness, data.flatness],
   ["provenance", "Provenance", provenance, null],
 ];
