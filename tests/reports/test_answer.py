@@ -90,6 +90,14 @@ def test_p_values_are_corrected_for_what_could_have_been_picked(tmp_path):
         write(build_report(load_runs(tmp_path), references=["sgdd"]), "terminal")
 
 
+def test_a_pair_without_a_reference_in_it_is_not_said_to_share_nothing(tmp_path):
+    sweep(tmp_path, {"sgd": level(0.70), "sam": level(0.80, 0.002), "adam": level(0.75, 0.003)})
+    first, second, *_ = build_report(load_runs(tmp_path), references=["sgd"]).answer
+    assert first.startswith("sam leads with 80.4%; adam is next with 75.")
+    assert first.endswith("They were not compared with each other, because neither is a reference.")
+    assert second == "sam is significantly better than sgd."
+
+
 def test_ties_and_open_questions_are_not_called_wins(tmp_path):
     wobble = {"sgd": level(0.8, 0.0), "sam": lambda target, trial: 0.8 + 0.002 * (trial - 0.9)}
     near = sweep(tmp_path / "near", wobble)

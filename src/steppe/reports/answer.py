@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .cells import interval_text, p_text, points_text
-from .contrasts import Contrast, Contrasts
+from .contrasts import Contrast, Contrasts, by_method
 from .spent import hours, hours_text
 from .tables import Selected, StepCost, Table
 
@@ -57,11 +57,13 @@ def answer(
     methods = [row.name for row in selected.rows()]
     if not methods:
         return []
-    said = [*_lead(methods, ranked, pairs), *_cost(selected, ranked, costs)]
+    said = [*_lead(selected, ranked, pairs), *_cost(selected, ranked, costs)]
     return [*said, *_not_run(selected)]
 
 
-def _lead(methods: Sequence[str], ranked: Sequence[Ranked], pairs: Contrasts) -> list[str]:
+def _lead(selected: Selected, ranked: Sequence[Ranked], pairs: Contrasts) -> list[str]:
+    known = by_method(selected)
+    methods = [*known]
     if not ranked:
         return ["No method has a result for every target yet, so none leads."]
     best, *others = ranked
@@ -73,7 +75,8 @@ def _lead(methods: Sequence[str], ranked: Sequence[Ranked], pairs: Contrasts) ->
     second = others[0]
     own = {pair.b: pair for pair in pairs.pairs if pair.a == best.name}
     own |= {pair.a: pair.turned() for pair in pairs.pairs if pair.b == best.name}
-    said = [_against(best, second, own.get(second.name))]
+    shared = bool(known[best.name].keys() & known[second.name].keys())
+    said = [_against(best, second, own.get(second.name), shared)]
     rest = [pair for name, pair in own.items() if name != second.name and name in methods]
     if rest:
         said.append(_others(best.name, rest))
@@ -85,10 +88,12 @@ def _lead(methods: Sequence[str], ranked: Sequence[Ranked], pairs: Contrasts) ->
     return said
 
 
-def _against(best: Ranked, second: Ranked, pair: Contrast | None) -> str:
+def _against(best: Ranked, second: Ranked, pair: Contrast | None, shared: bool) -> str:
     scores = f"{best.name} leads with {best.average:.1f}%; {second.name} is next with " + (
         f"{second.average:.1f}%"
     )
+    if pair is None and shared:
+        return f"{scores}. They were not compared with each other, because neither is a reference."
     if pair is None:
         return f"{scores}. They share no target and trial seed, so there is no paired difference."
     gap = f"{points_text(pair.difference)} points"
