@@ -52,7 +52,7 @@ def test_a_clear_lead_is_said_with_its_evidence_and_cost(tmp_path):
     assert first.startswith("sam leads with 80.4%; adam is next with 71.5%. The paired difference")
     assert "over 3 seeds" in first
     assert first.endswith("significant on these 4 targets.")
-    assert second == "sam is significantly better than sgd."
+    assert second == "sam is significantly better than sgd on these 4 targets."
     assert step == "A step of sam takes 1000.0 ms, 2.00 times that of sgd, the cheapest."
     # 12 runs of a method: 100 steps and two evaluations of 36 s.
     hours = 12 * (100 * (0.5 + 1.0 + 0.6) + 3 * 72) / 3600
@@ -95,7 +95,7 @@ def test_a_pair_without_a_reference_in_it_is_not_said_to_share_nothing(tmp_path)
     first, second, *_ = build_report(load_runs(tmp_path), references=["sgd"]).answer
     assert first.startswith("sam leads with 80.4%; adam is next with 75.")
     assert first.endswith("They were not compared with each other, because neither is a reference.")
-    assert second == "sam is significantly better than sgd."
+    assert second == "sam is significantly better than sgd on these 4 targets."
 
 
 def test_ties_and_open_questions_are_not_called_wins(tmp_path):

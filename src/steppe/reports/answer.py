@@ -125,16 +125,17 @@ def verdict(pair: Contrast) -> str:
 
 
 def _others(best: str, pairs: Sequence[Contrast]) -> str:
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, dict[str, list[str]]] = {}
     for pair in pairs:
         sign = " better" if pair.difference > 0 else " worse"
         kind = pair.verdict + sign * (pair.verdict == "significant")
-        groups.setdefault(kind, []).append(pair.b)
+        where = verdict(pair).removeprefix(pair.verdict)
+        groups.setdefault(kind, {}).setdefault(where, []).append(pair.b)
     parts = []
     for kind, clause in _CLAUSES.items():
-        if names := groups.get(kind):
+        for where, names in groups.get(kind, {}).items():
             s, be = ("s", "are") if len(names) > 1 else ("", "is")
-            parts.append(clause.format(best=best, names=_listed(names), s=s, be=be))
+            parts.append(clause.format(best=best, names=_listed(names), s=s, be=be) + where)
     said = "; ".join(parts)
     return (said if said.startswith(best) else said[0].upper() + said[1:]) + "."
 
