@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from steppe.cli import app
 from steppe.errors import UserError
+from steppe.reports import build_report, load_runs
 from steppe.reports.beside import compare_runs
 from tests.reports.trees import DOMAINS, config, record, write_run
 
@@ -89,3 +90,15 @@ def test_the_command(tmp_path):
     assert "b (sgd) is 10.0 points above a (sgd)" in shown.stdout
     data = json.loads(CliRunner().invoke(app, ["compare", *paths, "--json"]).stdout)
     assert data["comparisons"][0]["difference"] == pytest.approx(10)
+
+
+def test_a_step_takes_as_long_as_in_the_report(tmp_path):
+    for trial, seconds in enumerate((0.010, 0.020)):
+        records = [
+            record(s, ("photo",), lambda d, p: 0.5, seconds_per_step=seconds) for s in (0, 1)
+        ]
+        one = config(("photo",), trial, optimizer={"name": "sgd", "lr": 0.1})
+        write_run(tmp_path / "many" / str(trial), one, records)
+    data = compare_runs([tmp_path / "many", run(tmp_path / "a", 0.5)]).to_json()
+    (cost,) = build_report(load_runs(tmp_path / "many")).cost
+    assert data["rows"][0]["seconds_per_step"] == cost.seconds_per_step == pytest.approx(0.015)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -103,8 +104,8 @@ class Beside:
 
 def _seconds(row: TableRow) -> float | None:
     found = [r.seconds_per_step for run in row.runs for r in run.records[1:] or run.records]
-    known = sorted(value for value in found if value is not None)
-    return known[len(known) // 2] if known else None
+    known = [value for value in found if value is not None]
+    return statistics.median(known) if known else None
 
 
 _COST: list[Column[TableRow]] = [
