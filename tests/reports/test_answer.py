@@ -127,6 +127,15 @@ def test_one_target_and_one_seed_give_no_interval(tmp_path):
     assert report.contrasts.note.startswith("Nothing to test")
 
 
+def test_two_equal_differences_are_no_evidence(tmp_path):
+    """Two seeds on a small target often agree to the image."""
+    steady = {"fad": level(0.80, noise=0), "sgd": level(0.75, noise=0)}
+    report = sweep(tmp_path, steady, DOMAINS[:1], trials=2)
+    assert "too few shared runs give no interval, so it may be chance" in report.answer[0]
+    (pair,) = json.loads(write(report, "json"))["comparisons"]
+    assert (pair["p_adjusted"], pair["verdict"]) == (None, "no interval")
+
+
 def test_methods_without_all_targets_are_not_ranked(tmp_path):
     sweep(tmp_path, {"sgd": level(0.7), "adam": level(0.6)}, TWO)
     report = sweep(tmp_path, {"sam": level(0.9)}, TWO[:1])

@@ -18,6 +18,8 @@ SEEDS = 3
 """With so many trial seeds they decide, on the targets at hand; with fewer, the targets do."""
 MARGIN = 1.0
 """Points. Two methods are tied where the whole interval is closer to zero than this."""
+ROUNDING = 1e-9
+"""Points. A narrower interval has no spread behind it."""
 BEST, CHEAPEST = "best", "cheapest"
 
 
@@ -116,7 +118,9 @@ def contrast(a: tuple[str, Accuracies], b: tuple[str, Accuracies]) -> Contrast |
             pair = between(a, b, LEVEL, over)
         except UserError:  # one target and seed, or targets that differ from seed to seed
             continue
-        found[pair.unit] = pair
+        # Accuracies are whole numbers of images: that two differences are equal is no evidence.
+        if pair.units >= SEEDS or pair.high - pair.low > ROUNDING:
+            found[pair.unit] = pair
     differences = [100 * a[1][key] - 100 * b[1][key] for key in sorted(shared, key=repr)]
     known = found.get("targets") or found.get("trials")
     middle = known.difference if known else math.fsum(differences) / len(differences)
