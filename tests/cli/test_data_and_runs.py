@@ -144,6 +144,8 @@ def test_predict_from_files_to_csv_and_json(pets: Path, tmp_path: Path) -> None:
     assert printed.exit_code == 1
     assert len(json.loads(printed.stdout)["predictions"]) == 9
     assert "\x1b" not in steppe("predict", run, new).stdout
+    with pytest.raises(UserError, match=r"does not end in \.json"):
+        steppe("predict", run, new, "--json", "--out", tmp_path / "p.csv")
 
     shutil.rmtree(run / "checkpoint" / "best")
     for words in (["predict", run, new / "0.png"], ["evaluate", run, "--data", pets / "ink"]):
@@ -252,20 +254,20 @@ def test_whole_axes_given_with_set_survive_a_draw(tmp_path: Path) -> None:
 
 
 def test_the_options_asked_for_most_and_several_targets(tmp_path: Path) -> None:
-    """--lr and --rho hold against a draw too, and --set has the last word."""
+    """--lr and --rho hold against a draw too; what --set also gives is refused."""
     base = ["--dataset", "RotatedDigits", "--optimizer", "fad", "--steps", 1, "--device", "cpu"]
     base += ["--target", "60,75", "--target", "45", "--lr", 0.01, "--rho", 0.3, "--batch-size", 8]
-    for name, more in {
-        "plain": [],
-        "drawn": ["--draw", 1],
-        "set": ["--set", "optimizer.rho=0.4"],
-    }.items():
+    for name, more in {"plain": [], "drawn": ["--draw", 1]}.items():
         assert steppe("train", *base, *more, "--out", tmp_path / name).exit_code == 0
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert config["targets"] == ["60", "75", "45"]
         assert config["optimizer"]["lr"] == 0.01
-        assert config["optimizer"]["rho"] == (0.4 if name == "set" else 0.3)
+        assert config["optimizer"]["rho"] == 0.3
         assert config["batch_size"] == 8
+    with pytest.raises(UserError, match="--rho and --set optimizer.rho are the same setting"):
+        steppe("train", *base, "--set", "optimizer.rho=0.4", "--out", tmp_path / "set")
+    with pytest.raises(UserError, match=r"'adam': 'rho'.* Optimizers with 'rho': sam, .*fad"):
+        steppe("train", *base, "--optimizer", "adam", "--out", tmp_path / "adam")
     plan = ["sweep", "plan", tmp_path / "sweep", "--datasets", "RotatedDigits", "--no-estimate"]
     plan += ["--optimizers", "fad", "--trials", 1, "--draws", 0, "--lr", 0.02, "--batch-size", 4]
     assert steppe(*plan, "--targets", "75").exit_code == 0

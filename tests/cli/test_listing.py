@@ -32,8 +32,16 @@ def test_without_a_kind_the_kinds_are_counted(steppe):
     assert "steppe list backbones" in steppe("list")[1]
 
 
+def test_a_name_in_place_of_a_kind_is_found(steppe):
+    code, _, err = steppe("list", "fad")
+    assert code == 2
+    assert "steppe list optimizers fad" in err
+
+
 def test_optimizers_say_their_passes(steppe):
     rows = json.loads(steppe("list", "optimizers", "--json")[1])
+    products = {row["name"]: row["hessian_products"] for row in rows if row["hessian_products"]}
+    assert products == {"adahessian": 1, "gam-exact": 2}
     assert {row["name"]: row["passes"] for row in rows} == {
         name: optimizer_spec(name).passes for name in optimizer_names()
     }

@@ -56,7 +56,7 @@ def test_a_clear_lead_is_said_with_its_evidence_and_cost(tmp_path):
     assert step == "A step of sam takes 1000.0 ms, 2.00 times that of sgd, the cheapest."
     # 12 runs of a method: 100 steps and two evaluations of 36 s.
     hours = 12 * (100 * (0.5 + 1.0 + 0.6) + 3 * 72) / 3600
-    assert total == f"All 36 runs took {hours:.1f} GPU-hours."
+    assert total == f"All 36 runs took {hours:.3f} GPU-hours."
     assert report.to_json()["hours"] == {"GPU": pytest.approx(hours)}
     shown = [(pair.a, pair.b) for pair in report.comparisons]
     assert shown == [("sam", "adam"), ("sam", "sgd"), ("adam", "sgd")]
@@ -106,6 +106,32 @@ def test_ties_and_open_questions_are_not_called_wins(tmp_path):
     swings = {"sgd": level(0.7), "sam": lambda target, trial: 0.71 + 0.1 * (trial - 1)}
     far = sweep(tmp_path / "far", swings)
     assert far.answer[0].endswith(": inconclusive.")
+
+
+def test_a_tie_is_corrected_for_the_number_of_pairs(tmp_path):
+    """Two one-sided t tests by SciPy, doubled, then Holm: a tie alone, but not among six pairs."""
+    near = {"sgd": level(0.8, 0.0), "sam": lambda target, trial: 0.8 + 0.0025 * (trial - 1)}
+    alone = sweep(tmp_path / "alone", near)
+    assert alone.comparisons[0].verdict == "statistically tied"
+    more = {"gam": lambda target, trial: 0.8 - 0.0024 * (trial - 1), "fad": level(0.9, 0.004)}
+    report = sweep(tmp_path / "more", near | more)
+    means = {
+        name: [100 * sum(of(target, trial) for target in range(4)) / 4 for trial in range(3)]
+        for name, of in (near | more).items()
+    }
+    pairs = list(itertools.combinations(means, 2))
+    outside = []
+    for a, b in pairs:
+        gap = [x - y for x, y in zip(means[a], means[b], strict=True)]
+        below = scipy.stats.ttest_1samp(gap, -MARGIN, alternative="greater").pvalue
+        above = scipy.stats.ttest_1samp(gap, MARGIN, alternative="less").pvalue
+        outside.append(min(1.0, 2 * max(below, above)))
+    expected = dict(zip(map(frozenset, pairs), holm(outside), strict=True))
+    for pair in report.comparisons:
+        assert pair.outside == pytest.approx(expected[frozenset((pair.a, pair.b))], rel=1e-6)
+    assert expected[frozenset(("sgd", "sam"))] > 0.05
+    told = json.loads(write(report, "json"))["comparisons"]
+    assert [one["p_tied"] for one in told] == [pair.outside for pair in report.comparisons]
 
 
 def test_with_few_seeds_the_targets_decide(tmp_path):

@@ -83,6 +83,8 @@ def test_paths_become_files(folder, tmp_path):
     assert find_images([folder / "new" / "bee"]) == [
         str(folder / "new" / "bee" / f"{i}.png") for i in range(3)
     ]
+    Image.new("L", (8, 8)).save(tmp_path / "moving.gif")
+    assert find_images([tmp_path]) == [str(tmp_path / "moving.gif")]
     with pytest.raises(UserError, match="nowhere: no such file or folder"):
         find_images([one, tmp_path / "nowhere"])
     (tmp_path / "empty").mkdir()

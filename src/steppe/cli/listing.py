@@ -101,6 +101,7 @@ def _optimizer(spec: OptimizerSpec) -> Facts:
     return {
         **_axis(spec),
         "passes": spec.passes,
+        "hessian_products": spec.hessian_products,
         "options": {**shared, **{name: one for name, one in own.items() if name not in shared}},
         "others": str(inner).replace(":", "."),
     }
@@ -157,9 +158,9 @@ KINDS = Registry(
             "optimizer",
             optimizers,
             _optimizer,
-            {**_NAMED, "passes": "passes per step"},
+            {**_NAMED, "passes": "passes per step", "hessian_products": "Hessian products"},
             "steppe train --optimizer NAME",
-            numbers=1,
+            numbers=2,
         ),
         Kind(
             "algorithms",
@@ -240,11 +241,20 @@ def list_names(
         for word, count in counts.items():
             print(f"{count:>3} {word:12} steppe list {word}")
         return
+    if kind not in KINDS:
+        _point_to(kind)
     chosen = KINDS[kind]
     if name:
         _show_one(chosen, name, as_json)
     else:
         show_all(chosen, as_json)
+
+
+def _point_to(name: str) -> None:
+    """Say where a name is listed that was given in place of a kind."""
+    for kind in KINDS.entries():
+        if name in kind.registry:
+            raise UserError(f"{name!r} is one of the {kind.name}: steppe list {kind.name} {name}")
 
 
 def show_all(kind: Kind, as_json: bool = False) -> None:

@@ -109,8 +109,13 @@ SHORTCUTS = [
 
 
 def overriding(shortcuts: Mapping[str, Any], overrides: Iterable[str] | None) -> list[str]:
-    """What `--lr` and `--rho` say, as `--set` would, before what `--set` says."""
-    return [*(f"optimizer.{key}={value}" for key, value in shortcuts.items()), *(overrides or ())]
+    """Return `--lr` and `--rho` as `--set` would give them, followed by what `--set` gives."""
+    own = {f"optimizer.{key}": value for key, value in shortcuts.items()}
+    others = list(overrides or ())
+    for key in {text.partition("=")[0].strip() for text in others} & own.keys():
+        short = key.removeprefix("optimizer.")
+        raise UserError(f"--{short} and --set {key} are the same setting: give one of them")
+    return [*(f"{key}={value}" for key, value in own.items()), *others]
 
 
 def _datasets(key: str) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from steppe.durable import replace
+from steppe.errors import UserError
 from steppe.strangers import printable
 
 from .common import Chosen, Device, Json, remark, talk, writable
@@ -65,6 +66,8 @@ def predict(
     from steppe.training import find_images, load_model, predict_images
     from steppe.training.progress import weights
 
+    if as_json and out is not None and out.suffix.lower() != ".json":
+        raise UserError(f"--json writes JSON, but --out {out} does not end in .json")
     as_json = as_json or (out is not None and out.suffix.lower() == ".json")
     files = find_images(images)
     console = talk()

@@ -11,7 +11,7 @@ from steppe.errors import UserError
 from steppe.strangers import printable
 from steppe.training.config import RunConfig
 
-from .common import Chosen, Device, Json, Overrides, Root, Runs, talk
+from .common import Chosen, Device, Json, Overrides, Root, Runs, talk, writable
 from .options import SHORTCUTS, keys, overriding, with_options
 
 _UNSET = ("version", "resolved", "data")
@@ -121,6 +121,7 @@ def export(
         Path,
         typer.Argument(
             metavar="FILE",
+            callback=writable,
             help="The file to write. Its ending chooses the format: .safetensors has the weights "
             "for timm or torchvision; .pt2 (torch.export) and .onnx the whole network.",
         ),

@@ -23,7 +23,7 @@ def subfolders(root: Path) -> list[str]:
         return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
 
 
-def image_names(folder: Path) -> Iterator[str]:
+def image_names(folder: Path, suffixes: tuple[str, ...] = SUFFIXES) -> Iterator[str]:
     """The images below a class folder at any depth, in a fixed order, as paths below `folder`."""
     for path, below_it, files in sorted(os.walk(folder, followlinks=True)):  # torchvision's order
         loops = [name for name in below_it if _leads_up(os.path.join(path, name))]
@@ -31,7 +31,7 @@ def image_names(folder: Path) -> Iterator[str]:
             raise UserError(f"{os.path.join(path, loops[0])} is a link to a folder above it")
         below = os.path.relpath(path, folder).replace(os.sep, "/")
         for name in sorted(files):
-            if name.lower().endswith(SUFFIXES):
+            if name.lower().endswith(suffixes):
                 yield name if below == "." else f"{below}/{name}"
 
 

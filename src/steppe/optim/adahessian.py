@@ -62,6 +62,7 @@ def spatial_average(diagonal: Tensor) -> Tensor:
     "adahessian",
     citation="Yao et al., ADAHESSIAN: An Adaptive Second Order Optimizer, AAAI 2021",
     passes=1,
+    hessian_products=1,
     # Newton-like, with 1 the pure Newton step; the NICO++ authors' code multiplies its learning
     # rate by 100.
     lr=Hyperparameter(1e-2, LogUniform(-3, -0.5)),

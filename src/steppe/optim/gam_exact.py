@@ -25,6 +25,7 @@ from .walk import PLAIN, Held, Visit, Walk
     citation="Zhang et al., Gradient Norm Aware Minimization, CVPR 2023 "
     "(with Hessian-vector products)",
     passes=2,
+    hessian_products=2,
     radii=("rho",),
     needs_graph=True,
 )

@@ -6,7 +6,7 @@ steppe's own are declared in their files; those of torch and of other packages s
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -43,6 +43,7 @@ class OptimizerSpec(AxisSpec):
 
     Attributes:
         passes: forward and backward passes in a step, with the default hyperparameters.
+        hessian_products: Hessian-vector products in a step, on top of the passes.
         lr: the learning rate for fine-tuning, in the search space `fair`.
         scratch_lr: its default for training from scratch, where that is not `FROM_SCRATCH` times as
             much; the range always is.
@@ -61,6 +62,7 @@ class OptimizerSpec(AxisSpec):
     kind: ClassVar[str] = "optimizer"
 
     passes: int
+    hessian_products: int = 0
     lr: Hyperparameter = SGD_LR
     scratch_lr: float | None = None
     weight_decay: Hyperparameter = PAPER_WEIGHT_DECAY
@@ -129,14 +131,20 @@ class OptimizerSpec(AxisSpec):
     def _base(self) -> Any:
         return replace(self, target=self.base, base=None, extra=None).cls if self.base else None
 
+    def check_names(self, given: Iterable[str]) -> None:
+        """Refuse options that neither the method nor its base has."""
+        for name in given:
+            if name not in self.keywords:
+                others = [spec.name for spec in optimizers.entries() if name in spec.options]
+                owners = f". Optimizers with {name!r}: {', '.join(others)}" if others else ""
+                known = unknown(f"option for optimizer {self.name!r}:", name, self.keywords)
+                raise UserError(known + owners)
+
     def build(
         self, params: ParamsT, model: Models = None, *, pretrained: bool = True, **hparams: Any
     ) -> Optimizer:
         """Build the optimizer; see `build_optimizer`."""
-        valid = self.keywords
-        for name in hparams:
-            if name not in valid:
-                raise UserError(unknown(f"option for optimizer {self.name!r}:", name, valid))
+        self.check_names(hparams)
         chosen = {**self.defaults(pretrained=pretrained), **hparams}
         if self.base is None:
             optimizer = self.cls(params, **chosen, **self.fixed)

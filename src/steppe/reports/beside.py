@@ -22,7 +22,7 @@ from .remarks import remarks
 from .render import TextTable, contrasts_text, text_table, to_terminal
 from .report import rerunnable
 from .runs import Loaded, Row, Run, load_runs
-from .spent import hours
+from .spent import DIGITS, hours
 from .tables import Place, Selected, Table, TableRow, dataset_tables, select_runs, target_sets
 
 _RUN = ("targets", "trial_seed", "seed", "resolved", "draw")
@@ -111,7 +111,7 @@ def _seconds(row: TableRow) -> float | None:
 _COST: list[Column[TableRow]] = [
     Column("runs", "runs", lambda row: len(row.runs)),
     Column("seconds_per_step", "ms/step", _seconds, digits=1, scale=1e3),
-    Column("hours", "hours", lambda row: sum(hours(row.runs).values()) or None, digits=3),
+    Column("hours", "hours", lambda row: sum(hours(row.runs).values()) or None, digits=DIGITS),
 ]
 """What the runs behind a row took."""
 

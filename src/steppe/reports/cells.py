@@ -70,10 +70,13 @@ def interval_text(low: float, high: float) -> str:
 
 
 def p_text(value: float) -> str:
-    """A p value.
+    """A p value, with as many digits as show on which side of 0.05 it lies.
 
     Examples:
-        >>> p_text(0.0314), p_text(0.0002), p_text(1.0)
-        ('0.031', '< 0.001', '1')
+        >>> p_text(0.0314), p_text(0.0002), p_text(1.0), p_text(0.0496), p_text(0.0504)
+        ('0.031', '< 0.001', '1', '0.0496', '0.0504')
     """
-    return "< 0.001" if value < 0.001 else f"{value:.2g}"
+    if value < 0.001:
+        return "< 0.001"
+    texts = (f"{value:.{digits}g}" for digits in range(2, 18))
+    return next((text for text in texts if float(text) != 0.05), "0.05")

@@ -18,7 +18,7 @@ from .cells import MISSING, Cell, cell_text, interval_text, p_text, points_text
 from .contrasts import LEVEL, Contrast
 from .differences import Paired
 from .runs import Row
-from .spent import hours
+from .spent import DIGITS, hours
 from .tables import StepCost, Table, TableRow
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ COSTS: list[Column[StepCost]] = [
     Column("relative", "relative", digits=2, meaning="relative time of a step", better="low"),
     Column("passes", "passes", digits=0, meaning="passes per step"),
     Column("memory_gb", "GiB", digits=2, meaning="memory, GiB", better="low"),
-    Column("hours", "hours", digits=3, meaning="hours of all runs"),
+    Column("hours", "hours", digits=DIGITS, meaning="hours of all runs"),
     Column("", "accuracy", attrgetter("accuracy")),
     Column("accuracy", "", lambda cost: cost.accuracy and cost.accuracy.mean),
     Column("err", "", lambda cost: cost.accuracy and cost.accuracy.err),
@@ -176,6 +176,7 @@ CONTRASTS: list[Column[Contrast]] = [
     Column("decided_over", "", _of("unit", "deciding")),
     Column("p", "", _of("p", "deciding")),
     Column("p_adjusted", "p (Holm)", attrgetter("adjusted"), show=p_text),
+    Column("p_tied", "", attrgetter("outside")),
     Column("verdict", "result", word=True),
 ]
 """Of two methods: the mean difference in points, with both intervals and what they say."""

@@ -17,7 +17,7 @@ LEVEL = 0.95
 SEEDS = 3
 """With so many trial seeds they decide, on the targets at hand; with fewer, the targets do."""
 MARGIN = 1.0
-"""Points. Two methods are tied where the whole interval is closer to zero than this."""
+"""Points. Two methods are tied where the tests say that they are closer than this."""
 ROUNDING = 1e-9
 """Points. A narrower interval has no spread behind it."""
 BEST, CHEAPEST = "best", "cheapest"
@@ -36,7 +36,9 @@ class Contrast:
     over_targets: Paired | None
     """Over targets: about targets like these."""
     adjusted: float | None = None
-    """Holm's p value, within the family of `contrasts`."""
+    """Holm's p value that the difference is zero, within the family of `contrasts`."""
+    outside: float | None = None
+    """Holm's p value that the difference is `MARGIN` points or more, within the same family."""
 
     @property
     def deciding(self) -> Paired | None:
@@ -57,8 +59,8 @@ class Contrast:
             return "no interval"
         if self.adjusted < 1 - LEVEL:
             return "significant"
-        low, high = self.deciding.low, self.deciding.high
-        return "statistically tied" if low > -MARGIN and high < MARGIN else "inconclusive"
+        tied = self.outside is not None and self.outside < 1 - LEVEL
+        return "statistically tied" if tied else "inconclusive"
 
     def turned(self) -> Contrast:
         """The same with `b` minus `a`."""
@@ -73,9 +75,13 @@ class Contrast:
                 high=-pair.low,
             )
 
-        sides = turn(self.over_trials), turn(self.over_targets)
-        return Contrast(
-            self.b, self.a, -self.difference, self.pairs, *sides, adjusted=self.adjusted
+        return replace(
+            self,
+            a=self.b,
+            b=self.a,
+            difference=-self.difference,
+            over_trials=turn(self.over_trials),
+            over_targets=turn(self.over_targets),
         )
 
 
@@ -102,8 +108,9 @@ class Contrasts:
         )
         return (
             f"p values are Holm-corrected for {many}{because}. Significant: p below "
-            f"{1 - LEVEL:.2g}. Statistically tied: the whole {LEVEL:.0%} CI is within {MARGIN:g} "
-            f"point of zero. With {SEEDS} or more seeds, p is over seeds, on these targets only."
+            f"{1 - LEVEL:.2g}. Statistically tied: two one-sided tests, corrected the same way, "
+            f"put the difference within {MARGIN:g} point of zero. With {SEEDS} or more seeds, p is "
+            "over seeds, on these targets only."
         )
 
 
@@ -137,11 +144,12 @@ def by_method(selected: Selected) -> dict[str, dict[tuple[object, ...], float]]:
 
 def corrected(pairs: Sequence[Contrast]) -> list[Contrast]:
     """The pairs with Holm's p values, as one family."""
-    tested = [pair.deciding for pair in pairs]
-    adjusted = iter(holm([pair.p for pair in tested if pair is not None]))
+    decided = [pair.deciding for pair in pairs if pair.deciding is not None]
+    zero = iter(holm([by.p for by in decided]))
+    outside = iter(holm([by.p_outside(MARGIN) for by in decided]))
     return [
-        pair if by is None else replace(pair, adjusted=next(adjusted))
-        for pair, by in zip(pairs, tested, strict=True)
+        pair if pair.deciding is None else replace(pair, adjusted=next(zero), outside=next(outside))
+        for pair in pairs
     ]
 
 

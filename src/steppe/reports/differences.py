@@ -53,6 +53,19 @@ class Paired:
             return float(self.difference == 0)
         return float(2 * stdtr(self.units - 1, -abs(self.difference) / self.err))
 
+    def p_outside(self, margin: float) -> float:
+        """Of two one-sided tests that the difference is at least `margin` points, either way.
+
+        Doubled, so that it is below 1 - `level` where the whole interval is within the margin
+        (Schuirmann 1987).
+        """
+        from scipy.special import stdtr
+
+        room = margin - abs(self.difference)
+        if self.err == 0:
+            return float(room <= 0)
+        return min(1.0, float(2 * stdtr(self.units - 1, -room / self.err)))
+
     @property
     def what(self) -> str:
         """The numbers behind the interval, in words."""

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from .runs import Run
 
 _KINDS = {"cpu": "CPU", "cuda": "GPU", "mps": "GPU", "xpu": "GPU"}
+DIGITS = 3
+"""Decimals of hours, in sentences and tables alike."""
 UNKNOWN = "device"
 """Of runs whose config does not say what they were on: imported ones, for example."""
 
@@ -43,10 +45,6 @@ def hours_text(spent: Mapping[str, float]) -> str:
 
     Examples:
         >>> hours_text({"GPU": 6.06, "CPU": 0.0042})
-        '6.1 GPU-hours and 0.0042 CPU-hours'
+        '6.060 GPU-hours and 0.004 CPU-hours'
     """
-    return " and ".join(f"{_rounded(value)} {kind}-hours" for kind, value in spent.items())
-
-
-def _rounded(value: float) -> str:
-    return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
+    return " and ".join(f"{value:.{DIGITS}f} {kind}-hours" for kind, value in spent.items())

@@ -182,9 +182,7 @@ def _complete_optimizer(value: Any, space: str, pretrained: bool) -> dict[str, A
     import torch
 
     spec = optimizer_spec(name)
-    for key in options:
-        if key not in spec.keywords:
-            raise UserError(unknown(f"option for optimizer {spec.name!r}:", key, spec.keywords))
+    spec.check_names(options)
     chosen: dict[str, Any] = {**spec.defaults(space, pretrained), **options}
     try:  # what is wrong with a value, only the optimizer knows
         spec.build([torch.nn.Parameter(torch.zeros(1))], **chosen)

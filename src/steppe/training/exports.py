@@ -67,6 +67,8 @@ def export_run(
         raise UserError(
             f"{path} cannot be exported: its ending must be one of {', '.join(FORMATS)}"
         )
+    if not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
     if form.write is _onnx:
         import onnxscript  # noqa: F401  (an extra brings it: found out before the work)
     model, config = load_model(run, which), RunDirectory(Path(run)).config()

@@ -26,6 +26,8 @@ from .evaluation import BATCH
 from .models import Seen, TrainedModel
 
 log = logging.getLogger("steppe")
+_SUFFIXES = (*SUFFIXES, ".gif")
+"""Datasets leave .gif out, as torchvision and so DomainBed do."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
     found: list[str] = []
     for path in map(Path, paths):
         if path.is_dir():
-            below = [str(path / name) for name in image_names(path)]
+            below = [str(path / name) for name in image_names(path, _SUFFIXES)]
             if not below:
-                raise UserError(f"{path} has no images: expected files with {', '.join(SUFFIXES)}")
+                raise UserError(f"{path} has no images: expected files with {', '.join(_SUFFIXES)}")
             found += below
         elif os.path.lexists(path):
             found.append(str(path))
