@@ -7,27 +7,33 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from mkdocs.structure.files import File, Files
 from PIL import Image
 
 from steppe.domains import Dataset, load
 from steppe.measure import Settings, measure_run
-from steppe.reports import compare, draw, load_runs
-from steppe.training import make_config, train
+from steppe.reports import build_report, compare, draw, load_runs, write
+from steppe.training import load_model, make_config, train
 
 SCALE = 3
 COLUMNS = 16
 
 
 def on_files(files: Files, /, *, config: Any) -> Files:
-    pictures = {"doodles.png": contact_sheet(load("Doodles")), "spectra.svg": spectra()}
+    doodles = load("Doodles")
+    pictures = {
+        "doodles.png": contact_sheet(doodles),
+        "predictions.png": predictions(doodles),
+        **of_runs(),
+    }
     for name, content in pictures.items():
         files.append(File.generated(config, f"assets/{name}", content=content))
     return files
 
 
-def spectra() -> bytes:
-    """The figure of `steppe curvature compare`, of four short runs."""
+def of_runs() -> dict[str, bytes]:
+    """What `steppe curvature compare` and `steppe report` make of four short runs."""
     torch.set_num_threads(1)  # so small a network is no faster with more
     with tempfile.TemporaryDirectory() as home:
         for optimizer in ("sgd", "fad"):
@@ -37,9 +43,36 @@ def spectra() -> bytes:
                 run = Path(home) / f"{optimizer}-{seed}"
                 train(make_config({**values, **chosen, "device": "cpu"}), run)
                 measure_run(run, Settings(top=20, images=100, trace_rtol=0.05), device="cpu")
+        loaded = load_runs([Path(home)])
         figure = Path(home) / "spectra.svg"
-        draw(compare(load_runs([Path(home)]).runs), figure)
-        return figure.read_bytes()
+        draw(compare(loaded.runs), figure)
+        page = write(build_report(loaded), "html")
+        return {"spectra.svg": figure.read_bytes(), "report.html": page.encode()}
+
+
+def predictions(dataset: Dataset) -> bytes:
+    """One image of each class of the held-out domain, with what a short run predicts."""
+    torch.set_num_threads(1)
+    values = {"dataset": "Doodles", "targets": "sketch", "optimizer": "fad", "steps": 101}
+    with tempfile.TemporaryDirectory() as home:
+        train(make_config({**values, "device": "cpu"}), home)
+        model = load_model(home)
+    domain = next(domain for domain in dataset.domains if domain.name == "sketch")
+    chosen = [int(np.flatnonzero(domain.labels == y)[0]) for y in range(len(dataset.classes))]
+    images = [domain.images[i] for i in chosen]
+    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        probability, label = model(pixels).softmax(1).max(1)
+    figure = Figure(figsize=(8, 1.5), layout="constrained")
+    for axes, image, p, y in zip(
+        np.atleast_1d(figure.subplots(1, len(images))), images, probability, label, strict=True
+    ):
+        axes.imshow(image)
+        axes.set_axis_off()
+        axes.set_title(f"{model.classes[int(y)]}\n{float(p):.0%}", fontsize=9)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=150)
+    return file.getvalue()
 
 
 def contact_sheet(dataset: Dataset) -> bytes:
