@@ -147,7 +147,7 @@ def test_a_damaged_archive_is_named(tmp_path: Path, name: str) -> None:
         archive.write_bytes(gzip.compress(noise))
     whole = archive.read_bytes()
     archive.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=rf"archive {archive} is damaged: .*Delete it and run"):
+    with pytest.raises(UserError, match=rf"archive {archive} is damaged: .*Delete it and rerun"):
         unpack(archive, tmp_path / "out")
     if name == "a.zip":  # one byte of an image is wrong, and everything else is right
         archive.write_bytes(whole.replace(noise[:100], b"\0" + noise[1:99] + b"!", 1))
