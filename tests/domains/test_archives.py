@@ -170,7 +170,7 @@ def test_a_bomb_is_refused_before_the_disk_is_full(
     assert archive.stat().st_size < 100_000
     allowed = 4_000_000
     monkeypatch.setattr(archives, "SHARE", allowed / shutil.disk_usage(tmp_path).free)
-    with pytest.raises(UserError, match=f"archive {archive} does not fit into the free space"):
+    with pytest.raises(UserError, match=f"archive {archive} does not fit into the free disk space"):
         unpack(archive, tmp_path / "out")
     written = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
     assert written <= (0 if name == "a.zip" else allowed)  # a zip says what it holds beforehand

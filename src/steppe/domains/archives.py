@@ -38,8 +38,11 @@ class UnsafeArchive(UserError):
         )
 
 
-class _TooLarge(Exception):
-    """An archive is larger than the free disk space when unpacked."""
+def _too_large(archive: Path) -> UserError:
+    return UserError(
+        f"archive {archive} does not fit into the free disk space when unpacked. Make room, or "
+        "delete the archive if it should be smaller."
+    )
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -73,15 +76,10 @@ def unpack(archive: Path, folder: Path) -> None:
                     while chunk := contents.read(1 << 20):
                         room -= len(chunk)
                         if room < 0:
-                            raise _TooLarge
+                            raise _too_large(archive)
                         file.write(chunk)
     except UserError:
         raise
-    except _TooLarge:
-        raise UserError(
-            f"archive {archive} does not fit into the free space of {folder} when unpacked. Make "
-            "room there, or delete the archive if it should be smaller."
-        ) from None
     except Exception as error:  # readers raise all kinds of exceptions for damaged files
         if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in _OURS:
             raise
@@ -113,7 +111,7 @@ def _read_zip(archive: Path, room: int) -> Iterator[Member]:
     with zipfile.ZipFile(archive) as file:
         # zipfile never extracts more than the announced size, so this detects a zip bomb early.
         if sum(info.file_size for info in file.infolist()) > room:
-            raise _TooLarge
+            raise _too_large(archive)
         for info in file.infolist():
             kind = stat.S_IFMT(info.external_attr >> 16)  # 0 in archives made on Windows
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):

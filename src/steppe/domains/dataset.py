@@ -23,23 +23,12 @@ Pixels = NDArray[np.uint8]
 """One image, height x width x channels."""
 Indices = NDArray[np.int64]
 
-FORMATS = {
-    ".jpg": "JPEG",
-    ".jpeg": "JPEG",
-    ".png": "PNG",
-    ".bmp": "BMP",
-    ".ppm": "PPM",
-    ".tif": "TIFF",
-    ".tiff": "TIFF",
-    ".webp": "WEBP",
-    ".pgm": "PPM",
-}
-"""Image file suffixes, and the formats that Pillow may decode, whatever the suffix.
+FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP", "GIF")
+"""The formats that Pillow may decode, whatever a file's suffix: the web has GIFs named .jpg.
 
 The forty other formats that Pillow supports are off: some start other programs (PostScript), and
 some are unsafe for untrusted files.
 """
-_FORMATS = (*dict.fromkeys(FORMATS.values()), "GIF")  # datasets from the web have GIFs named .jpg
 
 
 class UnreadableImage(UserError):
@@ -101,12 +90,12 @@ def decode(path: Path) -> Pixels:
     from PIL import Image, UnidentifiedImageError  # slow to import, and records do not need it
 
     try:
-        with plain(path) as file, Image.open(file, formats=_FORMATS) as image:
+        with plain(path) as file, Image.open(file, formats=FORMATS) as image:
             return rgb(image)
     except UnidentifiedImageError:
         raise UnreadableImage(
-            f"image {path} cannot be read: it is not a {', '.join(_FORMATS[:-1])} or "
-            f"{_FORMATS[-1]} file"
+            f"image {path} cannot be read: it is not a {', '.join(FORMATS[:-1])} or "
+            f"{FORMATS[-1]} file"
         ) from None
     except Exception as error:  # Pillow's decoders raise anything when the bytes are wrong
         raise UnreadableImage(f"image {path} cannot be read: {reason(error)}") from None

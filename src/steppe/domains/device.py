@@ -73,7 +73,7 @@ class Reach:
 
 
 def stacked(images: Sequence[Pixels]) -> Stack:
-    """Concatenate images, all with as many channels, in host memory.
+    """Concatenate images with the same number of channels, in host memory.
 
     Examples:
         >>> stack = stacked(list(np.zeros((2, 4, 6, 3), np.uint8)))
@@ -81,7 +81,7 @@ def stacked(images: Sequence[Pixels]) -> Stack:
         (torch.Size([144]), tensor([ 0, 72]))
     """
     shapes = np.array([image.shape for image in images], dtype=np.int64)
-    (channels,) = {*shapes[:, 2].tolist()}  # raises where images differ
+    (channels,) = {*shapes[:, 2].tolist()}  # fails if images differ
     sizes = shapes.prod(axis=1)
     return Stack(
         torch.from_numpy(np.concatenate([image.reshape(-1) for image in images])),

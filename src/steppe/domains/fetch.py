@@ -80,7 +80,7 @@ def download(
     ``FILE.sha256``, and later downloads must match it.
     """
     final = folder / item.file
-    part = _beside(final, ".part")
+    part = Path(f"{final}.part")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with Meter(item.file, console=console, unit="bytes", done=_size(part), every=10) as meter:
@@ -109,7 +109,7 @@ def _is_expected(final: Path, item: Download, meter: Meter) -> bool:
     if any(_complaint(final, final, mirror.checksum, meter) is None for mirror in mirrors):
         meter.say(f"{final} already exists")
         return True
-    aside = _beside(final, ".bad")
+    aside = Path(f"{final}.bad")
     os.replace(final, aside)
     meter.say(f"{final} is not the expected file: renamed to {aside.name}")
     return False
@@ -141,7 +141,7 @@ class _Transfer:
     ) -> None:
         self.mirror, self.final, self.limit = mirror, final, limit
         self.meter, self.patience = meter, patience
-        self.part, self.note = _beside(final, ".part"), _beside(final, ".part.json")
+        self.part, self.note = Path(f"{final}.part"), Path(f"{final}.part.json")
         self.received, self.start = 0, time.monotonic()
         self.pieced = False  # whether the part consists of several answers
 
@@ -306,10 +306,6 @@ class _Transfer:
         return origin.url != self.mirror.url or _validator(headers) in (None, origin.validator)
 
 
-def _beside(final: Path, suffix: str) -> Path:
-    return final.with_name(final.name + suffix)
-
-
 def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
@@ -340,7 +336,7 @@ def _complaint(path: Path, final: Path, checksum: str | None, meter: Meter) -> s
         found = hashlib.file_digest(file, algorithm).hexdigest()
     if checksum is not None:
         return None if found == expected else f"its {algorithm} is {found}, expected {expected}"
-    note = _beside(final, ".sha256")
+    note = Path(f"{final}.sha256")
     if not note.exists():
         note.write_text(f"{found}  {final.name}\n")  # as sha256sum writes it
         meter.say(f"{final.name} has no published checksum; saved its sha256 {found} in {note}")

@@ -11,9 +11,9 @@ import numpy as np
 from steppe.errors import UserError
 from steppe.strangers import printable, read
 
-from .dataset import FORMATS, Contents, Domain, Files
+from .dataset import Contents, Domain, Files
 
-SUFFIXES = tuple(FORMATS)
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp", ".pgm")
 """Files with these suffixes, in any case, are images; all others are ignored."""
 
 
