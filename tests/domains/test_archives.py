@@ -147,7 +147,7 @@ def test_a_damaged_archive_is_named(tmp_path: Path, name: str) -> None:
         archive.write_bytes(gzip.compress(noise))
     whole = archive.read_bytes()
     archive.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=rf"archive {archive} is damaged: .*Delete it and run"):
+    with pytest.raises(UserError, match=rf"archive {archive} is damaged: .*Delete it and rerun"):
         unpack(archive, tmp_path / "out")
     if name == "a.zip":  # one byte of an image is wrong, and everything else is right
         archive.write_bytes(whole.replace(noise[:100], b"\0" + noise[1:99] + b"!", 1))
@@ -170,7 +170,7 @@ def test_a_bomb_is_refused_before_the_disk_is_full(
     assert archive.stat().st_size < 100_000
     allowed = 4_000_000
     monkeypatch.setattr(archives, "SHARE", allowed / shutil.disk_usage(tmp_path).free)
-    with pytest.raises(UserError, match=f"archive {archive} does not fit into the free space"):
+    with pytest.raises(UserError, match=f"archive {archive} does not fit into the free disk space"):
         unpack(archive, tmp_path / "out")
     written = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
     assert written <= (0 if name == "a.zip" else allowed)  # a zip says what it holds beforehand

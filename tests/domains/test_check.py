@@ -71,7 +71,7 @@ def test_each_unreadable_image_is_named(tmp_path: Path, spec: DatasetSpec) -> No
     [
         (
             lambda root: shutil.rmtree(root / "oil"),
-            ["domain folders are missing in {root}: oil"],
+            ["{root} has no folders for the domains oil"],
         ),
         (
             lambda root: (root / "ink/dog/2.png").unlink(),
@@ -96,7 +96,7 @@ def test_each_unreadable_image_is_named(tmp_path: Path, spec: DatasetSpec) -> No
         (
             lambda root: paint(root / "ink/loose.png", 99),
             [
-                "images outside the class folders are not read, 1 in {root}/ink: loose.png",
+                "images outside the class folders, which are not read: 1 in {root}/ink: loose.png",
             ],
         ),
     ],
@@ -118,8 +118,8 @@ def test_what_is_passed_over_is_noted(tmp_path: Path, spec: DatasetSpec) -> None
     report = check.check(spec, tmp_path)
     assert report.ok
     assert report.notes == (
-        f"the folder {root / 'lists'} is no domain, and passed over",
-        f"files that are not images are passed over, 1 in {root / 'ink'}: cat/.DS_Store",
+        f"ignored the folder {root / 'lists'}: it is not a domain",
+        f"ignored files that are not images: 1 in {root / 'ink'}: cat/.DS_Store",
     )
 
 
@@ -186,12 +186,12 @@ def test_domainnet_says_whether_its_list_was_there(tmp_path: Path) -> None:
     for seed, domain in enumerate(spec.domains):
         paint(tmp_path / "domain_net" / domain / "axe" / "1.png", 2 * seed)
         paint(tmp_path / "domain_net" / domain / "axe" / "2.png", 2 * seed + 1)
-    assert "is not there" in check.check(spec, tmp_path).problems[0]
+    assert "is missing" in check.check(spec, tmp_path).problems[0]
     (tmp_path / "domain_net" / "domain_net_duplicates.txt").write_text("clipart/axe/2.png\n")
     report = check.check(spec, tmp_path)
     assert report.problems[0].startswith("domain 'clipart' has 1 images instead of 48,129")
-    assert "is there" in report.problems[0]
-    assert "images are left out by the dataset's lists, 1 in" in report.notes[0]
+    assert "exists" in report.problems[0]
+    assert "images that the dataset's lists exclude: 1 in" in report.notes[0]
 
 
 def test_data_in_memory_is_counted(tmp_path: Path) -> None:

@@ -277,7 +277,7 @@ def test_a_file_believed_once_must_stay_the_same(server: Server, tmp_path: Path)
     fetch(one(server), tmp_path)
     (tmp_path / "a.zip").unlink()
     server.pages["a.zip"] = Page(OTHER)
-    with pytest.raises(Unavailable, match=r"when first downloaded \(delete .*a.zip.sha256 to"):
+    with pytest.raises(Unavailable, match=r"the first download had .*, delete .*a.zip.sha256\)"):
         fetch(one(server), tmp_path)
     assert names(tmp_path) == {"a.zip.sha256", "a.zip.part.json"}
     (tmp_path / "a.zip.sha256").unlink()
@@ -288,7 +288,7 @@ def test_a_file_believed_once_must_stay_the_same(server: Server, tmp_path: Path)
 def test_a_file_that_is_there_is_used_or_set_aside(server: Server, tmp_path: Path) -> None:
     server.pages["a.zip"] = Page(BODY)
     (tmp_path / "a.zip").write_bytes(BODY)
-    assert fetch(one(server, checksum=MD5), tmp_path) == [f"{tmp_path / 'a.zip'} is already there"]
+    assert fetch(one(server, checksum=MD5), tmp_path) == [f"{tmp_path / 'a.zip'} already exists"]
     assert server.asked == []
     (tmp_path / "a.zip").write_bytes(OTHER)
     fetch(one(server, checksum=MD5), tmp_path)
@@ -311,7 +311,7 @@ def test_passing_errors_are_waited_out_and_final_ones_are_not(
 def test_a_silent_server_times_out(server: Server, tmp_path: Path) -> None:
     over = threading.Event()
     server.pages["a.zip"] = Page(BODY, cuts=[100_000, 0], stall=over)
-    with pytest.raises(Unavailable, match=r"no answer for 0.2 s"):
+    with pytest.raises(Unavailable, match=r"no response for 0.2 s"):
         fetch(one(server), tmp_path, Patience(timeout=0.2, attempts=1, pause=0))
     over.set()
 
@@ -319,9 +319,9 @@ def test_a_silent_server_times_out(server: Server, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "timeout", "reason"),
     [
-        (Page(BODY, drip=0.01), 5, "it is too slow: "),
-        (Page(BODY, drip=0.01, slow_headers=True), 0.3, "no answer for 0.3 s"),
-        (Page(BODY, drip=0.4), 0.1, "too slow|no answer"),  # a byte in every attempt
+        (Page(BODY, drip=0.01), 5, "too slow: "),
+        (Page(BODY, drip=0.01, slow_headers=True), 0.3, "no response for 0.3 s"),
+        (Page(BODY, drip=0.4), 0.1, "too slow|no response"),  # a byte in every attempt
     ],
 )
 def test_a_server_that_drips_is_given_up(
@@ -336,8 +336,8 @@ def test_a_server_that_drips_is_given_up(
 @pytest.mark.parametrize(
     ("page", "limit", "reason"),
     [
-        (Page(BODY), 100_000, "it has 300.2 kB, more than the 100.0 kB that are expected"),
-        (Page(BODY, claims="9" * 18), 10**9, "more than the 1.0 GB"),
+        (Page(BODY), 100_000, "its size is 300.2 kB, more than 100.0 kB"),
+        (Page(BODY, claims="9" * 18), 10**9, "more than 1.0 GB"),
         (Page(BODY, claims="100000", chunked=True), 10**9, "sent more than 100.0 kB; deleted"),
         (Page(BODY, claims="9" * 5000, chunked=True), 100_000, "sent more than 100.0 kB; deleted"),
         (Page(BODY, claims="\u00b2", chunked=True), 100_000, "sent more than 100.0 kB; deleted"),
@@ -567,14 +567,14 @@ def test_when_all_mirrors_are_dead_the_message_says_what_to_do(
         "Where else to look:",
         "  https://example.org/pacs",
         "  the paper: Li et al., Deeper, Broader and Artier Domain Generalization, ICCV 2017",
-        f"Put PACS.zip in {tmp_path / 'downloads'} and run the same command again,",
-        "or lay the files out as",
+        f"Put PACS.zip in {tmp_path / 'downloads'} and rerun the command,",
+        "or arrange the files as",
         f"  {tmp_path}/PACS/art_painting/CLASS/IMAGE",
         f"  {tmp_path}/PACS/cartoon/CLASS/IMAGE",
         f"  {tmp_path}/PACS/photo/CLASS/IMAGE",
         f"  {tmp_path}/PACS/sketch/CLASS/IMAGE",
         "with 7 classes in every domain,",
-        f"then: steppe data check PACS --root {tmp_path}",
+        f"then run: steppe data check PACS --root {tmp_path}",
     ]
     assert not (tmp_path / "PACS").exists()
     # What it says works: the archive put there by hand is taken.
@@ -586,7 +586,10 @@ def test_when_all_mirrors_are_dead_the_message_says_what_to_do(
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (zipped({"kfold/photo/dog/1.jpg": b"x"}), "should hold art_painting, .*; found filler, k"),
+        (
+            zipped({"kfold/photo/dog/1.jpg": b"x"}),
+            "should contain art_painting, .*; found filler, k",
+        ),
         (zipped({"kfold/photo/dog/1.jpg": b"x"})[:-30], "PACS.zip is damaged"),
         (zipped({"kfold/photo/dog/1.jpg": b"x", "../evil": b"x"}), "'../evil' leaves the folder"),
     ],
@@ -629,10 +632,10 @@ def test_datasets_without_a_download_say_so(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         get(dataset_spec("NICO++"), tmp_path)
     message = str(error.value)
-    assert message.startswith("NICO++ has no download that a program can start.")
+    assert message.startswith("NICO++ must be downloaded by hand.")
     assert "https://nicochallenge.com/dataset" in message
     assert f"  {tmp_path / 'NICO++' / 'autumn'}/CLASS/IMAGE" in message
-    assert message.endswith(f"then: steppe data check NICO++ --root {tmp_path}")
+    assert message.endswith(f"then run: steppe data check NICO++ --root {tmp_path}")
 
 
 def test_the_table_is_complete_and_well_formed() -> None:

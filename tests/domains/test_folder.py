@@ -112,9 +112,7 @@ def test_a_folder_whose_name_is_not_text_is_refused(tmp_path: Path, odd: bytes):
     with pytest.raises(UserError) as error:
         load(tmp_path)
     shown = odd.decode(errors="surrogateescape").encode("ascii", "backslashreplace").decode()
-    assert str(error.value) == (
-        f"the folder {tmp_path}/{shown} has a name that is not UTF-8: rename it"
-    )
+    assert str(error.value) == (f"the name of folder {tmp_path}/{shown} is not UTF-8: rename it")
 
 
 def test_an_image_whose_name_is_not_text_is_read(tmp_path: Path):

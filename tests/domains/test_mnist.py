@@ -124,10 +124,10 @@ def damage(path: Path, change: str) -> Path:
     ("change", "message"),
     [
         ("magic", "starts with 89 50 4e 47, expected 00 00 08"),
-        ("cut off", "has 31375 bytes, its header asks for 31376"),
-        ("cut off in the header", "cut off"),
+        ("cut off", "has 31375 bytes, but its header says 31376"),
+        ("cut off in the header", "is truncated"),
         ("empty", "starts with nothing"),
-        ("labels", "has 1 dimensions where MNIST has 3"),
+        ("labels", "has 1 dimensions, but MNIST has 3"),
         ("cut off and compressed", "is damaged"),
         ("not compressed", "is damaged"),
         ("fewer", "has 39 images, but .* has 40 labels"),

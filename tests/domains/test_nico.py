@@ -94,7 +94,7 @@ def test_an_image_listed_twice_is_one_image_and_a_warning(
     rock = nico.read(tmp_path)[1][4]
     assert len(rock) == 18
     assert rock.images.name(rock.subsets["test"][-1]) == again
-    assert "rock name 1 images more than once" in caplog.text
+    assert "rock repeat 1 images" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_lists_that_are_incomplete_or_empty(tmp_path: Path):
     with pytest.raises(UserError, match="water_val.txt lists no images"):
         nico.read(tmp_path)
     (tmp_path / "water_val.txt").unlink()
-    with pytest.raises(UserError, match="17 of its 18 list files, missing are water_val.txt"):
+    with pytest.raises(UserError, match="17 of its 18 list files; missing: water_val.txt"):
         nico.read(tmp_path)
 
 
@@ -165,9 +165,12 @@ def test_the_archive_numbers_its_classes(tmp_path: Path, beside: str):
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ('["truck", "bear"]', "should be an object"),
-        ('{"truck": 0, "bear": 0}', "should be an object"),
-        ('{"truck": 0, "hot air balloon": 1, "fox": 2}', "same classes: bear, fox only in one"),
+        ('["truck", "bear"]', "should map class names to the labels"),
+        ('{"truck": 0, "bear": 0}', "should map class names to the labels"),
+        (
+            '{"truck": 0, "hot air balloon": 1, "fox": 2}',
+            "different classes: only one of them has bear, fox",
+        ),
     ],
 )
 def test_a_wrong_class_file_is_named(tmp_path: Path, text: str, message: str):

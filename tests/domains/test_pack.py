@@ -170,8 +170,8 @@ def other_class(path: Path) -> None:
         ("ink.json", Path.unlink, "ink.json is missing"),
         ("index.json", truncate, "index.json is damaged"),
         ("index.json", other_class, "index.json is damaged"),
-        ("index.json", newer, "format 2, and this steppe reads 1"),
-        ("index.json", Path.unlink, "index.json cannot be read"),
+        ("index.json", newer, "format 2, but this version of steppe reads format 1"),
+        ("index.json", Path.unlink, "index.json is missing"),
     ],
 )
 def test_a_damaged_pack_gives_way_to_the_files(
@@ -220,7 +220,7 @@ def test_a_pack_outlives_its_images(root: Path, messages: pytest.LogCaptureFixtu
     found = pack.find(spec, root.parent)
     assert found is not None
     assert str(path) in found.origin
-    assert "used as it is" in messages.text
+    assert "without comparing it to the folder" in messages.text
 
 
 def test_unreadable_images_are_all_named_and_nothing_is_left(root: Path) -> None:
@@ -504,7 +504,7 @@ ESCAPE = "is not the name of a file in the pack's folder"
         (set_lists(lambda listed: listed["names"].pop()), "2 names and 3 rows"),
         (set_lists(lambda listed: listed.update(names=[1, 2, 3])), "ink.json is not valid"),
         (set_lists(lambda listed: listed.update(names="abc")), "ink.json is not valid"),
-        (set_lists(lambda i: i.update(names=["\ud800"] * 3)), "names are not those of files"),
+        (set_lists(lambda i: i.update(names=["\ud800"] * 3)), "names are not file names"),
         (set_lists(lambda listed: listed.update(subsets={"train": [3]})), "official subsets"),
         (set_lists(lambda listed: listed.update(subsets={"train": ["x"]})), "is not valid"),
         (set_lists(lambda listed: listed.update(subsets={"train": 5})), "ink.json is not valid"),
@@ -517,7 +517,7 @@ ESCAPE = "is not the name of a file in the pack's folder"
         (set_rows("width", 2**31 - 1), "do not fill"),
         (set_rows(["height", "width"], 2**31 - 1), "impossible shape"),
         (other_array, "ink.npy is not valid"),
-        (giant_array, "holds other values"),
+        (giant_array, "does not contain a pack's rows"),
         (not_an_array, "ink.npy is not valid"),
         (deep, "index.json is damaged"),
         (pipe("index.json"), "not a plain file"),

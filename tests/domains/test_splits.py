@@ -105,11 +105,11 @@ def test_sources_narrow_the_training_domains_and_keep_their_numbers():
 @pytest.mark.parametrize(
     ("targets", "sources", "kind", "message"),
     [
-        (["sketches"], [], "domainbed", "PACS has no domain 'sketches': art_painting, cartoon"),
+        (["sketches"], [], "domainbed", "PACS has no domain 'sketches'; its domains: art_painting"),
         (["sketch"], ["pohto"], "domainbed", "PACS has no domain 'pohto'"),
         (["sketch"], ["photo", "sketch"], "domainbed", "'sketch' is both a source and a target"),
         (["art_painting", "cartoon", "photo", "sketch"], [], "domainbed", "none is left to train"),
-        (["sketch"], [], "random", "unknown split 'random': known are domainbed, appendix"),
+        (["sketch"], [], "random", "unknown split 'random'. Known: domainbed, appendix"),
     ],
 )
 def test_what_cannot_be_split_is_refused(targets, sources, kind, message):
@@ -121,7 +121,7 @@ def test_what_cannot_be_split_is_refused(targets, sources, kind, message):
 def test_a_tiny_domain_splits_or_is_refused_by_name(n: int):
     dataset = make(dataset_spec("PACS"), (10, 10, n, 10))
     if n == 0:
-        with pytest.raises(UserError, match="'photo' has 0 images, and none is left for training"):
+        with pytest.raises(UserError, match="'photo' has 0 images, so none is left for training"):
             split_dataset(dataset, ["sketch"], 0)
         with pytest.raises(UserError, match="none is left for testing"):
             split_dataset(dataset, ["photo"], 0)

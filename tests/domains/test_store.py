@@ -165,7 +165,7 @@ def test_one_compilation_for_all_batches_of_a_stream(packed: Dataset) -> None:
 
 
 def test_channels_that_differ(packed: Dataset, arrays: tuple[Domain, ...]) -> None:
-    with pytest.raises(UserError, match="ink have 3 channels and those of 0 1"):
+    with pytest.raises(UserError, match="ink have 3 channels, but images of 0 have 1"):
         Stream(CPU, [packed.domains[0], arrays[0]], workers=0)
 
 

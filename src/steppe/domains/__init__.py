@@ -1,7 +1,7 @@
-"""Datasets with named domains: records, images, splits, batches.
+"""Datasets with named domains: facts, images, splits, batches.
 
-The names below are the public ones. None of their modules imports torch or Pillow: commands that
-only read records need a dataset's facts, and not its images.
+Importing these names imports neither torch nor Pillow: commands that only read records need a
+dataset's facts, not its images.
 """
 
 from .catalog import (

@@ -1,4 +1,4 @@
-"""Unpacking archives from strangers: nothing is written outside the folder asked for."""
+"""Unpack untrusted archives without writing outside the given folder."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Member = tuple[str, IO[bytes] | None]
 """A member's name in the archive and its contents, or None for a folder."""
 
 SHARE = 0.95
-"""Of the free disk space: what an archive may fill. The rest is for everybody else's files."""
+"""The fraction of the free disk space that an archive may fill."""
 MEMBERS = 5_000_000
-"""Members that no dataset's archive has."""
+"""The maximum number of members."""
 _HEADER = 2**24
-"""Bytes that no header of a tar has; they are read into memory in one piece."""
+"""The maximum size in bytes of a tar header, which is read into memory in one piece."""
 _OURS = ["ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "ENOENT", "EMFILE"]
-"""Errors of this system. Any other means that an archive asks for what no system can do."""
+"""Errors of this system. Any other OSError means that the archive's contents are impossible."""
 
 
 class UnsafeArchive(UserError):
-    """An archive with a member that no dataset needs: outside the folder, a link, a device."""
+    """An archive has a member that leaves the folder, a link to elsewhere, or a device."""
 
     def __init__(self, archive: Path, name: str, why: str) -> None:
         super().__init__(
@@ -38,17 +38,22 @@ class UnsafeArchive(UserError):
         )
 
 
-class _TooLarge(Exception):
-    """An archive expands to more than there is room for."""
+def _too_large(archive: Path) -> UserError:
+    return UserError(
+        f"archive {archive} does not fit into the free disk space when unpacked. Make room, or "
+        "delete the archive if it should be smaller."
+    )
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpacks a zip, tar or gzip file into `folder`; a file of another kind is copied there.
+    """Unpack a zip, tar or gzip file into `folder`; copy any other file there.
 
-    Only plain files and folders are written, with ordinary permissions. A link in a tar to another
-    of its files becomes a copy. Any other link, a device or a name that leaves the folder makes the
-    archive unsafe, and what was unpacked so far is the caller's to throw away. An archive that
-    would fill the disk is refused before it does.
+    Only regular files and folders are written, with default permissions. A tar's link to another of
+    its members becomes a copy. On an error, the caller must delete what was unpacked so far.
+
+    Raises:
+        UnsafeArchive: a member is another link or a device, or its name leaves the folder.
+        UserError: the archive is damaged, or would fill the disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
     room = int(SHARE * shutil.disk_usage(folder).free)
@@ -57,11 +62,11 @@ def unpack(archive: Path, folder: Path) -> None:
             if number >= MEMBERS:
                 raise UserError(f"archive {archive} has more than {MEMBERS:,} members. Delete it.")
             with contents or nullcontext():
-                path = PureWindowsPath(name)  # knows drives, and both kinds of slash
+                path = PureWindowsPath(name)  # parses drives and both kinds of slashes
                 if path.anchor or ".." in path.parts or "\0" in name:
                     raise UnsafeArchive(archive, name, "leaves the folder")
                 if "__MACOSX" in path.parts or path.name.startswith("._"):
-                    continue  # macOS put it there: ._dog.jpg would pass for an image
+                    continue  # macOS metadata: ._dog.jpg would pass for an image
                 target = folder.joinpath(*path.parts)
                 if contents is None:
                     target.mkdir(parents=True, exist_ok=True)
@@ -71,26 +76,20 @@ def unpack(archive: Path, folder: Path) -> None:
                     while chunk := contents.read(1 << 20):
                         room -= len(chunk)
                         if room < 0:
-                            raise _TooLarge
+                            raise _too_large(archive)
                         file.write(chunk)
     except UserError:
         raise
-    except _TooLarge:
-        raise UserError(
-            f"archive {archive} does not fit into the free space of {folder} when unpacked. Make "
-            "room there, or delete the archive if it should be smaller."
-        ) from None
-    except Exception as error:  # the readers raise anything when the bytes are wrong
+    except Exception as error:  # readers raise all kinds of exceptions for damaged files
         if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in _OURS:
             raise
         raise UserError(
-            f"archive {archive} is damaged: {reason(error)}. Delete it and run the same command "
-            "again."
+            f"archive {archive} is damaged: {reason(error)}. Delete it and rerun the command."
         ) from None
 
 
 def find_folder(root: Path, contents: Sequence[str]) -> Path | None:
-    """The folder, `root` or one below it, that holds all of `contents`; the topmost one."""
+    """Return the topmost folder, starting at `root`, that contains all of `contents`."""
     for path, folders, _ in os.walk(root):  # top down
         folders.sort()
         if all(Path(path, name).exists() for name in contents):
@@ -110,11 +109,11 @@ def _members(archive: Path, room: int) -> Iterator[Member]:
 
 def _read_zip(archive: Path, room: int) -> Iterator[Member]:
     with zipfile.ZipFile(archive) as file:
-        # None expands to more than it announces, so that a bomb is seen before the first byte.
+        # zipfile never extracts more than the announced size, so this detects a zip bomb early.
         if sum(info.file_size for info in file.infolist()) > room:
-            raise _TooLarge
+            raise _too_large(archive)
         for info in file.infolist():
-            kind = stat.S_IFMT(info.external_attr >> 16)  # 0 where made on Windows
+            kind = stat.S_IFMT(info.external_attr >> 16)  # 0 in archives made on Windows
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
                 raise UnsafeArchive(archive, info.filename, "is a link or a device")
             if info.flag_bits & 1:
@@ -134,10 +133,10 @@ def _read_tar(archive: Path) -> Iterator[Member]:
                 yield info.name, None
                 continue
             try:
-                # For a link these are the contents of the member it names, and never those of a
-                # file outside; None for a device.
+                # For a link, the contents of the member it points to, never of a file outside;
+                # None for a device.
                 contents = file.extractfile(info)
-            except (KeyError, RecursionError):  # it names no member, or itself
+            except (KeyError, RecursionError):  # it points outside, or to itself
                 contents = None
             if contents is None:
                 raise UnsafeArchive(archive, info.name, "is a link or a device")
@@ -145,7 +144,7 @@ def _read_tar(archive: Path) -> Iterator[Member]:
 
 
 class _Headers:
-    """A tar whose headers, once unzipped, cannot fill the memory."""
+    """A tar file that limits the size of headers, which could exhaust memory when unzipped."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._read, self.seek, self.tell = file.read, file.seek, file.tell

@@ -1,11 +1,11 @@
-"""DomainBed's image transforms, with the randomness given from outside.
+"""DomainBed's image transforms as pure functions of the image and of given random numbers.
 
-Training: a crop of 70 to 100% of the area resized to the network's input, a horizontal flip,
-jitter of brightness, contrast, saturation and hue by 0.3 in random order, grey by chance 0.1.
-Testing: the whole image resized, aspect ratio not kept. Both end in uint8; the network normalizes.
+Training: a crop of 70% to 100% of the area, resized to the network's input; a horizontal flip;
+jitter of brightness, contrast, saturation, and hue by 0.3 in random order; grayscale with
+probability 0.1. Testing: resize the whole image without keeping its aspect ratio. Both return
+uint8; the network normalizes.
 
-An image's randomness is a row of `DRAWS` numbers from U[0, 1), so that the augmented image is a
-function of the file and of those numbers, whoever computes it.
+The random numbers of an image are a row of `DRAWS` samples from U[0, 1).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torchvision.transforms import functional as F
 from .dataset import Indices, Pixels
 
 SCALE = (0.7, 1.0)
-"""The crop's share of the area."""
+"""The crop's fraction of the area."""
 RATIO = (3 / 4, 4 / 3)
 """The crop's width over height, log-uniform."""
 JITTER = 0.3
 GREY = 0.1
 FLIP = 0.5
 
-_TRIES = 10  # torchvision gives up drawing a crop that fits after as many
+_TRIES = 10  # after which torchvision stops looking for a crop that fits
 _ORDERS = tuple(itertools.permutations(range(4)))
 _POSITION = 2 * _TRIES
 _FACTORS = _POSITION + 2
@@ -48,7 +48,7 @@ _ADJUST: tuple[Callable[..., Image.Image], ...] = (
 
 
 def augment(pixels: Pixels, draws: Draws, size: int) -> Pixels:
-    """The training transform of an RGB image to `size` x `size`.
+    """Apply the training transform to an RGB image; the result is `size` x `size`.
 
     Examples:
         >>> image = np.zeros((40, 30, 3), dtype=np.uint8)
@@ -69,7 +69,7 @@ def augment(pixels: Pixels, draws: Draws, size: int) -> Pixels:
 
 
 def crop_box(height: int, width: int, draws: Sequence[float]) -> tuple[int, int, int, int]:
-    """Top, left, height and width of the crop, as torchvision's RandomResizedCrop draws them."""
+    """Return top, left, height and width of the crop, as in torchvision's RandomResizedCrop."""
     low, high = (math.log(r) for r in RATIO)
     for i in range(_TRIES):
         area = height * width * (SCALE[0] + (SCALE[1] - SCALE[0]) * draws[2 * i])
@@ -79,7 +79,7 @@ def crop_box(height: int, width: int, draws: Sequence[float]) -> tuple[int, int,
             top = int(draws[_POSITION] * (height - h + 1))
             left = int(draws[_POSITION + 1] * (width - w + 1))
             return top, left, h, w
-    # None fits: the largest centered crop whose ratio is allowed.
+    # None fits: take the largest centered crop with an allowed aspect ratio.
     w, h = width, height
     if width / height < RATIO[0]:
         h = round(width / RATIO[0])
@@ -89,7 +89,7 @@ def crop_box(height: int, width: int, draws: Sequence[float]) -> tuple[int, int,
 
 
 def crop_boxes(heights: Indices, widths: Indices, draws: Draws) -> Indices:
-    """The crops of N images, as rows; on the host: devices differ in exponentials' last bit.
+    """Return the crops of N images as rows. Runs on the host: `exp` differs between devices.
 
     Examples:
         >>> crop_boxes(np.array([40]), np.array([40]), np.full((1, DRAWS), 0.5))
@@ -100,13 +100,13 @@ def crop_boxes(heights: Indices, widths: Indices, draws: Draws) -> Indices:
 
 
 def jitter_factors(draws: Draws) -> tuple[float, float, float, float]:
-    """Factors of brightness, contrast and saturation, and the shift of hue."""
+    """Return the factors of brightness, contrast and saturation, and the shift of hue."""
     b, c, s, h = ((2 * draws[_FACTORS + i] - 1) * JITTER for i in range(4))
     return 1 + b, 1 + c, 1 + s, h
 
 
 def resize(pixels: Pixels, size: int) -> Pixels:
-    """The test transform: the whole image at the network's input size.
+    """Apply the test transform: resize the whole image to the network's input size.
 
     Examples:
         >>> resize(np.zeros((40, 30, 3), dtype=np.uint8), 24).shape

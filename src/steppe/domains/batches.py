@@ -1,8 +1,8 @@
 """Batches for training and for evaluation.
 
-A training batch is a function of the seed, the domain and the step, and of nothing else: not of
-how many workers read it, of what was evaluated in between, or of where a run was interrupted. The
-position of a sampler is therefore the number of the step.
+A training batch depends only on the seed, the domain, and the step. The number of workers,
+evaluations in between, and interruptions of the run do not change it, so the state of a sampler is
+the step number.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from .dataset import Arrays, Domain, Indices
 from .splits import Split
 
 _TRAINING, _EVALUATION = 1, 2
-"""Begin the seeds, so that no draw of an evaluation is one of training."""
-
+"""First elements of the seeds, so that training and evaluation never share random numbers."""
 
 Drawn = tuple[Domain, Indices, augment.Draws | None]
-"""Images of a domain, and the randomness of each; None: they are not augmented."""
+"""Images of a domain and the random numbers of each; None if they are not augmented."""
 
 
 class Batch(NamedTuple):
-    """Images of one domain, uint8, N x channels x height x width, and their classes."""
+    """Images of one domain (uint8, N x channels x height x width) and their class indices."""
 
     images: Tensor
     labels: Tensor
@@ -44,7 +43,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """How images reach the network: their height and width, and whether they are augmented."""
+    """The network's view of images: their height and width, and whether they are augmented."""
 
     size: int
     augment: bool
@@ -56,11 +55,11 @@ def read(domain: Domain, chosen: Indices, view: View, draws: augment.Draws | Non
         rows = zip(chosen, draws, strict=True)
         pixels = np.stack([augment.augment(images[i], row, view.size) for i, row in rows])
     elif isinstance(images, Arrays) and images.pixels.shape[1:3] == (view.size, view.size):
-        pixels = images.pixels[chosen]  # as the next line, at once
+        pixels = images.pixels[chosen]  # the same as below, but vectorized
     else:
         pixels = np.stack([augment.resize(images[i], view.size) for i in chosen])
-    # N x H x W x C seen as N x C x H x W: channels-last in memory, without a copy. (The view of
-    # one channel is contiguous in either sense, and its strides should say so in the usual one.)
+    # Permuting N x H x W x C gives channels-last N x C x H x W without a copy. One channel is
+    # contiguous in both formats, and takes the standard strides.
     n, height, width, channels = pixels.shape
     seen = torch.from_numpy(pixels).permute(0, 3, 1, 2)
     return Batch(seen.view(n, 1, height, width) if channels == 1 else seen, labels)
@@ -68,10 +67,10 @@ def read(domain: Domain, chosen: Indices, view: View, draws: augment.Draws | Non
 
 @dataclass(frozen=True)
 class Sampling:
-    """What determines the batches of a run.
+    """Everything that determines the training batches of a run.
 
-    Of the `batch_size` images of each source domain in a step, the process of this `rank` reads its
-    share; there are `world` processes.
+    Each step has `batch_size` images of every source domain. The `world` processes divide them
+    equally, and this one has number `rank`.
     """
 
     sources: tuple[Split, ...]
@@ -84,12 +83,12 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.batch_size % self.world:
             raise UserError(
-                f"batch_size={self.batch_size} is not a multiple of {self.world} processes: each "
-                "of them takes an equal share of every domain's batch"
+                f"batch_size={self.batch_size} is not a multiple of {self.world} processes, which "
+                "must share every domain's batch equally"
             )
 
     def draw(self, split: Split, step: int) -> tuple[Indices, augment.Draws | None]:
-        """This process's images of one domain at a step, with the randomness of each."""
+        """Draw this process's images of one domain at a step, and the random numbers of each."""
         rng = np.random.default_rng([_TRAINING, self.seed, split.position, step])
         train = split.parts["train"]
         chosen = train[rng.integers(len(train), size=self.batch_size)]  # with replacement
@@ -98,7 +97,7 @@ class Sampling:
         return chosen[mine], None if draws is None else draws[mine]
 
     def drawn(self, number: int) -> list[Drawn]:
-        """The same of every source domain, at the step of that number."""
+        """Draw from every source domain at step `number`."""
         return [(split.domain, *self.draw(split, number)) for split in self.sources]
 
     def batches(self, step: int) -> list[Batch]:
@@ -107,10 +106,7 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Images of one domain, once each, in order.
-
-    `seeds` determine the augmentation, where `view` asks for it.
-    """
+    """Batches of chosen images of one domain, in order; `seeds` determine any augmentation."""
 
     domain: Domain
     chosen: Indices
@@ -132,7 +128,7 @@ class Evaluation:
 
 
 Plan = Sampling | Evaluation
-"""What says which images a batch has, by its number."""
+"""Maps the number of a batch to its images."""
 
 
 def read_all(drawn: Sequence[Drawn], view: View) -> list[Batch]:
@@ -140,7 +136,7 @@ def read_all(drawn: Sequence[Drawn], view: View) -> list[Batch]:
 
 
 class Reading(Dataset[Any]):
-    """What a plan draws, read by a function, possibly in another process."""
+    """A plan's batches as a torch dataset, read by a function, possibly in a worker process."""
 
     def __init__(self, plan: Plan, read: Callable[[Sequence[Drawn]], Any]) -> None:
         self._plan, self._read = plan, read
@@ -148,12 +144,12 @@ class Reading(Dataset[Any]):
     def __getitem__(self, number: int) -> Any:
         try:
             return self._read(self._plan.drawn(number))
-        except UserError as error:  # as a value: torch would wrap its text in a traceback
+        except UserError as error:  # returned, because torch would wrap its text in a traceback
             return error
 
 
 def read_ahead(dataset: Reading, numbers: range, workers: int, pin: bool) -> Iterator[Any]:
-    """What these numbers stand for, in order, read ahead by workers; 0: by this process."""
+    """Yield the batches with these numbers in order; workers read ahead (0: no worker)."""
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=None,
@@ -162,9 +158,9 @@ def read_ahead(dataset: Reading, numbers: range, workers: int, pin: bool) -> Ite
         pin_memory=pin,
         collate_fn=_unchanged,
         worker_init_fn=_start_worker,
-        # Forked where that is safe: Python 3.14 would otherwise start each one anew, for seconds.
+        # Python 3.14 no longer forks by default, and starting a new interpreter takes seconds.
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
-        # Its own, because a loader draws a seed for its workers from the global one otherwise.
+        # Without its own generator, a loader would draw its workers' seed from the global one.
         generator=torch.Generator(),
     )
     with _signals_held():
@@ -176,7 +172,7 @@ def read_ahead(dataset: Reading, numbers: range, workers: int, pin: bool) -> Ite
                 raise item
             yield item
     finally:
-        # The error's traceback holds this frame: without them it does not hold the workers too.
+        # An error's traceback keeps this frame alive, which would keep the workers alive.
         del item, items
 
 
@@ -184,18 +180,18 @@ _END = object()
 
 
 def _next(items: Iterator[Any], workers: int) -> Any:
-    """The next item; where a worker has died, an error that says so."""
+    """Return the next item; if a worker died, raise an error that says so."""
     try:
         return next(items, _END)
     except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
-        # The loader's words, or nobody at the other end of the line when an item is fetched. What
-        # went wrong inside a living worker begins with "Caught".
+        # A dead worker shows as the loader's own message or as a broken connection. An exception
+        # raised inside a live worker starts with "Caught".
         silent = not isinstance(error, RuntimeError) and not str(error).startswith("Caught ")
         if not workers or not (silent or str(error).startswith("DataLoader worker (pid")):
             raise
         raise RunError(
-            "a process that reads images was killed, possibly because memory ran out: rerun with "
-            "fewer workers (--set workers=N)"
+            "a process that reads images was killed, possibly out of memory: rerun with fewer "
+            "workers (--set workers=N)"
         ) from None
 
 
@@ -205,11 +201,11 @@ def _unchanged(item: Any) -> Any:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Holds signals back while workers are forked: they are born so, and never hear of them.
+    """Block SIGTERM and SIGINT while workers are forked; workers inherit the block.
 
-    A scheduler or a terminal signals the whole process group, and workers are to live until the
-    trainer has finished. Nor may torch handle SIGCHLD: it raises wherever the trainer is when a
-    worker dies. The next batch that is waited for tells as well, within seconds.
+    A scheduler or a terminal signals the whole process group, but workers must live until the
+    trainer has saved its state. Torch's SIGCHLD handler is removed too: it would raise at an
+    arbitrary point of the trainer when a worker dies. The next batch reports that within seconds.
     """
     death = signal.getsignal(signal.SIGCHLD)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
@@ -226,7 +222,7 @@ def _start_worker(_: int) -> None:
     if sys.platform == "linux":
         parent = os.getppid()
 
-        def obey() -> None:  # the trainer alone: it ends its workers by SIGTERM when it exits
+        def obey() -> None:  # only the trainer, which ends its workers by SIGTERM when it exits
             while signal.sigwaitinfo((signal.SIGTERM,)).si_pid != parent:
                 pass
             os._exit(0)

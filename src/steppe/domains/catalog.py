@@ -1,4 +1,4 @@
-"""The datasets by name: those that steppe brings, and the registry for more."""
+"""The registry of datasets: steppe's own, and those that plugins add."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DATASETS: Registry[DatasetSpec] = Registry("dataset", lambda: BUILT_IN)
 
 
 def dataset_names() -> tuple[str, ...]:
-    """Return the names that `dataset_spec` and `load` know.
+    """Return the names of all registered datasets.
 
     Examples:
         >>> dataset_names()[:3]
@@ -31,9 +31,9 @@ def dataset_names() -> tuple[str, ...]:
 
 
 def dataset_spec(name: str | os.PathLike[str]) -> DatasetSpec:
-    """Return the record of a dataset by its name, in any case, or by the path of a folder.
+    """Return the facts about a dataset, given its name or the path of a folder.
 
-    A folder is one of yours, laid out as `root/domain/class/image`.
+    Names ignore case. A folder must be laid out as `root/domain/class/image`.
 
     Examples:
         >>> dataset_spec("pacs").domains
@@ -45,7 +45,7 @@ def dataset_spec(name: str | os.PathLike[str]) -> DatasetSpec:
     try:
         return DATASETS[name]
     except UserError as error:
-        raise UserError(f"{error}; or give the path of a folder DOMAIN/CLASS/IMAGE") from None
+        raise UserError(f"{error}; or pass the path of a folder DOMAIN/CLASS/IMAGE") from None
 
 
 def _folder_spec(path: Path) -> DatasetSpec:
@@ -65,7 +65,7 @@ def _folder_spec(path: Path) -> DatasetSpec:
         n_classes=len(folder.class_names(path, domains)),
         citation=f"your own images in {path.name}",
         read=folder.reader(domains),
-        folder=str(path),  # absolute: stays itself below any data folder
+        folder=str(path),  # absolute, so that joining it to a data folder changes nothing
     )
 
 
@@ -78,16 +78,16 @@ def register_dataset(
     citation: str = "",
     **facts: object,
 ) -> Callable[[Callable[[Path], Contents]], Callable[[Path], Contents]]:
-    """Give a dataset of your own a name.
+    """Register a dataset of your own under a name.
 
-    The function it decorates returns the class names and the domains, given the dataset's folder:
-    the one called `folder` below the data folder, or the data folder itself.
+    The decorated function takes the dataset's folder (`folder` below the data folder, or the data
+    folder itself) and returns the class names and the domains.
 
     Args:
-        name: what users will call it.
+        name: the name that users type.
         domains: the names of its domains, in order.
-        n_classes: how many classes it has.
-        labels: short names for tables (default: the domains' own).
+        n_classes: the number of classes.
+        labels: the domains' short names in tables (default: `domains`).
         citation: where it comes from.
         **facts: any other field of `DatasetSpec`.
 
@@ -136,27 +136,27 @@ def register_dataset(
 
 
 def import_plugins(modules: Iterable[str]) -> None:
-    """Import modules that register datasets; they may lie in the working folder."""
+    """Import modules that register datasets, also from the working directory."""
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # as `python -m` has it, but last
+        sys.path.append(here)  # last, so that no local file shadows an installed module
     for module in modules:
         if not all(part.isidentifier() for part in str(module).split(".")):
             raise UserError(
-                f"plugin {module!r} is not a module name; expected for example my.datasets"
+                f"plugin {module!r} is not a module name; expected a name such as my.datasets"
             )
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if not f"{module}.".startswith(f"{error.name}."):  # one that the plugin imports
+            if not f"{module}.".startswith(f"{error.name}."):  # an import inside the plugin failed
                 raise
             raise UserError(
-                f"plugin {module!r} cannot be imported: it is neither installed nor in this folder "
-                "or on PYTHONPATH"
+                f"cannot import plugin {module!r}: it is not installed, and it is neither in this "
+                "folder nor on PYTHONPATH"
             ) from None
 
 
 def data_folder() -> Path:
-    """Where datasets are looked for: ``$STEPPE_DATA``, or ``data`` here.
+    """Return the folder that holds the datasets: ``$STEPPE_DATA``, or ``data`` by default.
 
     Examples:
         >>> data_folder().name
@@ -168,12 +168,12 @@ def data_folder() -> Path:
 def load(
     name: str | os.PathLike[str], root: str | os.PathLike[str] | None = None, packed: bool = True
 ) -> Dataset:
-    """Open a dataset: list its images, without decoding any.
+    """Open a dataset by listing its images; none is decoded.
 
     Args:
         name: a name from `dataset_names()`, or the path of a folder `root/domain/class/image`.
         root: the data folder (default: `data_folder()`).
-        packed: whether to use a pack made by ``steppe data pack`` where there is a valid one.
+        packed: whether to use a valid pack from ``steppe data pack`` if there is one.
 
     Examples:
         >>> digits = load("RotatedDigits")
@@ -194,7 +194,7 @@ def load(
     if len(classes) != spec.n_classes:
         raise UserError(
             f"dataset {spec.name!r} has {spec.n_classes} classes, but {where} has {len(classes)}: "
-            f"{', '.join(classes[:8])}, ... See 'steppe data check {spec.name}'."
+            f"{', '.join(classes[:8])}, ... Run 'steppe data check {spec.name}'."
         )
     origin = "in memory" if spec.folder is None else f"files in {where}"
     return Dataset(spec, tuple(classes), tuple(domains), origin)

@@ -1,10 +1,10 @@
-"""Whether a dataset on disk is whole: layout, counts, every image, copies, the pack.
+"""Check a dataset on disk: layout, counts, every image, duplicates, the pack.
 
-A *problem* fails the check, a *note* does not. Where all domains have exactly the published number
-of images, identical images and classes that a domain lacks are how the benchmark was published;
-removing or adding any would make results incomparable, so these are notes. Everywhere else they are
-problems: a copy in another domain shows the target to the training, one under another class
-contradicts itself, and one beside its original may be trained on and validated with.
+A *problem* fails the check, a *note* does not. Duplicate images and missing classes are notes if
+every domain has exactly the published number of images: the benchmark was published that way, and
+changing it would make results incomparable. Otherwise they are problems. A duplicate in another
+domain leaks the target into training, one under another class contradicts its label, and one in the
+same class may be in both training and validation.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .pool import map_files
 from .spec import DatasetSpec
 
 _SHOWN = 20
-"""Copies that the terminal lists; all are in the JSON."""
+"""Maximum number of duplicates in the terminal; the JSON has all."""
 _CLASS_ROWS = 80
-"""Classes that the terminal has a table for."""
+"""Maximum number of classes in the terminal's table."""
 
 
 @dataclass(frozen=True)
 class DomainCount:
-    """How many images a domain has, and each of its classes."""
+    """The number of images of a domain and of each of its classes."""
 
     name: str
     images: int
@@ -44,7 +44,7 @@ class DomainCount:
 
 @dataclass(frozen=True)
 class Copies:
-    """Files with the same bytes, as ``domain/class/image``."""
+    """Identical files, as ``domain/class/image``."""
 
     kind: str
     """``across domains``, ``under different classes`` or ``within a class``."""
@@ -73,7 +73,7 @@ class CheckResult:
 def check(
     spec: DatasetSpec, home: Path, *, jobs: int | None = None, console: Console | None = None
 ) -> CheckResult:
-    """Looks at every file of a dataset below the data folder `home`, in `jobs` processes."""
+    """Check every file of a dataset below the data folder `home`, in `jobs` processes."""
     found = _Check(spec, home)
     where = found.open()
     counts = found.check_counts()
@@ -85,7 +85,7 @@ def check(
 
 
 class _Check:
-    """What is found out about a dataset, one thing after another."""
+    """The findings about a dataset so far."""
 
     def __init__(self, spec: DatasetSpec, home: Path) -> None:
         self.spec, self.home, self.folder = spec, home, spec.where(home)
@@ -96,7 +96,7 @@ class _Check:
         self.published = False
 
     def open(self) -> str:
-        """Lists the images of all domains, of those that are there, or of the pack; says where."""
+        """List the images of all domains, of those found, or of the pack; return where they are."""
         spec, folder = self.spec, self.folder
         try:
             self.classes, domains = spec.read(folder)
@@ -105,7 +105,7 @@ class _Check:
                 return self._open_partly(error)
             self.classes, self.domains = packed.classes, [*packed.domains]
             self.notes.append(
-                f"{folder} is not there: the pack serves alone, its images are not checked again"
+                f"{folder} does not exist: only the pack is checked, not the original images"
             )
             return packed.origin
         self.domains = [*domains]
@@ -120,7 +120,7 @@ class _Check:
             self.problems.append(named)
             return f"not found in {folder}"
         if missing := [name for name in spec.domains if name not in here]:
-            self.problems.append(f"domain folders are missing in {folder}: {', '.join(missing)}")
+            self.problems.append(f"{folder} has no folders for the domains {', '.join(missing)}")
         for name in here:
             try:
                 self.classes = self.classes or class_names(folder, here)
@@ -128,12 +128,12 @@ class _Check:
             except UserError as said:
                 if str(said) not in self.problems:
                     self.problems.append(str(said))
-        if not self.problems:  # each domain can be read, and still the whole cannot
+        if not self.problems:  # every domain can be read, but not all of them together
             self.problems.append(str(error))
         return f"files in {folder}"
 
     def check_counts(self) -> tuple[DomainCount, ...]:
-        """Compares the images of each domain and class with what the dataset should have."""
+        """Compare the number of images of each domain and class with the expected number."""
         spec = self.spec
         expected = dict(zip(spec.domains, spec.counts or (), strict=False))
         counts = []
@@ -145,8 +145,8 @@ class _Check:
         self.published = bool(spec.counts) and spec.counts == tuple(c.images for c in counts)
         hint = ""
         if spec.left_out is not None:
-            there = "" if (self.folder / spec.left_out).exists() else "not "
-            hint = f" ({spec.left_out}, which says what to leave out, is {there}there)"
+            verb = "exists" if (self.folder / spec.left_out).exists() else "is missing"
+            hint = f" ({spec.left_out}, which lists images to exclude, {verb})"
         self.problems += [
             f"domain {c.name!r} has {c.images:,} images instead of {c.expected:,}{hint}"
             for c in counts
@@ -167,24 +167,24 @@ class _Check:
         (self.notes if self.published else self.problems).append(finding)
 
     def _files(self) -> list[tuple[Domain, Files]]:
-        """The domains that are kept as image files."""
+        """Return the domains that are stored as image files."""
         return [(d, d.images) for d in self.domains if isinstance(d.images, Files)]
 
     def check_layout(self) -> None:
-        """Names files and folders that reading a dataset passes over."""
+        """Report files and folders that reading the dataset ignores."""
         images: dict[Path, set[str]] = defaultdict(set)
         for _, files in self._files():
             images[files.root].update(files.names)
-        if self.folder / self.spec.domains[0] in images:  # else it is laid out in another way
+        if self.folder / self.spec.domains[0] in images:  # otherwise the layout is a different one
             for name in subfolders(self.folder):
                 if name in self.spec.domains:
                     continue
-                # A folder with the same classes was meant as a domain, any other as something else.
+                # A folder that contains one of the classes was probably meant as a domain.
                 if set(self.classes).intersection(subfolders(self.folder / name)):
                     self.problems.append(f"the folder {self.folder / name} is an unexpected domain")
                 else:
                     self.notes.append(
-                        f"the folder {self.folder / name} is no domain, and passed over"
+                        f"ignored the folder {self.folder / name}: it is not a domain"
                     )
         for root, names in images.items():
             self._check_strays(root, names)
@@ -203,17 +203,17 @@ class _Check:
                 else:
                     (left_out if "/" in name else loose).append(name)
         for found, findings, what in (
-            (loose, self.problems, "images outside the class folders are not read"),
-            (left_out, self.notes, "images are left out by the dataset's lists"),
-            (strays, self.notes, "files that are not images are passed over"),
+            (loose, self.problems, "images outside the class folders, which are not read"),
+            (left_out, self.notes, "images that the dataset's lists exclude"),
+            (strays, self.notes, "ignored files that are not images"),
         ):
             if found:
-                findings.append(f"{what}, {len(found):,} in {root}: {_some(sorted(found))}")
+                findings.append(f"{what}: {len(found):,} in {root}: {_some(sorted(found))}")
 
     def check_images(
         self, jobs: int | None, console: Console | None
     ) -> tuple[tuple[str, ...], tuple[Copies, ...]]:
-        """Decodes every image: the paths of those that cannot be read, and identical ones."""
+        """Decode every image; return the paths of unreadable images, and the duplicates."""
         images = [
             (domain, index, f"{files.root}/{name}")
             for domain, files in self._files()
@@ -243,7 +243,7 @@ class _Check:
         files = [domain for domain, _ in self._files()]
         problems = pack.verify(path, (self.classes, files) if files else None, console)
         again = command("steppe", "data", "pack", spec.name, "--force")
-        self.problems += [f"{found}. Delete it, or make it again: {again}" for found in problems]
+        self.problems += [f"{found}. Delete the pack, or rebuild it: {again}" for found in problems]
         if not problems:
             self.notes.append(f"pack {path} is valid")
 
@@ -254,14 +254,14 @@ def _some(names: Sequence[str], shown: int = 3) -> str:
 
 
 def _look(path: str) -> tuple[bytes, str]:
-    """Decodes a file to its end: the checksum of its bytes, or why it cannot be read."""
+    """Decode a whole file; return the checksum of its bytes, or why it cannot be read."""
     try:
         decode(Path(path))
         with plain(path) as file:
             return hashlib.file_digest(file, "blake2b").digest(), ""
     except UnreadableImage as error:
         return b"", str(error)
-    except OSError as error:  # deleted this moment
+    except OSError as error:  # deleted in the meantime
         return b"", f"image {path} cannot be read: {reason(error)}"
 
 
@@ -278,7 +278,7 @@ def _copies(same: Sequence[tuple[Domain, int]]) -> Copies:
 
 
 def tables(report: CheckResult) -> list[RenderableType]:
-    """A check for a terminal: counts, what was found, and the verdict."""
+    """Render a check for a terminal: counts, findings, and the verdict."""
     shown: list[RenderableType] = [text(f"{report.dataset}: {report.where}", style="bold")]
     if domains := report.domains:
         counts = (
@@ -296,7 +296,7 @@ def tables(report: CheckResult) -> list[RenderableType]:
             rows = ((name, *(f"{d.classes[name]:,}" for d in domains)) for name in classes)
             shown.append(table(("class", *(domain.name for domain in domains)), rows))
         else:
-            shown.append(text(f"{len(classes)} classes: see --json for the images of each"))
+            shown.append(text(f"{len(classes)} classes: see --json for the counts of each"))
     if report.copies:
         copies = ((same.kind, "\n".join(same.files)) for same in report.copies[:_SHOWN])
         shown.append(table(("identical images", "files"), copies, labels=2))

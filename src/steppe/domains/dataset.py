@@ -1,4 +1,4 @@
-"""What a dataset is: named domains in a fixed order, each with images and labels."""
+"""A dataset: named domains in a fixed order, each with images and labels."""
 
 from __future__ import annotations
 
@@ -23,38 +23,27 @@ Pixels = NDArray[np.uint8]
 """One image, height x width x channels."""
 Indices = NDArray[np.int64]
 
-FORMATS = {
-    ".jpg": "JPEG",
-    ".jpeg": "JPEG",
-    ".png": "PNG",
-    ".bmp": "BMP",
-    ".ppm": "PPM",
-    ".tif": "TIFF",
-    ".tiff": "TIFF",
-    ".webp": "WEBP",
-    ".pgm": "PPM",
-}
-"""The endings of image files, and the formats that Pillow may find in them, whatever the ending.
+FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP", "GIF")
+"""The formats that Pillow may decode, whatever a file's suffix: the web has GIFs named .jpg.
 
-Pillow knows forty more. Some start other programs (PostScript), and some were never meant for files
-from strangers.
+The forty other formats that Pillow supports are off: some start other programs (PostScript), and
+some are unsafe for untrusted files.
 """
-_FORMATS = (*dict.fromkeys(FORMATS.values()), "GIF")  # which datasets from the web call .jpg
 
 
 class UnreadableImage(UserError):
-    """An image file that cannot be decoded; the message has its path."""
+    """An image file cannot be decoded; the message has its path."""
 
 
 class Images(Protocol):
-    """The images of a domain, wherever they are kept."""
+    """The images of a domain, wherever they are stored."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Pixels: ...
 
     def name(self, index: int, /) -> str:
-        """What the image is called inside its domain, such as ``dog/pic_001.jpg``."""
+        """Return the image's name inside its domain, such as ``dog/pic_001.jpg``."""
         ...
 
 
@@ -76,7 +65,7 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Files:
-    """Image files below a folder, decoded to RGB when asked for."""
+    """Image files below a folder, decoded to RGB on access."""
 
     root: Path
     names: Sequence[str]
@@ -92,36 +81,37 @@ class Files:
 
 
 def decode(path: Path) -> Pixels:
-    """Reads an image file of 8 bits a channel as RGB; a truncated file is an error.
+    """Read an image file with 8 bits per channel as RGB.
 
-    So is one of 16 bits or of floating point: Pillow would cut its values off at 255, to white.
-    A file that is not a plain one is an error too, and is not waited for.
+    Raises:
+        UnreadableImage: the file is truncated, is not a regular file (a FIFO would block), or has
+            16-bit or floating-point values, which Pillow would clip to white.
     """
     from PIL import Image, UnidentifiedImageError  # slow to import, and records do not need it
 
     try:
-        with plain(path) as file, Image.open(file, formats=_FORMATS) as image:
+        with plain(path) as file, Image.open(file, formats=FORMATS) as image:
             return rgb(image)
     except UnidentifiedImageError:
         raise UnreadableImage(
-            f"image {path} cannot be read: it is not a {', '.join(_FORMATS[:-1])} or "
-            f"{_FORMATS[-1]} file"
+            f"image {path} cannot be read: it is not a {', '.join(FORMATS[:-1])} or "
+            f"{FORMATS[-1]} file"
         ) from None
     except Exception as error:  # Pillow's decoders raise anything when the bytes are wrong
         raise UnreadableImage(f"image {path} cannot be read: {reason(error)}") from None
 
 
 def rgb(image: Image.Image) -> Pixels:
-    """The pixels of a Pillow image of 8 bits a channel, as RGB."""
+    """Return the pixels of a Pillow image as RGB; it must have 8 bits per channel."""
     if image.mode.startswith(("I", "F")):
-        raise UserError(f"its mode is {image.mode!r}; convert it to 8 bits a channel")
-    # By way of RGBA where there is transparency: Pillow asks for it, with a warning.
+        raise UserError(f"its mode is {image.mode!r}; convert it to 8 bits per channel")
+    # Pillow warns unless an image with transparency goes through RGBA.
     seen = image.convert("RGBA") if "transparency" in image.info else image
     return np.asarray(seen if seen.mode == "RGB" else seen.convert("RGB"))
 
 
 def with_channels(pixels: Pixels, channels: int) -> Pixels:
-    """An image in color as gray (1 channel), a gray one as RGB (3), any other as it is."""
+    """Convert an image to gray (1 channel) or to RGB (3 channels)."""
     if pixels.shape[2] == channels:
         return pixels
     if channels == 3:
@@ -133,19 +123,19 @@ def with_channels(pixels: Pixels, channels: int) -> Pixels:
 
 @dataclass(frozen=True)
 class Domain:
-    """One domain of a dataset: its images, and the class of each as an index."""
+    """One domain of a dataset: its images and their class indices."""
 
     name: str
-    """What configs and records call it; the folder's name where there is one."""
+    """The name in configs and records: the folder's name if it has one."""
     images: Images
     labels: Indices
     subsets: Mapping[str, Indices] = field(default_factory=dict)
-    """Official ``train``, ``val`` and ``test``, as indices: they replace the random split."""
+    """Indices of the official ``train``, ``val`` and ``test``; they replace the random split."""
 
     def __post_init__(self) -> None:
         if len(self.images) != len(self.labels):
             raise ValueError(
-                f"domain {self.name!r} has {len(self.images)} images, {len(self.labels)} labels"
+                f"domain {self.name!r} has {len(self.images)} images but {len(self.labels)} labels"
             )
 
     def __len__(self) -> int:
@@ -153,30 +143,30 @@ class Domain:
 
 
 Contents = tuple[Sequence[str], Sequence[Domain]]
-"""What reading a dataset gives: the class names and the domains, in order."""
+"""The class names and the domains of a dataset, in order."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset that is ready to be read; classes are in the order of their indices."""
+    """An opened dataset; its classes are in the order of their indices."""
 
     spec: DatasetSpec
     classes: tuple[str, ...]
     domains: tuple[Domain, ...]
     origin: str
-    """Where the images come from, for people: ``"files in data/PACS"``."""
+    """Where the images come from, in words: ``"files in data/PACS"``."""
     shrunk_to: int | None = None
-    """The shorter side that a pack shrank larger images to; None: the pixels are the files'."""
+    """The shorter side to which a pack shrank larger images; None if it shrank none."""
 
     def fingerprint(self) -> str:
-        """A checksum of the names and labels of all images, in order.
+        """Return a checksum of the names and labels of all images, in order.
 
-        A run that is resumed must find the images it started with, or its splits would be others.
-        The same for files and for a pack made from them.
+        A resumed run compares it, because other images would give other splits. Files and a pack
+        made from them have the same fingerprint.
         """
         digest = hashlib.sha256(repr(self.classes).encode())
         for domain in self.domains:
-            # A name need not be text: archives from other systems have such.
+            # File names from archives made on other systems may not be valid UTF-8.
             names = [domain.name, *(domain.images.name(i) for i in range(len(domain)))]
             digest.update("\n".join(names).encode(errors="surrogateescape"))
             digest.update(np.ascontiguousarray(domain.labels, dtype="<i8").tobytes())

@@ -1,18 +1,18 @@
-"""The transforms of `augment` for many images at once, on any device, with Pillow's bits.
+"""The transforms of `augment` for batches on any device, bit-identical to Pillow.
 
-A training run does not depend on where its images are transformed, so every value here equals the
-one that Pillow computes. Compilers and GPUs round floating point in their own ways (a product and
-a sum fused, a division by way of the reciprocal), and hence Pillow's arithmetic is restated in
-integers wherever it can be: the weights of its resampling are ratios of small integers, and so are
-saturation, hue and the colours that they stand for. What is left of floating point is single
-products and sums that nothing may fuse.
+A training run must not depend on where its images are transformed, so every value here equals
+Pillow's. Compilers and GPUs round floating point differently (fused multiply-add, division by the
+reciprocal), so Pillow's arithmetic is restated in integers where possible: its resampling weights
+are ratios of small integers, and so are saturation, hue, and the colors they encode. The remaining
+floating-point operations are single products and sums that nothing may fuse.
 
-Shapes depend on the number of images, on `Reach` and on the size alone, and no value is looked at
-from Python: the functions compile and can be captured in a CUDA graph.
+Shapes depend only on the number of images, on `Reach`, and on the size, and Python never reads a
+value, so the functions compile and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,28 +25,28 @@ from torch import Tensor
 from steppe.errors import UserError
 
 from .augment import _FACTORS, _FLIP, _GREY, _ORDER, _ORDERS, DRAWS, FLIP, GREY, JITTER, RATIO
-from .dataset import Images, Indices
+from .dataset import Indices, Pixels
 
 _BITS = 22
-"""Pillow's weights are integers that sum up to about $2^{22}$, so that sums fit 32 bits."""
+"""Pillow's weights are integers that sum to about $2^{22}$, so that sums fit into 32 bits."""
 _SEXTANT = 85
-"""Twice the hue, from 0 to 510, passes so much from red to yellow, and so on round the circle."""
-_CONTRAST, _SATURATION, _HUE = 1, 2, 3  # as orders number them; 0 is brightness
+"""A sixth of the hue circle (red to yellow, and so on), in units of half a hue (0 to 510)."""
+_CONTRAST, _SATURATION, _HUE = 1, 2, 3  # their numbers in `_ORDERS`; 0 is brightness
 _Lengths = TypeVar("_Lengths", Tensor, NDArray[Any])
 
-# The operation in each place of every order, two bits each: a table that needs no memory.
+# The operation in each place of every order, two bits each: a lookup table without a tensor.
 _PLACES = tuple(sum(order[place] << 2 * i for i, order in enumerate(_ORDERS)) for place in range(4))
 
 
 class Stack(NamedTuple):
-    """Images of any sizes, one after another in one flat tensor.
+    """Images of any size, concatenated in one flat tensor.
 
     Attributes:
-        pixels: uint8, flat; each image height x width x channels.
-        offsets: where each image begins in `pixels`, int64, like the next two.
-        heights: of each image.
-        widths: of each image.
-        channels: of all images.
+        pixels: uint8, flat; each image is height x width x channels.
+        offsets: where each image begins in `pixels`, int64.
+        heights: the height of each image, int64.
+        widths: the width of each image, int64.
+        channels: the number of channels of every image.
     """
 
     pixels: Tensor
@@ -55,78 +55,59 @@ class Stack(NamedTuple):
     widths: Tensor
     channels: int
 
-    def to(self, device: torch.device | str) -> Stack:
-        """The same images on another device."""
-        pixels, offsets, heights, widths = (tensor.to(device) for tensor in self[:4])
-        return Stack(pixels, offsets, heights, widths, self.channels)
-
 
 @dataclass(frozen=True)
 class Reach:
-    """What bounds the work of a transform: static numbers, so that compiled code has fixed shapes.
+    """Static bounds on the work of a transform, which give compiled code fixed shapes.
 
-    A reach must cover every image that comes, or the result is wrong: take the one over all images
-    of a dataset.
+    A reach must cover every image, or results are wrong: compute it over the whole dataset.
 
     Attributes:
-        rows: the most lines that the first pass of a resampling runs along: the height of the
+        rows: the maximum number of lines in the first pass of a resampling: the height of the
             tallest crop or image.
-        taps: the most source pixels that one output pixel is made of, in either direction.
+        taps: the maximum number of source pixels per output pixel, in either direction.
     """
 
     rows: int
     taps: int
 
 
-def stacked(images: Images, chosen: Indices) -> Stack:
-    """Reads images into the memory of the CPU, in the order chosen.
+def stacked(images: Sequence[Pixels]) -> Stack:
+    """Concatenate images with the same number of channels, in host memory.
 
     Examples:
-        >>> from steppe.domains import Arrays
-        >>> stack = stacked(Arrays(np.zeros((5, 4, 6, 3), np.uint8)), np.array([3, 1]))
+        >>> stack = stacked(list(np.zeros((2, 4, 6, 3), np.uint8)))
         >>> stack.pixels.shape, stack.offsets
         (torch.Size([144]), tensor([ 0, 72]))
     """
-    if not len(chosen):
-        raise UserError("no images are chosen: a stack holds one at least")
-    read = [images[int(i)] for i in chosen]
-    shapes = np.array([image.shape for image in read], dtype=np.int64)
-    differing = np.flatnonzero(shapes[:, 2] != shapes[0, 2])
-    if len(differing):
-        names = [images.name(int(chosen[i])) for i in (0, differing[0])]
-        raise UserError(
-            f"image {names[0]} has {shapes[0, 2]} channels, {names[1]} {shapes[differing[0], 2]}: "
-            "the images of a stack have as many each"
-        )
-    ends = shapes.prod(axis=1).cumsum()
-    pixels = np.empty(ends[-1], dtype=np.uint8)
-    for end, size in zip(ends[::-1], shapes[::-1].prod(axis=1), strict=True):
-        pixels[end - size : end] = read.pop().reshape(-1)  # popped: not all of them held twice
+    shapes = np.array([image.shape for image in images], dtype=np.int64)
+    (channels,) = {*shapes[:, 2].tolist()}  # fails if images differ
+    sizes = shapes.prod(axis=1)
     return Stack(
-        torch.from_numpy(pixels),
-        torch.from_numpy(ends - shapes.prod(axis=1)),
+        torch.from_numpy(np.concatenate([image.reshape(-1) for image in images])),
+        torch.from_numpy(np.cumsum(sizes) - sizes),
         torch.from_numpy(shapes[:, 0].copy()),
         torch.from_numpy(shapes[:, 1].copy()),
-        int(shapes[0, 2]),
+        channels,
     )
 
 
-def crop_reach(heights: NDArray[np.int64], widths: NDArray[np.int64], size: int) -> Reach:
-    """The reach of `augment` over images of these heights and widths.
+def crop_reach(heights: Indices, widths: Indices, size: int) -> Reach:
+    """Return the reach of `augment` over images of these heights and widths.
 
     Examples:
         >>> crop_reach(np.array([227]), np.array([227]), 224)
         Reach(rows=227, taps=3)
     """
-    # No crop is larger than the image, or further from a square than `RATIO` says; one pixel more,
-    # because both of its sides are rounded.
+    # A crop is no larger than the image, and its aspect ratio is within `RATIO`. The extra pixel
+    # is for the rounding of both sides.
     tall = np.minimum(heights, np.ceil(widths / RATIO[0]).astype(np.int64) + 1)
     wide = np.minimum(widths, np.ceil(heights * RATIO[1]).astype(np.int64) + 1)
     return Reach(rows=int(tall.max()), taps=_most_taps(max(tall.max(), wide.max()), size))
 
 
-def whole_reach(heights: NDArray[np.int64], widths: NDArray[np.int64], size: int) -> Reach:
-    """The reach of `resize` over images of these heights and widths.
+def whole_reach(heights: Indices, widths: Indices, size: int) -> Reach:
+    """Return the reach of `resize` over images of these heights and widths.
 
     Examples:
         >>> whole_reach(np.array([100, 300]), np.array([672, 350]), 224)
@@ -137,20 +118,20 @@ def whole_reach(heights: NDArray[np.int64], widths: NDArray[np.int64], size: int
 
 
 def _most_taps(length: int, size: int) -> int:
-    # The triangle is two source pixels wide, or two output pixels where those are larger; it is
-    # zero at its ends, which may fall on the centres of pixels.
+    # The triangle filter is two source pixels wide, or two output pixels if those are larger. It
+    # is zero at its ends, which may fall on the centers of pixels.
     return -(-2 * max(int(length), size) // size)
 
 
 def augment(
     stack: Stack, chosen: Tensor, draws: Tensor, boxes: Tensor, size: int, reach: Reach
 ) -> Tensor:
-    """The training transform of RGB images: `augment.augment` of each, bit for bit.
+    """Apply `augment.augment` to each RGB image, bit for bit.
 
     Args:
         stack: the images.
-        chosen: which of them, N, int64.
-        draws: a row of `DRAWS` numbers from U[0, 1) for each, N x `DRAWS`, float64.
+        chosen: the indices of N images, int64.
+        draws: their random numbers from U[0, 1), N x `DRAWS`, float64.
         boxes: the `augment.crop_boxes` of the same draws, N x 4, int64.
         size: height and width of the results.
         reach: the `crop_reach` of the images.
@@ -159,10 +140,9 @@ def augment(
         N x 3 x size x size, uint8, channels-last in memory.
 
     Examples:
-        >>> from steppe.domains import Arrays
         >>> from steppe.domains.augment import crop_boxes
         >>> heights, widths = np.full(5, 40), np.full(5, 30)
-        >>> stack = stacked(Arrays(np.zeros((5, 40, 30, 3), np.uint8)), np.arange(5))
+        >>> stack = stacked(list(np.zeros((5, 40, 30, 3), np.uint8)))
         >>> draws = np.random.default_rng(0).random((5, DRAWS))
         >>> boxes = torch.from_numpy(crop_boxes(heights, widths, draws))
         >>> reach = crop_reach(heights, widths, 24)
@@ -170,16 +150,16 @@ def augment(
         torch.Size([5, 3, 24, 24])
     """
     if stack.channels != 3:
-        raise UserError(f"images of {stack.channels} channels cannot be jittered: RGB has 3")
+        raise UserError(f"augmentation needs RGB images, got images with {stack.channels} channels")
     if draws.dtype != torch.float64 or draws.shape[1] != DRAWS:
         raise UserError(
-            f"draws of {draws.dtype} and {draws.shape[1]} columns: augmentation takes {DRAWS} "
-            "numbers of torch.float64 for each image"
+            f"draws must be torch.float64 with {DRAWS} columns, got {draws.dtype} with "
+            f"{draws.shape[1]}"
         )
     mirrored = draws[:, _FLIP] < FLIP
     planes = list(_resampled(stack, chosen, boxes, mirrored, size, reach).unbind(3))
-    # Kept within its bounds, where it is already, so that no compiler fuses this product with the
-    # sum below: Pillow's factors are rounded twice.
+    # The clamp changes no value. It keeps compilers from fusing this product with the sum below:
+    # Pillow's factors are rounded twice.
     spread = ((2 * draws[:, _FACTORS : _FACTORS + 4] - 1) * JITTER).clamp(-JITTER, JITTER)
     factors = (1 + spread).float()
     turn = (spread[:, _HUE] * 255).int()[:, None, None]
@@ -193,20 +173,19 @@ def augment(
 
 
 def resize(stack: Stack, chosen: Tensor, size: int, reach: Reach) -> Tensor:
-    """The test transform: `augment.resize` of each image, bit for bit.
+    """Apply `augment.resize` to each image, bit for bit.
 
     Args:
-        stack: the images, of any number of channels.
-        chosen: which of them, N, int64.
+        stack: the images, with any number of channels.
+        chosen: the indices of N images, int64.
         size: height and width of the results.
         reach: the `whole_reach` of the images.
 
     Returns:
-        N x channels x size x size, uint8; channels-last in memory where there are several.
+        N x channels x size x size, uint8; channels-last in memory unless there is one channel.
 
     Examples:
-        >>> from steppe.domains import Arrays
-        >>> stack = stacked(Arrays(np.zeros((5, 40, 30, 1), np.uint8)), np.arange(5))
+        >>> stack = stacked(list(np.zeros((5, 40, 30, 1), np.uint8)))
         >>> reach = whole_reach(np.array([40]), np.array([30]), 24)
         >>> resize(stack, torch.tensor([4, 2]), 24, reach).shape
         torch.Size([2, 1, 24, 24])
@@ -222,16 +201,16 @@ def resize(stack: Stack, chosen: Tensor, size: int, reach: Reach) -> Tensor:
 def _resampled(
     stack: Stack, chosen: Tensor, boxes: Tensor, mirrored: Tensor, size: int, reach: Reach
 ) -> Tensor:
-    """Boxes of the images at `size`, N x size x size x channels: two passes, each rounded."""
+    """Resample boxes of the images to N x size x size x channels, in two rounded passes."""
     top, left, height, width = boxes.unbind(1)
     device, channels = stack.pixels.device, stack.channels
     across, down = torch.full_like(width, channels), stack.widths[chosen] * channels
     start = stack.offsets[chosen] + top * down + left * across
-    # The first pass runs along lines: rows, or columns where Pillow goes down first.
+    # The first pass runs along lines: rows, or columns if Pillow resamples columns first.
     swapped = _goes_down_first(height, width, size)
     step, line_step = torch.where(swapped, down, across), torch.where(swapped, across, down)
     length, lines = torch.where(swapped, height, width), torch.where(swapped, width, height)
-    # Lines beyond those of a box repeat its last one, and no output pixel is made of them.
+    # Lines beyond a box repeat its last line, and no output pixel uses them.
     line = torch.minimum(torch.arange(reach.rows, device=device), lines[:, None] - 1)
     place = torch.arange(size, device=device)
     mirror, plain = size - 1 - place, place
@@ -248,7 +227,7 @@ def _resampled(
         total = total + found * weight[:, None, :, None, tap]
     once, total = _rounded(total), zero
 
-    # Out of lines of either kind, rows again.
+    # The second pass turns lines of either kind into rows.
     pixel, weight = _weighed(lines, second, size, reach.taps)
     each, swap = torch.arange(len(chosen), device=device)[:, None, None], swapped[:, None, None]
     along = torch.where(swap, place[:, None], place)
@@ -260,26 +239,26 @@ def _resampled(
 
 
 def _rounded(total: Tensor) -> Tensor:
-    # Weights sum up to one but for their roundings, far less than the half of 1/255 that it would
-    # take to leave the range of a byte: Pillow's clipping has nothing to do.
+    # Pillow also clips, which never has an effect: rounding moves the sum of the weights away from
+    # one by far less than the half of 1/255 that would leave the range of a byte.
     return ((total + (1 << (_BITS - 1))) >> _BITS).to(torch.uint8)
 
 
 def _goes_down_first(height: _Lengths, width: _Lengths, size: int) -> _Lengths:
-    """Whether Pillow resamples columns before rows: where that leaves far fewer pixels to do."""
+    """Return whether Pillow resamples columns before rows, because that is far less work."""
     first: _Lengths = (height > size) & (height - size > 2 * (width - size)) & _DOWN_FIRST
     return first
 
 
 def _weighed(length: Tensor, places: Tensor, size: int, taps: int) -> tuple[Tensor, Tensor]:
-    r"""Source pixels and their weights, N x size x taps, for every place in the output.
+    r"""Return source pixels and their weights, N x size x taps, for every place in the output.
 
-    Place $p$ of $s$ sees the source, $n$ pixels long, through a triangle around
-    $c = (p + 1/2)\, n / s$ that is zero from the distance $m / s$ on, $m = \max(n, s)$. Pixel $j$
-    has the share $a_j / \sum_i a_i$, where $a_j = \max(0, 2 m - |(2 j + 1) s - (2 p + 1) n|)$ is an
-    integer. Pillow has the shares in double precision and rounds them to multiples of $2^{-22}$.
-    Half a multiple is further from any of them than double precision errs while $n s < 2^{27}$,
-    so that rounding the exact ratios gives the same.
+    Place $p$ of $s$ sees the source, $n$ pixels long, through a triangle filter centered at
+    $c = (p + 1/2)\, n / s$ that vanishes at distance $m / s$, with $m = \max(n, s)$. Pixel $j$ has
+    the weight $a_j / \sum_i a_i$, where $a_j = \max(0, 2 m - |(2 j + 1) s - (2 p + 1) n|)$ is an
+    integer. Pillow computes the weights in double precision and rounds them to multiples of
+    $2^{-22}$. While $n s < 2^{27}$, every exact ratio is further from a rounding boundary than the
+    error of double precision, so rounding the exact ratios gives the same weights.
     """
     length, place = length.int()[:, None, None], places.int()[:, :, None]  # cheaper than 64 bits
     widest = length.clamp(min=size)
@@ -294,11 +273,11 @@ def _weighed(length: Tensor, places: Tensor, size: int, taps: int) -> tuple[Tens
 
 
 def _jittered(planes: list[Tensor], which: Tensor, factor: Tensor, turn: Tensor) -> list[Tensor]:
-    """One operation on each image, and on each its own: red, green and blue, N x size x size."""
+    """Apply one operation to each image, given as red, green and blue planes, N x size x size."""
     grey = _grey(planes)
     count = grey.shape[1] * grey.shape[2]
     mean = _over(2 * grey.sum((1, 2), keepdim=True) + count, 2 * count).int()
-    # All but hue move the image away from, or towards, a duller one.
+    # All operations except hue blend the image with a duller one.
     dull = torch.where(which == _CONTRAST, mean, torch.where(which == _SATURATION, grey, 0))
     return [
         torch.where(which == _HUE, turned, _blend(dull, plane, factor))
@@ -307,8 +286,8 @@ def _jittered(planes: list[Tensor], which: Tensor, factor: Tensor, turn: Tensor)
 
 
 def _blend(dull: Tensor, plane: Tensor, factor: Tensor) -> Tensor:
-    """Pillow's `Image.blend`, which has single precision and cuts the fraction off."""
-    # The bounds are out of reach; they keep product and sum from being fused.
+    """Pillow's `Image.blend`: single precision, rounded towards zero."""
+    # No value reaches the bounds; the clamp keeps product and sum from being fused.
     step = (factor * (plane - dull).float()).clamp(-512, 512)
     return (dull.float() + step).clamp(0, 255).to(torch.uint8)
 
@@ -320,7 +299,7 @@ def _grey(planes: list[Tensor]) -> Tensor:
 
 
 def _turned(planes: list[Tensor], turn: Tensor) -> list[Tensor]:
-    """By way of Pillow's mode HSV, with `turn` added to a hue that wraps around at 256."""
+    """Add `turn` to the hue in Pillow's mode HSV, where it wraps around at 256."""
     hue, saturation, value = _hsv(planes)
     twice = 2 * ((hue + turn) & 255)
     return [_primary(twice - 2 * _SEXTANT * i, saturation, value) for i in range(3)]
@@ -332,7 +311,7 @@ def _hsv(planes: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     value = torch.maximum(torch.maximum(red, green), blue)
     chroma = value - torch.minimum(torch.minimum(red, green), blue)
     saturation = _over(255 * chroma, value.clamp(min=1))
-    # The place on the circle in sixths, times the chroma.
+    # The position on the hue circle in sixths, times the chroma.
     past_green = torch.where(green == value, 2 * chroma + blue - red, 4 * chroma + red - green)
     sixths = torch.where(red == value, green - blue, past_green)
     sixths = 255 * torch.where(sixths < 0, sixths + 6 * chroma, sixths)
@@ -342,7 +321,7 @@ def _hsv(planes: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _primary(twice: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
-    """How much of a primary colour there is, where its hue is away by half of `twice`."""
+    """Return the amount of a primary color at half of `twice` from its hue."""
     away = twice.abs()
     away = torch.minimum(away, 6 * _SEXTANT - away)  # the shorter way round
     missing = saturation * (away - _SEXTANT).clamp(0, _SEXTANT)
@@ -351,12 +330,12 @@ def _primary(twice: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
 
 
 def _over(a: Tensor, b: Tensor | int) -> Tensor:
-    """The quotient rounded down; of what is not negative, where cutting it off is the same."""
+    """Divide non-negative integers, rounding down."""
     return torch.div(a, b, rounding_mode="trunc")
 
 
 def _bit(words: tuple[int, ...], index: Tensor) -> Tensor:
-    """The bit of that number in words of 64 bits, as int32."""
+    """Return the bits at `index` in a table of 64-bit words, as int32."""
     word: Tensor | int = words[0]
     for i in range(1, len(words)):
         word = torch.where(index >= 64 * i, words[i], word)
@@ -364,13 +343,13 @@ def _bit(words: tuple[int, ...], index: Tensor) -> Tensor:
 
 
 def _lost_hues() -> tuple[int, ...]:
-    """The hues that Pillow turns into a colour and does not find again, a bit for each.
+    """Return a bit for each hue that Pillow's round trip through RGB changes.
 
-    From a colour whose hue is a whole number exactly, Pillow's rounding in single precision may
-    lead to the number before it. Which numbers those are depends on nothing else.
+    For a color whose hue is exactly an integer, Pillow's rounding in single precision may return
+    the integer below. Whether it does depends only on the hue.
     """
     hues = np.arange(255, dtype=np.uint8)
-    # These colours are exact: chroma and value are `_SEXTANT`.
+    # These colors are exact: chroma and value are `_SEXTANT`.
     pure = np.stack([hues, np.full_like(hues, 255), np.full_like(hues, _SEXTANT)], axis=1)
     image = Image.frombytes("HSV", (len(hues), 1), pure.tobytes())
     found = np.asarray(image.convert("RGB").convert("HSV"))[0, :, 0]
@@ -381,7 +360,7 @@ _LOST = _lost_hues()
 
 
 def _pillow_goes_down_first() -> bool:
-    """Whether the Pillow at hand chooses which pass comes first; versions before 13 do not."""
+    """Return whether the installed Pillow chooses which pass comes first (versions >= 13 do)."""
     tall = Image.fromarray((np.arange(1200).reshape(60, 20) ** 2 % 251).astype(np.uint8))
     both = tall.resize((12, 12), Image.Resampling.BILINEAR)
     down = tall.resize((20, 12), Image.Resampling.BILINEAR)

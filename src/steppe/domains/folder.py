@@ -1,4 +1,4 @@
-"""Datasets as folders, `root/domain/class/image`: DomainBed's layout, and anyone's own."""
+"""Datasets as folders `root/domain/class/image`: DomainBed's layout, and that of your own data."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import numpy as np
 from steppe.errors import UserError
 from steppe.strangers import printable, read
 
-from .dataset import FORMATS, Contents, Domain, Files
+from .dataset import Contents, Domain, Files
 
-SUFFIXES = tuple(FORMATS)
-"""Files with these endings, in any case, are images; others are left alone."""
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp", ".pgm")
+"""Files with these suffixes, in any case, are images; all others are ignored."""
 
 
 def subfolders(root: Path) -> list[str]:
-    """The names of the folders in `root`, sorted as DomainBed sorts them; hidden ones aside."""
+    """Return the names of the folders in `root` in DomainBed's order, without hidden ones."""
     with os.scandir(root) as entries:
         return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
 
 
 def image_names(folder: Path, suffixes: tuple[str, ...] = SUFFIXES) -> Iterator[str]:
-    """The images below a class folder at any depth, in a fixed order, as paths below `folder`."""
-    for path, below_it, files in sorted(os.walk(folder, followlinks=True)):  # torchvision's order
+    """Yield the images below a class folder at any depth, in torchvision's order, as paths."""
+    for path, below_it, files in sorted(os.walk(folder, followlinks=True)):
         loops = [name for name in below_it if _leads_up(os.path.join(path, name))]
         if loops:
-            raise UserError(f"{os.path.join(path, loops[0])} is a link to a folder above it")
+            raise UserError(f"{os.path.join(path, loops[0])} is a link to one of its own parents")
         below = os.path.relpath(path, folder).replace(os.sep, "/")
         for name in sorted(files):
             if name.lower().endswith(suffixes):
@@ -36,7 +36,7 @@ def image_names(folder: Path, suffixes: tuple[str, ...] = SUFFIXES) -> Iterator[
 
 
 def _leads_up(path: str) -> bool:
-    """Whether a folder is a link to one that it lies in, where a walk would not end."""
+    """Return whether a folder is a link to one of its parents, which would make a walk endless."""
     if not os.path.islink(path):
         return False
     here, there = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
@@ -44,14 +44,14 @@ def _leads_up(path: str) -> bool:
 
 
 def lines(path: Path) -> list[str]:
-    """The lines of a list of images; names need not be UTF-8."""
+    """Return the lines of an image list; names need not be UTF-8."""
     return read(path).decode(errors="surrogateescape").splitlines()
 
 
 def class_names(root: Path, domains: Sequence[str]) -> tuple[str, ...]:
-    """All classes that any of the domains has, sorted.
+    """Return the sorted union of the domains' classes.
 
-    The union, so that a domain that lacks a class does not shift the indices of the others.
+    With the union, a class missing from one domain does not shift the other classes' indices.
     """
     found = {name: root / domain / name for domain in domains for name in subfolders(root / domain)}
     for path in found.values():
@@ -60,21 +60,19 @@ def class_names(root: Path, domains: Sequence[str]) -> tuple[str, ...]:
 
 
 def require_text(path: Path) -> None:
-    """Refuses a folder whose name, or one above it, is not one line of UTF-8, as records are."""
+    """Raise an error if a folder's path is not one line of UTF-8: records could not store it."""
     if len(str(path).splitlines()) > 1:
-        raise UserError(f"the folder {str(path)!r} has a line break in its name: rename it")
+        raise UserError(f"the name of folder {str(path)!r} has a line break: rename it")
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise UserError(
-            f"the folder {printable(path)} has a name that is not UTF-8: rename it"
-        ) from None
+        raise UserError(f"the name of folder {printable(path)} is not UTF-8: rename it") from None
 
 
 def reader(domains: Sequence[str], left_out: str | None = None) -> Callable[[Path], Contents]:
-    """What reads a dataset laid out as `root/domain/class/image`.
+    """Return a function that reads a dataset laid out as `root/domain/class/image`.
 
-    A file `left_out` in its folder, where there is one, lists images that do not belong to it.
+    The optional file `left_out` in the dataset's folder lists images to exclude.
     """
 
     def read(root: Path) -> Contents:
@@ -88,14 +86,14 @@ def reader(domains: Sequence[str], left_out: str | None = None) -> Callable[[Pat
 def read_folder(
     root: Path, domains: Sequence[str], exclude: Collection[str] = ()
 ) -> tuple[tuple[str, ...], tuple[Domain, ...]]:
-    """Lists the images of `root/domain/class/image` but for those to `exclude`; none is opened."""
+    """List the images of `root/domain/class/image` without those in `exclude`; open none."""
     found = subfolders(root) if root.is_dir() else []
     missing = [name for name in domains if name not in found]
     if missing:
         raise UserError(
             f"dataset {root.name!r} not found at {root}: expected folders {', '.join(domains)}; "
-            f"found {', '.join(found) or 'none'}. Get it with 'steppe data get', or say where it "
-            "is with --root."
+            f"found {', '.join(found) or 'none'}. Download it with 'steppe data get', or pass its "
+            "location with --root."
         )
     classes = class_names(root, domains)
     excluded = frozenset(exclude)
@@ -105,7 +103,7 @@ def read_folder(
 def read_domain(
     root: Path, name: str, classes: Sequence[str], excluded: Collection[str] = ()
 ) -> Domain:
-    """Lists the images of one domain, `root/class/image`."""
+    """List the images of one domain, `root/class/image`."""
     names: list[str] = []
     labels: list[int] = []
     for label, class_name in enumerate(classes):
@@ -115,7 +113,7 @@ def read_domain(
         labels += [label] * len(kept)
     if not names:
         raise UserError(
-            f"domain {name!r} has no images in {root}: expected CLASS/IMAGE below it, with "
-            f"endings {', '.join(SUFFIXES)}"
+            f"domain {name!r} has no images in {root}: expected files CLASS/IMAGE that end in "
+            f"{', '.join(SUFFIXES)}"
         )
     return Domain(name, Files(root, names), np.array(labels, dtype=np.int64))

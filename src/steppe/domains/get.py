@@ -1,10 +1,9 @@
-"""Bringing a dataset here: downloaded, unpacked, arranged, and there only when it is whole."""
+"""Download, unpack and arrange a dataset; its folder appears only when it is complete."""
 
 from __future__ import annotations
 
 import errno
 import os
-import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from steppe.console import Console, say
 from steppe.errors import UserError
+from steppe.strangers import command
 
 from .archives import find_folder, unpack
 from .fetch import PATIENCE, Patience, Unavailable, download
@@ -25,32 +25,32 @@ def get(
     console: Console | None = None,
     patience: Patience = PATIENCE,
 ) -> Path:
-    """Downloads a dataset, lays it out as `steppe.domains.load` expects it, returns its folder.
+    """Download a dataset, arrange it for `steppe.domains.load`, and return its folder.
 
-    The archives are kept in ``root/downloads``, where an interrupted download goes on. The
-    dataset's folder appears only when it is complete, and one that exists is never touched.
+    The archives stay in ``root/downloads``, so that an interrupted download can resume. A dataset's
+    folder that already exists is never modified.
     """
     source = spec.source
     if spec.folder is None:
         raise UserError(f"{spec.name} needs no download")
     if source is None:
-        raise UserError(f"steppe knows no download of {spec.name}")
+        raise UserError(f"steppe has no download location for {spec.name}")
     folder = root / spec.folder
     holds = source.holds or spec.domains
     if folder.is_dir() and any(folder.iterdir()):
         if missing := _missing(folder, holds):
             raise UserError(
-                f"{folder} is there, but without {', '.join(missing)}. Move it away and run the "
-                f"same command again, or complete it, then: steppe data check {spec.name}"
+                f"{folder} exists, but without {', '.join(missing)}. Move it away and rerun the "
+                f"command, or complete it and run: steppe data check {spec.name}"
             )
         say(
             console,
-            f"{folder} is already there: check it with 'steppe data check {spec.name}', or move it "
+            f"{folder} already exists: check it with 'steppe data check {spec.name}', or move it "
             "away to download it again",
         )
         return folder
     if not source.downloads:
-        reason = f"{spec.name} has no download that a program can start."
+        reason = f"{spec.name} must be downloaded by hand."
         raise UserError(_advice(reason, spec, source, folder))
     downloads = root / "downloads"
     try:
@@ -63,7 +63,7 @@ def get(
         put = downloads / error.file
         raise UserError(_advice(reason, spec, source, folder, put)) from None
     _lay_out(source, files, folder, holds, console)
-    say(console, f"{spec.name} is in {folder}; the archives in {downloads} may be deleted")
+    say(console, f"{spec.name} is in {folder}; you can delete the archives in {downloads}")
     return folder
 
 
@@ -74,7 +74,7 @@ def _lay_out(
     holds: Sequence[str],
     console: Console | None,
 ) -> None:
-    """Unpacks and arranges in a hidden folder beside `folder`, then renames it in one step."""
+    """Unpack and arrange files in a hidden folder next to `folder`, then rename it."""
     stage = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         unpacked = stage / "unpacked"
@@ -85,18 +85,18 @@ def _lay_out(
         if arranged is None or _missing(arranged, holds):
             found = sorted(path.name for path in (arranged or unpacked).iterdir())
             raise UserError(
-                f"{', '.join(file.name for file in files)} should hold {', '.join(holds)}; found "
-                f"{', '.join(found)}. Delete it and run the same command again."
+                f"{', '.join(file.name for file in files)} should contain {', '.join(holds)}; "
+                f"found {', '.join(found)}. Delete it and rerun the command."
             )
         if folder.is_dir():
-            folder.rmdir()  # only ever an empty one
+            folder.rmdir()  # fails unless it is empty
         os.rename(arranged, folder)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise UserError(
-            f"no room to unpack in {folder.parent}: {error.strerror}. Make room there and run the "
-            "same command again; nothing is downloaded twice."
+            f"no room to unpack in {folder.parent}: {error.strerror}. Make room there and rerun "
+            "the command; nothing is downloaded twice."
         ) from None
     finally:
         shutil.rmtree(stage)
@@ -109,18 +109,20 @@ def _missing(folder: Path, holds: Sequence[str]) -> list[str]:
 def _advice(
     reason: str, spec: DatasetSpec, source: Source, folder: Path, file: Path | None = None
 ) -> str:
-    """What to do by hand, where `file` could not be downloaded or there is nothing to download."""
+    """Explain how to get a dataset by hand; `file`, if given, could not be downloaded."""
     lines = [reason, "Where else to look:", *(f"  {place}" for place in source.elsewhere)]
     lines.append(f"  the paper: {spec.citation}")
     if file is None:
-        lines.append("Lay the files out as")
+        lines.append("Arrange the files as")
     else:
-        lines.append(f"Put {file.name} in {file.parent} and run the same command again,")
-        lines.append("or lay the files out as")
+        lines.append(f"Put {file.name} in {file.parent} and rerun the command,")
+        lines.append("or arrange the files as")
     if source.holds:
         lines += [f"  {folder / name}" for name in source.holds]
     else:
         lines += [f"  {folder / name}/CLASS/IMAGE" for name in spec.domains]
         lines.append(f"with {spec.n_classes} classes in every domain,")
-    lines.append(f"then: steppe data check {spec.name} --root {shlex.quote(str(folder.parent))}")
+    lines.append(
+        f"then run: {command('steppe', 'data', 'check', spec.name, '--root', folder.parent)}"
+    )
     return "\n".join(lines)

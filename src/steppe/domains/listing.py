@@ -1,4 +1,4 @@
-"""The datasets that are known, and where each was found."""
+"""The table of ``steppe data list``: every registered dataset, and where it was found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .catalog import DATASETS
 
 
 def find_all(home: Path) -> list[dict[str, Any]]:
-    """Every known dataset, with where it was found; no image is looked at."""
+    """Describe every registered dataset and its location, without reading images."""
     rows = []
     for spec in DATASETS.entries():
         packed, folder = pack.present(spec, home), spec.where(home)

@@ -1,15 +1,15 @@
 """Packs: every image decoded once, as uint8 pixels in memory-mapped shards.
 
-A pack lies beside its dataset's folder, ``data/PACS.pack`` beside ``data/PACS``:
+A pack is next to its dataset's folder, ``data/PACS.pack`` next to ``data/PACS``:
 
-    index.json              what it holds, with the size and the checksum of the files below
-    index.sha256            the checksum of index.json, as sha256sum writes it
+    index.json              the contents, with the sizes and checksums of the files below
+    index.sha256            the checksum of index.json, in sha256sum's format
     art_painting.json       the names of the images, and the official subsets
-    art_painting.npy        one `ROW` for each image
-    art_painting-000.bin    the pixels, RGB, one image after another
+    art_painting.npy        one `ROW` per image
+    art_painting-000.bin    the RGB pixels of the images, concatenated
 
-Images keep their aspect ratio and are never enlarged: one whose shorter side is no longer than the
-pack's size is stored as it is, so that training from the pack is training from the files.
+Images keep their aspect ratio and are never enlarged. An image whose shorter side is at most the
+pack's size is stored unchanged, so training from the pack equals training from the files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from steppe.errors import UserError, reason
 from steppe.strangers import command, is_name, parse, printable, read
 
 from .dataset import Contents, Dataset, Domain, Files, Indices, Pixels
-from .workshop import abandoned, put_back, workshops
+from .workshop import recovered
 
 if TYPE_CHECKING:
     from .spec import DatasetSpec
@@ -42,17 +42,16 @@ FORMAT = 1
 ROW = np.dtype(
     [("label", "<i8"), ("height", "<i4"), ("width", "<i4"), ("crc", "<u4"), ("source", "<i8")]
 )
-"""Per image: its class, its shape, the CRC-32 of its pixels, the size of the file in bytes."""
+"""Per image: its class, its shape, the CRC-32 of its pixels, the size of its file in bytes."""
 
 _LARGEST = 2**36
-"""Pixels that no image has, so few that the bytes of all images of a domain can be counted."""
+"""The maximum number of pixels per image, so that the bytes of a domain fit into an int64."""
 INDEX, INDEX_SUM = "index.json", "index.sha256"
 log = logging.getLogger("steppe")
 
 
 def _a_name(text: str) -> str:
-    """A pack may come from anybody: none of its names leads out of its folder."""
-    if not is_name(text):
+    if not is_name(text):  # a pack may come from anybody, and must not lead out of its folder
         raise ValueError("is not the name of a file in the pack's folder")
     return text
 
@@ -72,7 +71,7 @@ class Shard(_Frozen):
 
 
 class PackedDomain(_Frozen):
-    """What the index says about a domain; `stem` begins the names of its files."""
+    """A domain in the index; the names of its files start with `stem`."""
 
     name: str
     stem: _Name
@@ -98,15 +97,15 @@ class Index(_Frozen):
 
 
 class _Unusable(Exception):
-    """Why a pack cannot be used."""
+    """A pack cannot be used; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
     """The images of a domain in a pack.
 
-    Shards are mapped when first read, by each process for itself, so that a loader's workers can be
-    forked or spawned. An image is compared with its checksum whenever it is read.
+    Each process maps shards on first use, so a loader's workers can be forked or spawned. Every
+    read verifies the image's checksum.
     """
 
     pack: Path
@@ -125,10 +124,10 @@ class Packed:
     def __getitem__(self, index: int, /) -> Pixels:
         row, start, number = self.rows[index], self.offsets[index], int(self.shard_of[index])
         shape = (int(row["height"]), int(row["width"]), 3)
-        # A copy: the caller may write into it, and it is what the checksum was taken of.
+        # A copy, which the caller may modify and whose checksum stays true.
         pixels: Pixels = np.array(self._shard(number)[start : start + np.prod(shape)])
         if zlib.crc32(pixels.data) != row["crc"]:
-            raise self._damage(number, f"the pixels of {self.names[index]!r} have changed")
+            raise self._damage(number, f"the pixels of {self.names[index]!r} fail their checksum")
         return pixels.reshape(shape)
 
     def name(self, index: int, /) -> str:
@@ -138,7 +137,7 @@ class Packed:
         if number not in self._maps:
             shard = self.shards[number]
             try:
-                # The shape, so that a file cut short is an error here and no bus error later.
+                # With a shape, a truncated file fails here and not with a bus error later.
                 self._maps[number] = np.memmap(
                     self.pack / shard.file, np.uint8, "r", shape=(shard.bytes,)
                 )
@@ -157,36 +156,33 @@ class Packed:
 
 
 def location(spec: DatasetSpec, home: Path) -> Path:
-    """Where the pack of a dataset is, or would be."""
+    """Return the path of a dataset's pack, which need not exist."""
     if spec.folder is None:
-        raise UserError(f"dataset {spec.name!r} is in memory: there is nothing to pack")
+        raise UserError(f"cannot pack dataset {spec.name!r}: it is in memory and has no files")
     folder = home / spec.folder
     return folder.with_name(f"{folder.name}.pack")
 
 
 def present(spec: DatasetSpec, home: Path) -> Path | None:
-    """The pack's folder, if there is one; what a killed packer had moved aside is put back."""
+    """Return the pack's folder if it exists, after recovery from a killed packer."""
     if spec.folder is None:
         return None
     path = location(spec, home)
     if not path.is_dir():
-        for workshop in workshops(path):
-            if abandoned(workshop):
-                put_back(workshop, path)
+        recovered(path)
     return path if path.is_dir() else None
 
 
 def remedy(dataset: str) -> str:
     again = command("steppe", "data", "pack", dataset, "--force")
-    return f"Copy it again from where it was made, or make it again: {again}"
+    return f"Copy the pack again from its original location, or rebuild it: {again}"
 
 
 def find(spec: DatasetSpec, home: Path) -> Dataset | None:
-    """Opens the pack of a dataset, if there is one that can be trusted.
+    """Open the pack of a dataset if there is a valid one; warn about an invalid one.
 
-    The index is checked in full, the shards by their sizes (the pixels when they are read), and
-    the folder of images, where it is there too, must still be as it was packed: the same names,
-    labels and file sizes. A pack that fails is not used, and a warning says why.
+    The index is checked in full and the shards by size; pixels are checked when they are read. If
+    the image folder exists, its names, labels and file sizes must match the pack.
     """
     if (path := present(spec, home)) is None:
         return None
@@ -194,12 +190,13 @@ def find(spec: DatasetSpec, home: Path) -> Dataset | None:
         index, domains = _open(path)
         if tuple(domain.name for domain in domains) != spec.domains:
             names = ", ".join(domain.name for domain in domains)
-            raise _Unusable(f"it has other domains than {spec.name}: {names}")
+            raise _Unusable(f"its domains are not those of {spec.name}: {names}")
         if len(index.classes) != spec.n_classes:
-            raise _Unusable(f"it has {len(index.classes)} classes, {spec.name} {spec.n_classes}")
+            raise _Unusable(
+                f"it has {len(index.classes)} classes, but {spec.name} has {spec.n_classes}"
+            )
         for shard in index.shards:
-            if (wrong := _shard_problem(path, shard)) is not None:
-                raise _Unusable(wrong)
+            _check_shard(path, shard)
         if (folder := spec.where(home)).is_dir():
             _compare(spec, folder, index, domains)
     except _Unusable as error:
@@ -211,9 +208,9 @@ def find(spec: DatasetSpec, home: Path) -> Dataset | None:
 
 
 def verify(path: Path, listed: Contents | None = None, console: Console | None = None) -> list[str]:
-    """Reads a whole pack and returns what is wrong with it: checksums, sizes, missing files.
+    """Read a whole pack and return its problems: checksums, sizes, missing files.
 
-    Where the images themselves are `listed`, they must still be those that were packed.
+    The images in `listed`, if given, must be those that were packed.
     """
     try:
         index, domains = _open(path)
@@ -222,32 +219,36 @@ def verify(path: Path, listed: Contents | None = None, console: Console | None =
     problems = []
     with Meter(f"verifying {path.name}", len(index.shards), console=console, every=5) as meter:
         for shard in index.shards:
-            wrong = _shard_problem(path, shard)
-            if wrong is None and checksum(path / shard.file) != shard.sha256:
-                wrong = f"{shard.file} is damaged: its checksum is not the one in {INDEX}"
-            if wrong is not None:
-                problems.append(f"pack {path}: {wrong}")
+            try:
+                _check_shard(path, shard)
+                if checksum(path / shard.file) != shard.sha256:
+                    raise _damaged(shard.file, INDEX)
+            except _Unusable as error:
+                problems.append(f"pack {path}: {error}")
             meter.advance()
     if not problems and listed and (changed := _difference(index, domains, *listed)):
         problems.append(f"pack {path} is out of date: {changed}")
     return problems
 
 
+def _damaged(file: str, index: str) -> _Unusable:
+    return _Unusable(f"{file} is damaged: its checksum does not match {index}")
+
+
 def _open(path: Path) -> tuple[Index, tuple[Domain, ...]]:
-    """What a pack holds, but for the pixels; raises `_Unusable`."""
-    text = _read(path / INDEX)
-    noted = _read(path / INDEX_SUM).decode(errors="replace")
+    """Read everything in a pack except the pixels; raise `_Unusable` if it is invalid."""
+    text = _read(path, INDEX)
+    noted = _read(path, INDEX_SUM).decode(errors="replace")
     try:
         version = parse(text)["format"]
     except (ValueError, TypeError, LookupError):
         raise _Unusable(f"{INDEX} is damaged") from None
     if version != FORMAT:
         raise _Unusable(
-            f"it has format {str(version)[:20]}, and this steppe reads {FORMAT}: a newer one may "
-            "read it"
+            f"it has format {str(version)[:20]}, but this version of steppe reads format {FORMAT}"
         )
     if noted.split()[:1] != [hashlib.sha256(text).hexdigest()]:
-        raise _Unusable(f"{INDEX} is damaged: its checksum is not the one in {INDEX_SUM}")
+        raise _damaged(INDEX, INDEX_SUM)
     try:
         index = Index.model_validate_json(text)
     except ValidationError as error:
@@ -257,11 +258,16 @@ def _open(path: Path) -> tuple[Index, tuple[Domain, ...]]:
     return index, tuple(_read_domain(path, index, entry) for entry in index.domains)
 
 
-def _read(file: Path) -> bytes:
+def _read(path: Path, file: str, sha256: str | None = None) -> bytes:
     try:
-        return read(file)
+        content = read(path / file)
+    except FileNotFoundError:
+        raise _Unusable(f"{file} is missing") from None
     except OSError as error:
         raise _Unusable(f"{file} cannot be read: {error.strerror}") from None
+    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+        raise _damaged(file, INDEX)
+    return content
 
 
 def _read_domain(path: Path, index: Index, entry: PackedDomain) -> Domain:
@@ -271,13 +277,13 @@ def _read_domain(path: Path, index: Index, entry: PackedDomain) -> Domain:
     labels = rows["label"].astype(np.int64)
     counts = [shard.images for shard in entry.shards]
     if not len(names) == len(rows) == sum(counts) or not len(rows):
-        wrong = f"has {len(names)} names and {len(rows)} rows"
+        wrong = f"has {len(names)} names and {len(rows)} rows for {sum(counts)} images"
     elif min(rows["height"].min(), rows["width"].min()) < 1 or areas.max() > _LARGEST:
-        wrong = "has an image of an impossible shape"
+        wrong = "has an image with an impossible shape"
     elif labels.min() < 0 or labels.max() >= len(index.classes):
         wrong = f"has labels that are not among its {len(index.classes)} classes"
     elif any(len(c) and (c.min() < 0 or c.max() >= len(rows)) for c in subsets.values()):
-        wrong = "has official subsets with images that it does not have"
+        wrong = "has official subsets with indices of images that do not exist"
     else:
         sizes = 3 * areas
         shard_of = np.repeat(np.arange(len(counts)), counts)
@@ -292,24 +298,14 @@ def _read_domain(path: Path, index: Index, entry: PackedDomain) -> Domain:
     raise _Unusable(f"domain {entry.name!r} {wrong}")
 
 
-def _checked(path: Path, file: str, expected: str) -> bytes:
-    """The contents of a file of the pack, which must be those that the index speaks of."""
-    if not (path / file).exists():
-        raise _Unusable(f"{file} is missing")
-    content = _read(path / file)
-    if hashlib.sha256(content).hexdigest() != expected:
-        raise _Unusable(f"{file} is damaged: its checksum is not the one in {INDEX}")
-    return content
-
-
 def _read_lists(path: Path, file: str, sha256: str) -> tuple[list[str], dict[str, Indices]]:
-    """The names of a domain's images, which need not be text, and its official subsets."""
-    content = _checked(path, file, sha256)
+    """Return the names of a domain's images, which need not be UTF-8, and its official subsets."""
+    content = _read(path, file, sha256)
     try:
         listed: Any = parse(content)
         names, subsets = listed["names"], listed["subsets"]
         if not (isinstance(names, list) and all(map(_is_file_name, names))):
-            raise ValueError("names are not those of files")
+            raise ValueError("names are not file names")
         chosen = {key: np.array(numbers) for key, numbers in subsets.items()}
         if any(len(part) and (part.ndim, part.dtype.kind) != (1, "i") for part in chosen.values()):
             raise ValueError("subsets are not lists of numbers")
@@ -326,8 +322,8 @@ def _is_file_name(text: object) -> bool:
 
 
 def _read_rows(path: Path, file: str, sha256: str) -> NDArray[np.void]:
-    """The rows of a ``.npy`` file, whose own word for how many there are makes no room."""
-    content = _checked(path, file, sha256)
+    """Return the rows of a ``.npy`` file, without allocating what its header claims."""
+    content = _read(path, file, sha256)
     stream = io.BytesIO(content)
     try:
         np.lib.format.read_magic(stream)
@@ -336,31 +332,28 @@ def _read_rows(path: Path, file: str, sha256: str) -> NDArray[np.void]:
     except Exception as error:  # numpy's reader raises anything when the header is wrong
         raise _Unusable(f"{file} is not valid: {reason(error)}") from None
     if kind != ROW or shape != rows.shape:
-        raise _Unusable(f"{file} is not valid: it holds other values than those of a pack")
+        raise _Unusable(f"{file} is not valid: it does not contain a pack's rows")
     return rows
 
 
-def _shard_problem(path: Path, shard: Shard) -> str | None:
+def _check_shard(path: Path, shard: Shard) -> None:
     file = path / shard.file
     if not file.is_file():
-        return f"{shard.file} is missing"
-    found = file.stat().st_size
-    if found != shard.bytes:
-        return f"{shard.file} has {found:,} bytes instead of {shard.bytes:,}"
-    return None
+        raise _Unusable(f"{shard.file} is missing")
+    if (found := file.stat().st_size) != shard.bytes:
+        raise _Unusable(f"{shard.file} has {found:,} bytes instead of {shard.bytes:,}")
 
 
 def _compare(spec: DatasetSpec, folder: Path, index: Index, domains: Sequence[Domain]) -> None:
-    """Raises `_Unusable` where the dataset's own folder has other images by now."""
+    """Raise `_Unusable` if the images in the dataset's folder have changed."""
     try:
         classes, listed = spec.read(folder)
     except UserError as error:
-        # Its images were deleted to save space, perhaps, and only the official lists kept.
-        log.warning("the pack of %s is used as it is, for it cannot be read: %s", folder, error)
+        # The images may have been deleted to save space, leaving only the official lists.
+        log.warning("using the pack of %s without comparing it to the folder: %s", folder, error)
         return
-    difference = _difference(index, domains, classes, listed)
-    if difference is not None:
-        raise _Unusable(f"the images in {folder} are not those it was made from: {difference}")
+    if difference := _difference(index, domains, classes, listed):
+        raise _Unusable(f"the images in {folder} have changed since it was made: {difference}")
 
 
 def _difference(
@@ -373,7 +366,7 @@ def _difference(
     for old, new in zip(packed, listed, strict=True):
         assert isinstance(old.images, Packed)
         if not isinstance(new.images, Files):
-            return f"{new.name} is no longer kept as image files"
+            return f"{new.name} is no longer stored as image files"
         names = new.images.names
         if list(names) != list(old.images.names):
             before, after = frozenset(old.images.names), frozenset(names)

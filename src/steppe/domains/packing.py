@@ -1,4 +1,4 @@
-"""Making a pack: every image decoded by a pool of processes, written whole or not at all."""
+"""Make a pack: decode every image in a pool of processes; write all of it or nothing."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .pool import map_files
 from .workshop import OLD, workshop
 
 SIZE = 256
-"""The longest that a shorter side may be, unless another length is asked for."""
+"""The default maximum length of an image's shorter side."""
 SHARD_BYTES = 2**30
-"""A shard is no larger, unless one image is."""
+"""The maximum size of a shard, unless a single image is larger."""
 
 
 def make(
@@ -42,22 +42,22 @@ def make(
     jobs: int | None = None,
     console: Console | None = None,
 ) -> Path:
-    """Decodes every image of a dataset into a pack, and returns the pack's folder.
+    """Decode every image of a dataset into a pack, and return the pack's folder.
 
-    The dataset is one opened from its files (``load(..., packed=False)``); images whose shorter
-    side is longer than `size` are made smaller. The pack appears whole or not at all, and an
-    unreadable image means not at all: all such images are named in one error.
+    Open the dataset from its files (``load(..., packed=False)``). Images whose shorter side exceeds
+    `size` are shrunk. The pack appears only when it is complete. If images cannot be read, one
+    error names them all and no pack is made.
     """
     path = pack.location(dataset.spec, home)
     if size < 1:
-        raise UserError(f"the size of a pack is a length in pixels, not {size}")
+        raise UserError(f"the size of a pack must be >= 1 pixel, got {size}")
     if pack.present(dataset.spec, home) and not force:
-        raise UserError(f"there is a pack in {path} already: replace it with --force")
+        raise UserError(f"{path} already exists: pass --force to replace it")
     paths = []
     for domain in dataset.domains:
         if not isinstance(images := domain.images, Files):
             raise UserError(
-                f"domain {domain.name!r} is not kept as image files: only those can be packed"
+                f"domain {domain.name!r} is not stored as image files: only those can be packed"
             )
         paths += [f"{images.root}/{name}" for name in images.names]
     unreadable: list[str] = []
@@ -71,8 +71,8 @@ def make(
             )
             if unreadable:
                 raise UserError(
-                    f"{dataset.spec.name} is not packed, for {len(unreadable)} of its images "
-                    "cannot be read; replace or delete them:\n" + "\n".join(unreadable)
+                    f"cannot pack {dataset.spec.name}: {len(unreadable)} of its images cannot be "
+                    "read. Replace or delete them:\n" + "\n".join(unreadable)
                 )
             index = Index(
                 format=FORMAT,
@@ -86,8 +86,8 @@ def make(
             _put(folder, path)
     except OSError as error:
         raise UserError(
-            f"pack {path} could not be written: {error.strerror or error}. No half of it is left; "
-            "make room, or choose another folder with --root or a smaller --size."
+            f"pack {path} could not be written: {error.strerror or error}. Nothing of it is left. "
+            "Make room, choose another folder with --root, or pass a smaller --size."
         ) from error
     return path
 
@@ -100,7 +100,7 @@ class _Loaded(NamedTuple):
 
 
 def _load(path: str, size: int) -> _Loaded | str:
-    """Decodes a file and makes it smaller, or says why it cannot be read."""
+    """Decode and shrink a file, or return why it cannot be read."""
     try:
         decoded = decode(Path(path))
         pixels = _shrink(decoded, size)
@@ -108,17 +108,17 @@ def _load(path: str, size: int) -> _Loaded | str:
         return _Loaded(pixels, shrunk, zlib.crc32(pixels.data), os.stat(path).st_size)
     except UnreadableImage as error:
         return str(error)
-    except OSError as error:  # deleted this moment
+    except OSError as error:  # deleted in the meantime
         return f"image {path} cannot be read: {reason(error)}"
 
 
 def _shrink(pixels: Pixels, size: int) -> Pixels:
-    """Brings the shorter side down to `size`; never enlarges."""
+    """Shrink an image so that its shorter side is at most `size`."""
     height, width = pixels.shape[:2]
     shorter = min(height, width)
     if shorter <= size:
         return np.ascontiguousarray(pixels)
-    # The longer side is rounded down, as torchvision's Resize does.
+    # Rounds the longer side down, as torchvision's Resize does.
     target = (size * width // shorter, size * height // shorter)
     return np.asarray(Image.fromarray(pixels).resize(target, Image.Resampling.BILINEAR))
 
@@ -126,8 +126,8 @@ def _shrink(pixels: Pixels, size: int) -> Pixels:
 def _write_domain(
     folder: Path, domain: Domain, loaded: Iterable[_Loaded | str], unreadable: list[str]
 ) -> PackedDomain:
-    """Writes the files of a domain; what cannot be read is added to `unreadable`."""
-    stem = urllib.parse.quote(domain.name, safe=" +")  # a name is one file's, whatever is in it
+    """Write the files of a domain; append errors about unreadable images to `unreadable`."""
+    stem = urllib.parse.quote(domain.name, safe=" +")  # a valid file name for any domain
     rows = np.zeros(len(domain), ROW)
     shrunk = False
 
@@ -158,7 +158,7 @@ def _write_domain(
 
 
 def _write_shards(folder: Path, stem: str, images: Iterator[Pixels]) -> tuple[Shard, ...]:
-    """Writes images one after another, into a new file whenever the next would not fit."""
+    """Concatenate images into files of at most `SHARD_BYTES`."""
     shards: list[Shard] = []
     image = next(images, None)
     while image is not None:
@@ -175,17 +175,14 @@ def _write_shards(folder: Path, stem: str, images: Iterator[Pixels]) -> tuple[Sh
 
 
 def _write(path: Path, content: bytes) -> str:
-    """Writes a file and returns its checksum."""
+    """Write a file and return its checksum."""
     with durable(path) as out:
         out.write(content)
     return hashlib.sha256(content).hexdigest()
 
 
 def _put(folder: Path, path: Path) -> None:
-    """Moves a finished pack to its place; the one that was there goes with the workshop.
-
-    Whoever is killed in between leaves the old one where `put_back` finds it.
-    """
+    """Move a finished pack into place, and the old one where `workshop.recovered` finds it."""
     sync_folder(folder)
     if path.exists():
         os.rename(path, folder.with_name(OLD))

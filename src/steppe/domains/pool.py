@@ -1,4 +1,4 @@
-"""Work on many files: a pool of processes, and results in order."""
+"""Map a function over many files in a pool of processes, with results in order."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from steppe.console import Console, Meter
 from steppe.errors import UserError
 
 _BATCH = 8
-"""Files that a process is handed at a time."""
+"""Files per task of a process."""
 _WORTHWHILE = 512
-"""Files per process: fewer are decoded before another process has started."""
+"""Minimum files per process: fewer are decoded before another process has started."""
 
 T = TypeVar("T")
 
@@ -31,10 +31,10 @@ def map_files(
     jobs: int | None = None,
     console: Console | None = None,
 ) -> Generator[T, None, None]:
-    """Yields ``work(path)`` for every path in order, computed by a pool of processes.
+    """Yield ``work(path)`` for every path in order, computed by a pool of processes.
 
-    `work` must be picklable. There are as many processes as cores unless `jobs` says how many, and
-    fewer for few files.
+    `work` must be picklable. The pool has `jobs` processes (default: one per core), and fewer for
+    few files.
     """
     jobs = min(jobs or cores(), -(-len(paths) // _WORTHWHILE))
     results = map(work, paths) if jobs <= 1 else _pooled(work, paths, jobs)
@@ -45,14 +45,14 @@ def map_files(
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _pooled(work: Callable[[str], T], paths: Sequence[str], jobs: int) -> Iterator[T]:
-    # Not forked: this process has threads, and its lock must not live on in a child.
+    # Not forked: this process has threads, and a child would keep the packer's lock.
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     batches = (paths[start : start + _BATCH] for start in range(0, len(paths), _BATCH))
@@ -61,14 +61,14 @@ def _pooled(work: Callable[[str], T], paths: Sequence[str], jobs: int) -> Iterat
             waiting: deque[Future[list[T]]] = deque()
             for batch in batches:
                 waiting.append(pool.submit(_work_through, work, batch))
-                if len(waiting) > 2 * jobs:  # decoded images wait in memory for their turn
+                if len(waiting) > 2 * jobs:  # bounds the decoded images in memory
                     yield from waiting.popleft().result()
             while waiting:
                 yield from waiting.popleft().result()
     except BrokenProcessPool:
         raise UserError(
-            "a process that decodes images was killed, possibly because memory ran out: rerun with "
-            "fewer --jobs"
+            "a process that decodes images was killed, possibly out of memory: rerun with fewer "
+            "--jobs"
         ) from None
 
 
@@ -77,7 +77,7 @@ def _work_through(work: Callable[[str], T], paths: Sequence[str]) -> list[T]:
 
 
 def start_worker() -> None:
-    """Leaves Ctrl-C to the parent, and does not outlive it: a killed one cannot say goodbye."""
+    """Ignore Ctrl-C, which the parent handles, and exit when the parent dies, even if killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

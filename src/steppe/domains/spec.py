@@ -1,4 +1,4 @@
-"""What is known about a dataset before its images are looked at, and where it comes from."""
+"""The facts about a dataset that need no images, and where to download it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mirror:
-    """A place that has a file, and the checksum of what it has: ``md5:...`` or ``sha256:...``."""
+    """A URL of a file and the file's checksum, ``md5:...`` or ``sha256:...``."""
 
     url: str
     checksum: str | None = None
@@ -21,29 +21,30 @@ class Mirror:
 
 @dataclass(frozen=True)
 class Download:
-    """A file, the name it is given here, and the places that have it, tried in order."""
+    """A file to download, with its mirrors in the order to try them."""
 
     file: str
+    """The local file name."""
     mirrors: tuple[Mirror, ...]
     into: str = ""
-    """The folder below the dataset's to unpack it in."""
+    """Where to unpack it, relative to the dataset's folder."""
     limit: int = 200 * 10**9
-    """Bytes that it certainly does not have; a server that has more is not believed."""
+    """Maximum size in bytes. A download that is larger fails."""
 
 
 @dataclass(frozen=True)
 class Source:
     """Where a dataset comes from.
 
-    Checksums are those that others have published for these very files; a file without one is
-    believed the first time (see `fetch.download`).
+    Checksums are ones that others published for exactly these files. A file without one is trusted
+    on first download (see `fetch.download`).
 
     Attributes:
-        downloads: the files that make it up; none where a program cannot fetch them.
-        elsewhere: where else to look, for people: links die.
-        holds: what its folder must hold; by default one folder for each domain.
-        arrange: makes the dataset's folder out of the unpacked files and returns it; by default
-            it is the folder among them that holds what it must.
+        downloads: the files to download; empty if the dataset must be downloaded by hand.
+        elsewhere: other places where a person can look if the links are dead.
+        holds: what the dataset's folder must contain (default: one folder per domain).
+        arrange: builds the dataset's folder from the unpacked files and returns it (default: find
+            the unpacked folder that contains `holds`).
     """
 
     downloads: tuple[Download, ...] = ()
@@ -53,45 +54,45 @@ class Source:
 
 
 def google_drive(identifier: str, key: str = "") -> str:
-    """The URL of a file on Google Drive, past the page that asks whether to skip the virus scan."""
+    """Return the URL of a Google Drive file that skips the virus-scan confirmation page."""
     base = "https://drive.usercontent.google.com/download"
     return f"{base}?id={identifier}&export=download&confirm=t" + (key and f"&resourcekey={key}")
 
 
 def same_file(file: str, checksum: str, *places: str) -> Download:
-    """A file that several servers have, where a place ends in a slash under the same name."""
+    """Describe a file with several mirrors; the file name is appended to URLs that end in "/"."""
     urls = (place + file if place.endswith("/") else place for place in places)
     return Download(file, tuple(Mirror(url, checksum) for url in urls))
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """What is known about a dataset before its images are looked at.
+    """The facts about a dataset that need no images.
 
     Attributes:
-        domains: the domains in DomainBed's order, which numbers them; folder names.
+        domains: the domains' folder names, in DomainBed's order, which numbers them.
         labels: the domains' short names in tables.
-        citation: the paper it comes from.
-        read: returns the classes and the domains, given the dataset's folder.
-        folder: its folder below the data folder, or None where it needs no files.
-        counts: the number of images of each domain, or None where it is not known.
+        citation: the paper that introduced it.
+        read: returns the class names and the domains, given the dataset's folder.
+        folder: its folder, relative to the data folder; None if it needs no files.
+        counts: the number of images per domain; None if unknown.
         steps: the length of a run as DomainBed counts it: the last record is at ``steps - 1``.
-        checkpoint_every: steps between two evaluations.
-        validate_every: steps between two looks at the validation loss, where something follows it
-            more closely than evaluations do.
-        validation_tolerance: how far, relatively, that loss may rise above where it converged
-            before the run is taken to overfit.
-        batch_size: images of each source domain in a step.
-        batch_exponents: DomainBed searches batch sizes of 2^U(low, high).
-        image_size: height and width of what the network sees.
-        channels: 3, or what the arrays have.
-        augment: whether training images are cropped, flipped and jittered at random.
-        backbone: the network trained unless another is asked for.
+        checkpoint_every: steps between evaluations.
+        validate_every: steps between evaluations of the validation loss, for averaging methods that
+            follow it more closely.
+        validation_tolerance: the relative rise of that loss above its converged value at which the
+            run counts as overfitting.
+        batch_size: images per source domain in each step.
+        batch_exponents: DomainBed samples batch sizes from 2^U(low, high).
+        image_size: height and width of the network's input.
+        channels: the number of channels: 3 for image files.
+        augment: whether training images are randomly cropped, flipped, and jittered.
+        backbone: the default network.
         pretrained: whether the backbone starts from ImageNet weights.
-        target_sets: what is held out together, where that is not one domain at a time.
-        appendix_holdout: the share of a domain that the split ``appendix`` keeps for validation.
-        official_lists: the names of its own lists of images, for the split ``appendix``.
-        left_out: a file in its folder that lists images to leave out.
+        target_sets: the sets of domains to hold out together (default: each domain alone).
+        appendix_holdout: the fraction of a domain that the split ``appendix`` uses for validation.
+        official_lists: the file names of its official image lists, for the split ``appendix``.
+        left_out: a file in its folder that lists images to exclude.
     """
 
     name: str
@@ -121,13 +122,13 @@ class DatasetSpec:
 
     @property
     def targets(self) -> tuple[tuple[str, ...], ...]:
-        """The sets of domains that a full evaluation holds out in turn."""
+        """The target sets of a full leave-one-domain-out evaluation."""
         return self.target_sets or tuple((name,) for name in self.domains)
 
     def label(self, domain: str) -> str:
-        """The short name of a domain in tables."""
+        """Return a domain's short name in tables."""
         return self.labels[self.domains.index(domain)]
 
     def where(self, home: Path) -> Path:
-        """Its folder, given the data folder; the data folder itself where it needs no files."""
+        """Return its folder below the data folder `home`, or `home` itself if it needs no files."""
         return home / (self.folder or "")

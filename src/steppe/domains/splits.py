@@ -1,8 +1,8 @@
-"""Which images a run trains on and which it keeps for validation, exactly as DomainBed splits.
+"""Splits of each domain into training and validation images, exactly as in DomainBed.
 
 A source domain has the splits ``train`` and ``val``, a target domain ``test`` and ``oracle``.
-DomainBed calls the larger one of each ``in`` and the smaller one ``out``: what a table reports is a
-target's ``test`` (its ``in``), and ``oracle`` (its ``out``) is looked at by oracle selection only.
+DomainBed calls the larger one ``in`` and the smaller one ``out``. Tables report a target's ``test``
+(its ``in``); only oracle selection reads ``oracle`` (its ``out``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from steppe.errors import UserError
+from steppe.errors import UserError, unknown
 
 from .dataset import Dataset, Domain, Indices
 from .folder import lines as lines_of
@@ -22,11 +22,11 @@ from .spec import DatasetSpec
 
 SPLITS = ("domainbed", "appendix")
 HOLDOUT = 0.2
-"""The share of each domain that DomainBed keeps for validation."""
+"""The fraction of each domain that DomainBed uses for validation."""
 
 
 def seed_hash(*args: object) -> int:
-    """DomainBed's seed from anything: md5 of the tuple's `str`, modulo 2^31.
+    """Return DomainBed's seed for any arguments: the md5 of the tuple's `str`, modulo 2^31.
 
     Examples:
         >>> seed_hash(0, 0)
@@ -36,7 +36,7 @@ def seed_hash(*args: object) -> int:
 
 
 def split_indices(n: int, holdout: float, seed: int) -> tuple[Indices, Indices]:
-    """DomainBed's split of n images: the larger part, then the part held out.
+    """Split n images as DomainBed does, into the larger part and the held-out part.
 
     Examples:
         >>> larger, held_out = split_indices(10, 0.2, seed_hash(0, 0))
@@ -51,18 +51,18 @@ def split_indices(n: int, holdout: float, seed: int) -> tuple[Indices, Indices]:
 
 @dataclass(frozen=True)
 class Split:
-    """The two parts of a domain, by what they are for."""
+    """The two parts of a domain, by purpose."""
 
     domain: Domain
     position: int
-    """The domain's number in its dataset: it seeds the split and the sampling."""
+    """The domain's number in its dataset, which seeds the split and the sampling."""
     source: bool
     parts: Mapping[str, Indices]
     """``train`` and ``val``, or ``test`` and ``oracle``."""
 
     @property
     def larger(self) -> Indices:
-        """What DomainBed calls ``in``."""
+        """The part that DomainBed calls ``in``."""
         return self.parts["train" if self.source else "test"]
 
 
@@ -74,30 +74,30 @@ def split_dataset(
     sources: Sequence[str] = (),
     root: Path | None = None,
 ) -> tuple[Split, ...]:
-    """Splits every domain that a run uses, in the dataset's order.
+    """Split every domain that a run uses, in the dataset's order.
 
     Args:
         dataset: the dataset.
-        targets: the domains held out.
-        trial_seed: DomainBed's: another one gives another split.
-        kind: ``domainbed`` (20 % of each domain), or ``appendix`` (the FAD paper's appendix: 30 %
-            for VLCS, the official lists for PACS, and otherwise as ``domainbed``).
-        sources: the domains to train on (default: all that are not targets).
-        root: the dataset's folder, for its official lists.
+        targets: the held-out domains.
+        trial_seed: DomainBed's trial seed, which determines the split.
+        kind: ``domainbed`` (20% of each domain), or ``appendix`` (the FAD paper's appendix: 30%
+            for VLCS, the official lists for PACS, ``domainbed`` for all others).
+        sources: the domains to train on (default: all except the targets).
+        root: the dataset's folder, which contains its official lists.
     """
+    spec, appendix = dataset.spec, kind == "appendix"
     if kind not in SPLITS:
-        raise UserError(f"unknown split {kind!r}: known are {', '.join(SPLITS)}")
+        raise UserError(unknown("split", kind, SPLITS))
     names = [domain.name for domain in dataset.domains]
     for name in (*targets, *sources):
         if name not in names:
-            raise UserError(f"{dataset.spec.name} has no domain {name!r}: {', '.join(names)}")
+            raise UserError(f"{spec.name} has no domain {name!r}; its domains: {', '.join(names)}")
     both = sorted(set(targets) & set(sources))
     if both:
         raise UserError(f"domain {both[0]!r} is both a source and a target")
     sources = list(sources) or [name for name in names if name not in targets]
     if not sources:
-        raise UserError(f"all domains of {dataset.spec.name} are targets: none is left to train on")
-    appendix, spec = kind == "appendix", dataset.spec
+        raise UserError(f"all domains of {spec.name} are targets: none is left to train on")
     splits: list[Split] = []
     for position, domain in enumerate(dataset.domains):
         if domain.name not in (*targets, *sources):
@@ -108,7 +108,7 @@ def split_dataset(
             held_out = domain.subsets["val"]
         elif appendix and spec.official_lists:
             larger, held_out = _listed(domain, spec, root or Path())
-            if not source:  # its third list, of images to test on, has them all
+            if not source:  # the official test list has every image
                 larger = np.arange(len(domain))
         else:
             share = spec.appendix_holdout if appendix else HOLDOUT
@@ -116,7 +116,7 @@ def split_dataset(
             larger, held_out = split_indices(len(domain), share, seed)
         if not len(larger):
             raise UserError(
-                f"domain {domain.name!r} has {len(domain)} images, and none is left for "
+                f"domain {domain.name!r} has {len(domain)} images, so none is left for "
                 f"{'training' if source else 'testing'}"
             )
         keys = ("train", "val") if source else ("test", "oracle")
@@ -126,7 +126,7 @@ def split_dataset(
 
 
 def _listed(domain: Domain, spec: DatasetSpec, root: Path) -> tuple[Indices, Indices]:
-    """A dataset's own split of a domain, from its lists for ``train`` and ``crossval``."""
+    """Read the official split of a domain from its lists ``train`` and ``crossval``."""
     assert spec.official_lists is not None
     index = {domain.images.name(i): i for i in range(len(domain))}
     parts = []
@@ -135,14 +135,15 @@ def _listed(domain: Domain, spec: DatasetSpec, root: Path) -> tuple[Indices, Ind
         path = root / "splits" / file if (root / "splits" / file).exists() else root / file
         if not path.exists():
             raise UserError(
-                f"the split 'appendix' of {spec.name} needs its official lists: {path} is missing "
-                "(or in 'splits'). They come with the original download; or use --split domainbed."
+                f"the split 'appendix' of {spec.name} needs its official lists, but {path} is "
+                f"missing, as is {path.parent / 'splits' / file}. Copy the lists from the original "
+                "download, or use --split domainbed."
             )
-        # A line is "domain/class/image label", the label counted from 1.
+        # Each line is "domain/class/image label", with labels counted from 1.
         lines = [line.split() for line in lines_of(path)]
         names = [line[0].partition("/")[2] for line in lines if line]
-        unknown = [name for name in names if name not in index]
-        if unknown:
-            raise UserError(f"{path} lists {unknown[0]!r}, which is not in {domain.name}")
+        strangers = [name for name in names if name not in index]
+        if strangers:
+            raise UserError(f"{path} lists {strangers[0]!r}, which is not in {domain.name}")
         parts.append(np.array([index[name] for name in names], dtype=np.int64))
     return parts[0], parts[1]

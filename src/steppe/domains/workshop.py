@@ -1,14 +1,14 @@
-"""Where a pack is built, and what becomes of the one it replaces, however the packer ends.
+"""Build a pack, and replace an old one safely even if the packer is killed.
 
-A packer works in a hidden folder beside the pack's place, ``data/.PACS.pack.x1y2z3`` for
+A packer works in a hidden folder next to the pack, ``data/.PACS.pack.x1y2z3`` for
 ``data/PACS.pack``:
 
-    lock        held while the packer lives
-    new         the pack that it builds
-    old         the pack that was there, from when it is moved aside until the new one has its place
+    lock        held while the packer is alive
+    new         the pack being built
+    old         the previous pack, from when it is moved aside until the new one is in place
 
-So at every moment a whole pack is in its place, or is in ``old`` and is put back by whoever comes
-next: another packer, or a run that looks for the pack.
+At every moment there is a complete pack, in place or in ``old``. The next packer, or the next run
+that looks for the pack, moves ``old`` back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows, which refuses to remove a folder with an open file anyway
+except ImportError:  # Windows, where a folder with an open file cannot be removed anyway
     fcntl = None  # type: ignore[assignment]
 
 LOCK, NEW, OLD = "lock", "new", "old"
@@ -34,13 +34,9 @@ log = logging.getLogger("steppe")
 
 @contextmanager
 def workshop(path: Path) -> Iterator[Path]:
-    """A new folder to build a pack in, near where it will be; gone at the end, whatever happens.
-
-    Folders of packers that were killed are removed, and what they had moved aside is put back.
-    """
-    for left in workshops(path):
-        if abandoned(left) and put_back(left, path):
-            shutil.rmtree(left, ignore_errors=True)
+    """Make a temporary folder next to `path` to build a pack in; clean up after killed packers."""
+    for left in recovered(path):
+        shutil.rmtree(left, ignore_errors=True)
     made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         with open(made / LOCK, "w") as lock:
@@ -49,23 +45,24 @@ def workshop(path: Path) -> Iterator[Path]:
             (made / NEW).mkdir()
             yield made / NEW
     finally:
-        if put_back(made, path):
+        if _put_back(made, path):
             shutil.rmtree(made, ignore_errors=True)
 
 
-def workshops(path: Path) -> list[Path]:
-    """The folders, beside the place of a pack, in which packers are building one or were."""
+def recovered(path: Path) -> list[Path]:
+    """Move back the pack that a killed packer moved aside; return the folders to delete."""
     try:
         entries = [*os.scandir(path.parent)]
     except OSError:
         return []
-    name = re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]{{8}}")  # as mkdtemp ends it
+    name = re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]{{8}}")  # mkdtemp's suffix
     found = [Path(e) for e in entries if e.is_dir(follow_symlinks=False) and name.fullmatch(e.name)]
-    return [folder for folder in found if {*os.listdir(folder)} <= {LOCK, NEW, OLD}]
+    ours = [folder for folder in found if {*os.listdir(folder)} <= {LOCK, NEW, OLD}]
+    return [folder for folder in ours if _abandoned(folder) and _put_back(folder, path)]
 
 
-def abandoned(workshop: Path) -> bool:
-    """Whether a packer has ended without tidying up: its lock is free."""
+def _abandoned(workshop: Path) -> bool:
+    """Return whether a packer was killed: nobody holds its lock."""
     try:
         descriptor = os.open(workshop / LOCK, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
     except FileNotFoundError:  # killed before it took the lock
@@ -82,18 +79,15 @@ def abandoned(workshop: Path) -> bool:
     return True
 
 
-def put_back(workshop: Path, path: Path) -> bool:
-    """Puts the pack that a packer moved aside back in its place, if that is empty.
-
-    Whether the workshop then has no pack that is needed.
-    """
+def _put_back(workshop: Path, path: Path) -> bool:
+    """Move the old pack back if there is none in place; return whether that left no pack behind."""
     try:
         os.rename(workshop / OLD, path)
     except FileNotFoundError:  # none was moved aside
         return True
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR):  # a pack is there
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR):  # a pack is in place
             return True
-        log.warning("pack %s is in %s: %s", path, workshop / OLD, error.strerror)
+        log.warning("cannot move pack %s to %s: %s", workshop / OLD, path, error.strerror)
         return False
     return True

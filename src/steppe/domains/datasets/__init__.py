@@ -1,4 +1,4 @@
-"""The datasets that steppe brings, each with all that is known about it in a file of its own."""
+"""The built-in datasets, one file each."""
 
 from .digits import ROTATED_DIGITS
 from .domain_net import DOMAIN_NET

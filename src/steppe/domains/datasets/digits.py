@@ -1,6 +1,7 @@
 """RotatedDigits: scikit-learn's handwritten digits, 8 x 8 pixels, at RotatedMNIST's six angles.
 
-Needs no download. Made as RotatedMNIST is: shuffled once, and each digit at one angle only.
+It needs no download. As in RotatedMNIST, the digits are shuffled once, and each one appears at one
+angle only.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from .mnist import ANGLES, DIGITS, at_angles
 
 
 def read(root: Path | None = None) -> Contents:
-    return copy.deepcopy(_rotated())  # the caller's own: what one changes, no other sees
+    return copy.deepcopy(_rotated())  # so that callers may modify it
 
 
-@cache  # to rotate them takes longer than some hundred steps
+@cache  # rotating takes longer than hundreds of training steps
 def _rotated() -> Contents:
     from sklearn.datasets import load_digits  # slow to import, and naming datasets does not need it
 
     bunch = load_digits()
     order = RandomState(0).permutation(len(bunch.target))
-    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # they come as 0 to 16
+    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # values are 0 to 16
     return DIGITS, at_angles(images[order], bunch.target.astype(np.int64)[order])
 
 

@@ -1,16 +1,16 @@
-"""DomainNet: 345 classes in six styles, without the repeated images, as in DomainBed."""
+"""DomainNet: 345 classes in six styles, without duplicate images, as in DomainBed."""
 
 from steppe.domains.folder import reader
 from steppe.domains.spec import DatasetSpec, Download, Mirror, Source, same_file
 
 _DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 _DUPLICATES = "domain_net_duplicates.txt"
-"""DomainBed's list of 9,431 repeated images, one ``domain/class/image`` a line."""
+"""DomainBed's list of 9,431 duplicate images, one ``domain/class/image`` per line."""
 _LIST = f"https://raw.githubusercontent.com/facebookresearch/DomainBed/main/domainbed/misc/{_DUPLICATES}"
 
 _BU = "http://csr.bu.edu/ftp/visda/2019/multi-source/"
 _CLEANED = f"{_BU}groundtruth/"
-"""Clipart and painting have a cleaned version, in a folder of its own."""
+"""The cleaned versions of clipart and painting."""
 _COPY = "https://huggingface.co/yashkant/evalmerge/resolve/main/domainnet/"
 
 DOMAIN_NET = DatasetSpec(
@@ -29,7 +29,7 @@ DOMAIN_NET = DatasetSpec(
     left_out=_DUPLICATES,
     source=Source(
         downloads=(
-            # Small and needed: DomainBed's counts are without the images it lists.
+            # First, because it is small and DomainBed's counts exclude the images it lists.
             Download(_DUPLICATES, (Mirror(_LIST),), limit=10**9),
             same_file("clipart.zip", "md5:cd0d8f2d77a4e181449b78ed62bccf1e", _CLEANED, _COPY),
             same_file("infograph.zip", "md5:720380b86f9e6ab4805bb38b6bd135f8", _BU, _COPY),
@@ -39,8 +39,8 @@ DOMAIN_NET = DatasetSpec(
             same_file("sketch.zip", "md5:658d8009644040ff7ce30bb2e820850f", _BU, _COPY),
         ),
         elsewhere=(
-            "https://ai.bu.edu/M3SDA (the authors' page: take the cleaned version)",
-            "https://huggingface.co/datasets/wltjr1007/DomainNet (parquet: export its images)",
+            "https://ai.bu.edu/M3SDA (the authors' page: download the cleaned version)",
+            "https://huggingface.co/datasets/wltjr1007/DomainNet (parquet: export the images)",
         ),
     ),
 )

@@ -1,12 +1,12 @@
-"""Doodles: eight shapes in four drawing styles, 32 x 32 pixels, drawn when asked for.
+"""Doodles: eight shapes in four drawing styles, 32 x 32 pixels, drawn on demand.
 
-Needs no download. The styles are the domains, in the spirit of PACS: what makes a heart a heart is
-the same in all of them, and nearly everything else differs. A shape is a signed distance to its
-edge, negative inside, and a style is a way to colour distances: it fills where they are negative,
-draws a line where they are small, and takes a surface's slope from their gradient.
+It needs no download. As in PACS, the domains are styles: a heart keeps its shape in all of them,
+and nearly everything else differs. A shape is a signed distance to its edge, negative inside. A
+style colors distances: it fills where they are negative, draws a line where they are small, and
+derives a surface's slope from their gradient.
 
-All randomness comes from NumPy's `RandomState`, whose streams are frozen for good, so that everyone
-gets the same images.
+All randomness comes from NumPy's `RandomState`, whose streams never change, so everyone gets the
+same images.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def _box(width: float, height: float) -> Shape:
 
 
 def _star(tips: int, outer: float, inner: float) -> Shape:
-    """A star with its tips and the corners between them at these radii."""
+    """A star with tips at the radius `outer`, and corners between them at `inner`."""
     half = math.pi / tips
     dx, dy = inner * math.cos(half) - outer, inner * math.sin(half)  # from a tip to a corner
     length = math.hypot(dx, dy)
 
     def shape(x: Floats, y: Floats) -> Floats:
-        # Fold the plane into the wedge between a tip and the next corner, where one edge is left.
+        # Fold the plane into the wedge between a tip and the next corner, which has only one edge.
         angle = np.abs((np.arctan2(x, -y) + half) % (2 * half) - half)
         radius = np.hypot(x, y)
         folded: Floats = dy * (radius * np.cos(angle) - outer) - dx * radius * np.sin(angle)
@@ -88,10 +88,10 @@ CLASSES = tuple(_SHAPES)
 
 
 class _Drawings:
-    """Shapes on sheets of paper, one on each: where they are, and all that styles draw from.
+    """One shape per sheet of paper: the shapes' positions, and the tools that styles share.
 
-    Numbers for whole drawings have the shape N x 1 x 1, numbers for pixels N x height x width, and
-    colours one more axis.
+    Values per drawing have the shape N x 1 x 1, values per pixel N x height x width, and colors one
+    more axis.
     """
 
     def __init__(self, labels: Indices, rng: RandomState) -> None:
@@ -105,13 +105,13 @@ class _Drawings:
         self.x0, self.y0 = room * self.each(-1, 1), room * self.each(-1, 1)
 
     def each(self, low: float, high: float) -> Floats:
-        """A random number for each drawing."""
+        """Draw a random number for each drawing."""
         return self.rng.uniform(low, high, (len(self.labels), 1, 1))
 
     def distance(self, wobble: float = 0.0, shift: float = 0.0) -> Floats:
-        """The signed distance of each pixel to the shape's edge, in pixels.
+        """Return the signed distance of each pixel to the shape's edge, in pixels.
 
-        An unsteady hand strays by `wobble`; the shape is moved down and to the right by `shift`.
+        `wobble` is the amplitude of an unsteady hand; `shift` moves the shape down and right.
         """
         x, y = self.x - self.x0 - shift, self.y - self.y0 - shift
         if wobble:
@@ -125,74 +125,74 @@ class _Drawings:
         return distance * self.radius
 
     def clouds(self, cells: int) -> Floats:
-        """Smooth noise in [-1, 1]: random values at `cells` x `cells` squares' corners, joined."""
+        """Return smooth noise in [-1, 1], interpolated between the corners of a grid of cells."""
         corners = self.rng.uniform(-1, 1, (len(self.labels), cells + 1, cells + 1))
         at = np.linspace(0, cells, SIZE)
         left = np.minimum(at.astype(np.int64), cells - 1)
-        share = (at - left) ** 2 * (3 - 2 * (at - left))  # of the right corner, without kinks
+        share = (at - left) ** 2 * (3 - 2 * (at - left))  # the right corner's weight, smooth
         join = np.zeros((SIZE, cells + 1))
         join[np.arange(SIZE), left] = 1 - share
         join[np.arange(SIZE), left + 1] = share
         return join @ corners @ join.T
 
     def stripes(self, period: float) -> Floats:
-        """Parallel waves in [-1, 1], `period` pixels apart, each drawing in its own direction."""
+        """Return parallel waves in [-1, 1], `period` pixels apart, in a random direction each."""
         angle, phase = self.each(0, np.pi), self.each(0, 2 * np.pi)
         across = np.cos(angle) * self.x + np.sin(angle) * self.y
         waves: Floats = np.sin(across * 2 * np.pi / period + phase)
         return waves
 
-    def colour(
+    def color(
         self, hue: Floats, saturation: tuple[float, float], value: tuple[float, float]
     ) -> Floats:
-        """A colour for each drawing, of this hue (a full circle is 1)."""
+        """Draw a color with this hue (a full circle is 1) for each drawing."""
         s, v = self.each(*saturation)[..., None], self.each(*value)[..., None]
         sector = (np.array([5.0, 3.0, 1.0]) + 6 * hue[..., None]) % 6
-        colour: Floats = v - v * s * np.clip(np.minimum(sector, 4 - sector), 0, 1)
-        return colour
+        color: Floats = v - v * s * np.clip(np.minimum(sector, 4 - sector), 0, 1)
+        return color
 
 
 def _inside(distance: Floats, softness: float = 1.0) -> Floats:
-    """How much of each pixel lies where `distance` is negative; the edge is `softness` wide."""
+    """Return how much of each pixel is inside the shape; the edge is `softness` pixels wide."""
     return np.clip(0.5 - distance / softness, 0, 1)
 
 
 def _over(below: Floats, above: Floats | float, cover: Floats) -> Floats:
-    """One colour laid over another where `cover`, given for pixels, is 1."""
+    """Blend `above` over `below` with the opacity `cover` of each pixel."""
     return below + cover[..., None] * (above - below)
 
 
 def _paint(draw: _Drawings) -> Floats:
-    """Brush strokes, edges drawn by hand, neighbouring hues that run into each other."""
+    """Brush strokes, hand-drawn edges, neighboring hues that run into each other."""
     distance, hue = draw.distance(wobble=1.1), draw.each(0, 1)
     ground = _over(
-        draw.colour(hue, (0.05, 0.4), (0.75, 1.0)),
-        draw.colour(hue + draw.each(-0.1, 0.1), (0.05, 0.4), (0.75, 1.0)),
+        draw.color(hue, (0.05, 0.4), (0.75, 1.0)),
+        draw.color(hue + draw.each(-0.1, 0.1), (0.05, 0.4), (0.75, 1.0)),
         0.5 + 0.5 * draw.clouds(4),
     )
-    fill = draw.colour(hue + draw.each(0.25, 0.75), (0.2, 0.9), (0.2, 0.65))
+    fill = draw.color(hue + draw.each(0.25, 0.75), (0.2, 0.9), (0.2, 0.65))
     ground = ground + (0.03 * draw.stripes(3.7))[..., None]
     fill = fill + (0.07 * draw.stripes(3.1) + 0.06 * draw.clouds(5))[..., None]
     return _over(ground, fill, _inside(distance, softness=1.5))
 
 
 def _cartoon(draw: _Drawings) -> Floats:
-    """Flat bright colours, half in the shade, with a thick black outline."""
+    """Flat bright colors, half shaded, with a thick black outline."""
     distance, hue = draw.distance(), draw.each(0, 1)
-    ground = draw.colour(hue, (0.15, 0.45), (0.9, 1.0))
+    ground = draw.color(hue, (0.15, 0.45), (0.9, 1.0))
     ground = ground + (0.03 * np.sign(draw.stripes(9.0)))[..., None]
-    fill = draw.colour(hue + draw.each(0.25, 0.75), (0.6, 1.0), (0.7, 1.0))
+    fill = draw.color(hue + draw.each(0.25, 0.75), (0.6, 1.0), (0.7, 1.0))
     lit = _inside(draw.x - draw.x0 + draw.y - draw.y0 - 2)
     image = _over(ground, _over(0.72 * fill, fill, lit), _inside(distance))
     return _over(image, 0.06, _inside(np.abs(distance) - 0.95))
 
 
 def _photo(draw: _Drawings) -> Floats:
-    """A rounded thing lit from above left, its shadow on a rough ground, the camera's noise."""
+    """A rounded object lit from the upper left, its shadow on rough ground, and camera noise."""
     distance, hue = draw.distance(), draw.each(0, 1)
     ground = _over(
-        draw.colour(hue, (0.03, 0.3), (0.6, 0.95)),
-        draw.colour(draw.each(0, 1), (0.03, 0.3), (0.6, 0.95)),
+        draw.color(hue, (0.03, 0.3), (0.6, 0.95)),
+        draw.color(draw.each(0, 1), (0.03, 0.3), (0.6, 0.95)),
         0.5 + 0.5 * draw.clouds(2),
     )
     ground = ground + (0.1 * draw.clouds(9))[..., None]
@@ -200,7 +200,7 @@ def _photo(draw: _Drawings) -> Floats:
     depth = np.clip(-distance, 0, 5)
     down, right = np.gradient(np.sqrt(depth * (10 - depth)), axis=(1, 2))  # a quarter circle
     light = (1 + 0.6 * (down + right)) / np.sqrt(1 + down**2 + right**2)
-    fill = draw.colour(hue + draw.each(0.3, 0.7), (0.2, 0.8), (0.25, 0.7))
+    fill = draw.color(hue + draw.each(0.3, 0.7), (0.2, 0.8), (0.25, 0.7))
     fill = fill * (0.25 + 0.75 * np.clip(light, 0, 1.2))[..., None]
     fill = fill + (0.35 * np.clip(light - 0.95, 0, 1))[..., None]
     image = _over(ground, fill, _inside(distance, softness=1.5))
@@ -208,8 +208,8 @@ def _photo(draw: _Drawings) -> Floats:
 
 
 def _sketch(draw: _Drawings) -> Floats:
-    """A pencil on paper: the outline twice, not quite in the same place, and hatching."""
-    paper = draw.colour(draw.each(0.06, 0.16), (0.0, 0.15), (0.85, 1.0))
+    """Pencil on paper: two outlines that do not quite match, and hatching."""
+    paper = draw.color(draw.each(0.06, 0.16), (0.0, 0.15), (0.85, 1.0))
     paper = paper + (0.02 * draw.clouds(12))[..., None]
     first, second = draw.distance(wobble=0.6), draw.distance(wobble=1.0)
     pencil = draw.each(0.15, 0.3)[..., None]
@@ -229,7 +229,7 @@ STYLES = tuple(_STYLES)
 
 
 def read(root: Path | None = None) -> Contents:
-    """The classes and the domains, one for each style; every class is as frequent as any other.
+    """Return the classes and the domains, one per style, with balanced classes.
 
     Examples:
         >>> classes, domains = read()

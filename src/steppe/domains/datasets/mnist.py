@@ -1,9 +1,9 @@
-"""RotatedMNIST and ColoredMNIST, made from MNIST's four files as DomainBed makes them.
+"""RotatedMNIST and ColoredMNIST, made from MNIST's four files as in DomainBed.
 
-The 70,000 digits are shuffled, and domain i of n takes every n-th from the i-th on, so that no
-digit is in two domains. DomainBed shuffles with the run's seed, which makes another dataset of
-every run; here one `RandomState(0)` draws everything, in this order: the permutation, then, for
-ColoredMNIST and each domain in turn, the flips of its labels and the flips of its colours.
+The 70,000 digits are shuffled, and domain i of n takes every n-th digit from the i-th on, so no
+digit is in two domains. DomainBed shuffles with the run's seed, which gives every run a different
+dataset. Here `RandomState(0)` draws everything, in this order: the permutation; then, for each
+domain of ColoredMNIST, the flips of its labels and the flips of its colors.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from steppe.errors import UserError
 
 ANGLES = ("0", "15", "30", "45", "60", "75")
 COLORS = ("+90%", "+80%", "-90%")
-"""How often, and in which direction, the colour agrees with the label."""
+"""How often, and in which direction, the color agrees with the label."""
 FILES = {
     "train-images-idx3-ubyte": "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873",
     "train-labels-idx1-ubyte": "md5:d53e105ee54ea40749a09fcbcd1e9432",
     "t10k-images-idx3-ubyte": "md5:9fb629c4189551a2d022fa330f9573f3",
     "t10k-labels-idx1-ubyte": "md5:ec29112dd5afa0611ce80d1b7f02629c",
 }
-"""MNIST's files; each may also be there with ``.gz``, of which torchvision has the checksums."""
+"""MNIST's files, with torchvision's checksums of ``FILE.gz``; either form is read."""
 
 _LIMIT = 2**28
-"""More bytes than a file of MNIST has: 47 million."""
+"""Maximum bytes to read; MNIST's largest file has 47 million."""
 
 DIGITS = tuple(str(digit) for digit in range(10))
 _LABEL_FLIPS = 0.25
@@ -42,21 +42,20 @@ _COLOR_FLIPS = (0.1, 0.2, 0.9)
 
 
 def rotated(root: Path) -> Contents:
-    """RotatedMNIST: ten digits, one domain for each angle.
+    """Read RotatedMNIST: ten digits, one domain per angle.
 
-    DomainBed's interpolation was bicubic for its first published tables and has been bilinear since
-    torchvision named it so; it is bilinear here.
+    Interpolation is bilinear, as in current DomainBed; its first published tables used bicubic.
     """
     images, labels, _ = _shuffled(root)
     return DIGITS, at_angles(images, labels)
 
 
 def colored(root: Path) -> Contents:
-    """ColoredMNIST: is the digit below five, with a colour that misleads in the last domain.
+    """Read ColoredMNIST: whether the digit is below five, with a color that misleads in "-90%".
 
-    The label is flipped first, and the colour follows the flipped label: 75 % is the best that the
-    shape of the digit can do, and 90 % the best that its colour can do where it can be trusted. The
-    colour is the one of two channels that is not black.
+    Labels are flipped first, and the color follows the flipped label. The shape of the digit gives
+    at most 75% accuracy, and its color at most 90% in the domains where it is reliable. The color
+    is the channel, of two, that is not black.
     """
     images, digits, rng = _shuffled(root)
     n = len(COLORS)
@@ -71,7 +70,7 @@ def colored(root: Path) -> Contents:
 
 
 def at_angles(images: Pixels, labels: Indices) -> tuple[Domain, ...]:
-    """Deals grey images, N x height x width, to one domain for each angle."""
+    """Divide gray images, N x height x width, among one domain per angle, and rotate them."""
     n = len(ANGLES)
     return tuple(
         Domain(angle, Arrays(rotate(images[i::n], float(angle))[..., None]), labels[i::n])
@@ -80,9 +79,9 @@ def at_angles(images: Pixels, labels: Indices) -> tuple[Domain, ...]:
 
 
 def rotate(images: Pixels, degrees: float) -> Pixels:
-    """Turns grey images, N x height x width, counter-clockwise; bilinear, black around.
+    """Rotate gray images, N x height x width, counterclockwise; bilinear, with a black border.
 
-    The same pixels as torchvision's `rotate` of a Pillow image, which is what DomainBed calls.
+    The pixels equal those of torchvision's `rotate` for Pillow images, which DomainBed calls.
     """
     from PIL import Image  # slow to import, and naming datasets does not need it
 
@@ -94,7 +93,7 @@ def rotate(images: Pixels, degrees: float) -> Pixels:
 
 
 def _shuffled(root: Path) -> tuple[Pixels, Indices, RandomState]:
-    """All of MNIST in a fixed random order, and the generator to go on with."""
+    """Return all of MNIST in a fixed random order, and the generator for further draws."""
     paths = [_find(root, name) for name in FILES]
     if missing := [name for name, path in zip(FILES, paths, strict=True) if path is None]:
         raise UserError(
@@ -104,7 +103,7 @@ def _shuffled(root: Path) -> tuple[Pixels, Indices, RandomState]:
     parts = [read_idx(path) for path in paths if path is not None]
     for path, part, dimensions in zip(paths, parts, (3, 1, 3, 1), strict=True):
         if part.ndim != dimensions:
-            raise UserError(f"{path} has {part.ndim} dimensions where MNIST has {dimensions}")
+            raise UserError(f"{path} has {part.ndim} dimensions, but MNIST has {dimensions}")
     for i in (0, 2):
         if len(parts[i]) != len(parts[i + 1]):
             raise UserError(
@@ -127,27 +126,27 @@ def _find(root: Path, name: str) -> Path | None:
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """Reads an array of bytes from a file in MNIST's IDX format, compressed or not.
+    """Read an array of bytes from a file in MNIST's IDX format, compressed or not.
 
-    The file starts with two zeros, the type (8 for bytes) and the number of dimensions, then the
-    size of each dimension as four bytes, the highest first; the values follow.
+    The file starts with two zeros, the type (8 for bytes), the number of dimensions, and the size
+    of each dimension as four big-endian bytes; the values follow.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            data = file.read(_LIMIT)  # what is longer does not have the length that it says
+            data = file.read(_LIMIT)  # a longer file fails the length check below
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path} is damaged: {error}. Delete it and download it again.") from None
     if len(data) < 4 or data[:3] != b"\0\0\x08":
         raise UserError(
             f"{path} is not an IDX file of bytes: it starts with {data[:4].hex(' ') or 'nothing'}, "
-            "expected 00 00 08"
+            "expected 00 00 08. Delete it and download it again."
         )
     start = 4 + 4 * data[3]
     shape = [int.from_bytes(data[i : i + 4], "big") for i in range(4, start, 4)]
     expected = start + math.prod(shape)
     if len(data) != expected:
         raise UserError(
-            f"{path} is cut off or too long: it has {len(data)} bytes, its header asks for "
+            f"{path} is truncated or too long: it has {len(data)} bytes, but its header says "
             f"{expected}. Delete it and download it again."
         )
     return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape)
@@ -159,7 +158,7 @@ _SOURCE = Source(
         replace(same_file(f"{file}.gz", checksum, *_BASES), into="raw", limit=10**9)
         for file, checksum in FILES.items()
     ),
-    elsewhere=("torchvision.datasets.MNIST(DIR, download=True) makes the same MNIST/raw in DIR",),
+    elsewhere=("torchvision.datasets.MNIST(DIR, download=True) creates the same DIR/MNIST/raw",),
     holds=tuple(f"raw/{file}" for file in FILES),
 )
 

@@ -1,4 +1,4 @@
-"""OfficeHome: 65 classes of everyday things as art, clip art, product pictures and photos."""
+"""OfficeHome: 65 classes of everyday objects as art, clip art, product pictures and photos."""
 
 from steppe.domains.folder import reader
 from steppe.domains.spec import DatasetSpec, Source, google_drive, same_file
@@ -26,7 +26,7 @@ OFFICE_HOME = DatasetSpec(
         ),
         elsewhere=(
             "https://www.hemanthdv.org/officeHomeDataset.html (the authors' page)",
-            "https://huggingface.co/datasets/flwrlabs/office-home (parquet: export its images)",
+            "https://huggingface.co/datasets/flwrlabs/office-home (parquet: export the images)",
         ),
     ),
 )

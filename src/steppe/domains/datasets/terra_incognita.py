@@ -1,7 +1,7 @@
-"""TerraIncognita from the CCT-20 archives: images sorted into ``location_N/category``.
+"""TerraIncognita from the CCT-20 archives, with images sorted into ``location_N/category``.
 
-The archives hold one folder with all images of twenty cameras, and JSON files that say what is
-seen on them. DomainBed takes four cameras and ten categories.
+The archives contain one folder with the images of twenty cameras, and JSON files with their
+annotations. DomainBed uses four cameras and ten categories.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ CATEGORIES = (
 
 
 def places(annotations: Iterable[Any]) -> dict[str, set[str]]:
-    """Where each image belongs: its file name, and folders as ``location_38/dog``.
+    """Map each image's file name to its folders, such as ``location_38/dog``.
 
-    An image with animals of two categories belongs to both, as in DomainBed.
+    As in DomainBed, an image that shows two categories belongs to both.
     """
     where: dict[str, set[str]] = defaultdict(set)
     for part in annotations:
@@ -53,10 +53,10 @@ def places(annotations: Iterable[Any]) -> dict[str, set[str]]:
 
 
 def arrange(unpacked: Path) -> Path:
-    """Sorts the images of the unpacked archives; returns the new folder, inside `unpacked`."""
+    """Sort the images of the unpacked archives into a new folder inside `unpacked`; return it."""
     files = list(unpacked.rglob("*_annotations.json"))
     if not files:
-        raise UserError(f"no *_annotations.json among the files unpacked in {unpacked}")
+        raise UserError(f"found no *_annotations.json among the files unpacked in {unpacked}")
     try:
         where = places(parse(read(file)) for file in files)
     except (ValueError, TypeError, LookupError) as error:
@@ -68,8 +68,8 @@ def arrange(unpacked: Path) -> Path:
     missing = sorted(where.keys() - images.keys())
     if missing:
         raise UserError(
-            f"{len(missing)} of the {len(where)} annotated images are not in the archive, such as "
-            f"{missing[0]}: the two archives do not belong together"
+            f"{len(missing)} of the {len(where)} annotated images are missing, such as "
+            f"{missing[0]}: the two archives do not match"
         )
     arranged = unpacked / "arranged"
     for name, folders in where.items():
@@ -83,7 +83,7 @@ def arrange(unpacked: Path) -> Path:
 
 
 _DOMAINS = tuple(f"location_{number}" for number in LOCATIONS)
-# LILA keeps the same files in three clouds.
+# LILA has the same files in three clouds.
 _LILA = (
     "https://storage.googleapis.com/public-datasets-lila/caltechcameratraps/",
     "https://lilawildlife.blob.core.windows.net/lila-wildlife/caltechcameratraps/",

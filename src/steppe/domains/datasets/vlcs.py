@@ -26,9 +26,9 @@ VLCS = DatasetSpec(
             ),
         ),
         elsewhere=(
-            "https://www.mediafire.com/file/7yv132lgn1v267r/vlcs.tar.gz/file (smaller images; take "
-            "its parts full and test; CALTECH, LABELME, SUN, PASCAL are the domains, 0 to 4 the "
-            "classes bird, car, chair, dog, person)",
+            "https://www.mediafire.com/file/7yv132lgn1v267r/vlcs.tar.gz/file (smaller images; use "
+            "its parts full and test; the domains are CALTECH, LABELME, SUN, PASCAL, the classes 0 "
+            "to 4 are bird, car, chair, dog, person)",
             "https://github.com/facebookresearch/DomainBed (domainbed/misc/vlcs_files.txt lists "
             "the original images)",
         ),

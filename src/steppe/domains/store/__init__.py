@@ -1,10 +1,10 @@
-"""Where the images of a run live, and how its batches come from there.
+"""Where the images of a run are stored and transformed.
 
-Three places, one result: the pixels that reach the network are the same, bit for bit.
+All three stores give the network the same pixels, bit for bit.
 
-- `Host`: workers read images, from files or from a pack, and transform them with Pillow.
-- `Stream`: workers read the pixels of a pack ahead; they are transformed on the device.
-- `Resident`: all pixels are on the device, uint8, and are transformed there.
+- `Host`: workers read images from files or a pack and transform them with Pillow.
+- `Stream`: workers read the pixels of a pack ahead, and the device transforms them.
+- `Resident`: the device holds all pixels as uint8 and transforms them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["SHARE", "Host", "Resident", "Store", "Stream", "open_store", "size"]
 log = logging.getLogger("steppe")
 
 SHARE = 0.25
-"""Of the device's free memory: what images may take of it before they are streamed instead."""
+"""The fraction of the device's free memory that images may fill; larger datasets are streamed."""
 
 
 def open_store(
@@ -37,22 +37,22 @@ def open_store(
     processes: int = 1,
     compiled: bool = False,
 ) -> Store:
-    """The place for the images of a run.
+    """Open a store for the images of a run.
 
     Args:
-        place: ``device``, ``stream``, ``host``; or ``auto``: on a CPU the host, and otherwise the
-            device if packed images fit into a quarter of its free memory, a stream if they do not,
-            and the host for files.
+        place: ``device``, ``stream``, ``host``, or ``auto``. On a CPU and for image files, ``auto``
+            is the host. On a GPU it is the device if the images fit into a quarter of its free
+            memory, and a stream if they do not.
         to: the device.
         domains: the domains of the run.
-        workers: processes that read (default: as many as are useful).
-        processes: how many train on this machine.
-        compiled: whether transforms on the device go through `torch.compile`.
+        workers: the number of reading processes; None chooses it.
+        processes: the number of training processes on this machine.
+        compiled: whether to compile the transforms on the device.
     """
     known = all(isinstance(domain.images, Packed | Arrays) for domain in domains)
     in_memory = all(isinstance(domain.images, Arrays) for domain in domains)
     if place == "auto" and to.type == "cuda" and not known:
-        log.info("images are read as files; 'steppe data pack' would let them live on the device")
+        log.info("reading images from files; 'steppe data pack' would let the device hold them")
     if place == "auto":
         place = "host"
         if to.type != "cpu" and known:
@@ -61,7 +61,7 @@ def open_store(
     if place == "device":
         return Resident(to, domains, compiled)
     if workers is None:
-        # On a CPU, readers would take the cores that compute; arrays need none.
+        # On a CPU, workers would compete with the training for cores; arrays need no reading.
         few = to.type == "cpu" or in_memory
         workers = 0 if few else max(1, min(8, cores() // processes))
     if place == "stream":

@@ -1,4 +1,4 @@
-"""What a store is, and the one on the host."""
+"""The interface of a store, and the store on the host."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from steppe.domains.dataset import Domain, Indices
 
 
 class Store(ABC):
-    """The images of a run, as batches on its device."""
+    """Serves the images of a run as batches on its device."""
 
     where: str
-    """Where they live, for people."""
+    """Where the images are, in words."""
 
     @abstractmethod
     def batches(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
-        """The batches of a plan that these numbers stand for, a list of one per domain each."""
+        """Yield the batches of a plan with these numbers, each as a list with one per domain."""
 
     def training(self, sampling: Sampling, start: int, stop: int) -> Iterator[list[Batch]]:
-        """The batches of the steps from `start` to `stop` - 1, one per source domain."""
+        """Yield the batches of steps `start` to `stop - 1`, one per source domain each."""
         yield from self.batches(sampling, range(start, stop))
 
     def evaluation(
@@ -43,17 +43,14 @@ class Store(ABC):
         batch_size: int,
         seeds: Sequence[int] = (),
     ) -> Iterator[Batch]:
-        """The chosen images of a domain, once each, in order.
-
-        `seeds` determine the augmentation, where `view` asks for it.
-        """
+        """Yield the chosen images of a domain in order; `seeds` determine any augmentation."""
         plan = Evaluation(domain, chosen, view, batch_size, seeds)
         for (batch,) in self.batches(plan, range(len(plan))):
             yield batch
 
 
 class Host(Store):
-    """Images that workers read and transform; 0: this process itself."""
+    """Images that workers read and transform (0: this process does)."""
 
     def __init__(self, to: torch.device, workers: int = 0) -> None:
         self._device, self.workers = to, workers

@@ -1,4 +1,4 @@
-"""The two stores whose pixels are transformed on the device."""
+"""The two stores that transform pixels on the device."""
 
 from __future__ import annotations
 
@@ -24,37 +24,34 @@ from steppe.errors import UserError
 
 from .host import Store
 
-_READERS = 8  # threads that fill the device's memory, of the cores there are
+_READERS = 8
+"""The maximum number of threads that fill the device's memory."""
 log = logging.getLogger("steppe")
 
 
 def size(domains: Sequence[Domain]) -> int:
-    """The bytes of all pixels of some domains, packed or in memory."""
-    return sum(int((np.prod(_shapes(d), axis=0)).sum()) * _channels(d.images) for d in domains)
+    """Return the size in bytes of all pixels of some domains, packed or in memory."""
+    return sum(int(_shapes(domain).prod(axis=1).sum()) for domain in domains)
 
 
-def _shapes(domain: Domain) -> tuple[Indices, Indices]:
-    """Heights and widths of a domain's images, without reading them."""
+def _shapes(domain: Domain) -> Indices:
+    """Return height, width and channels of a domain's images, N x 3, without reading them."""
     images = domain.images
     if isinstance(images, Packed):
-        return images.rows["height"].astype(np.int64), images.rows["width"].astype(np.int64)
+        columns = (images.rows["height"], images.rows["width"], np.full(len(images), 3))
+        return np.stack(columns, axis=1).astype(np.int64)
     if isinstance(images, Arrays):
-        height, width = images.pixels.shape[1:3]
-        return np.full(len(images), height), np.full(len(images), width)
+        return np.tile(images.pixels.shape[1:], (len(images), 1))
     raise UserError(
-        f"the images of {domain.name} are files, whose pixels can neither be kept on the device "
-        "nor streamed: pack them with 'steppe data pack', or set data=host"
+        f"the images of {domain.name} are files, which can be neither kept on the device nor "
+        "streamed: pack them with 'steppe data pack', or set data=host"
     )
 
 
-def _channels(images: Images) -> int:
-    return images.pixels.shape[3] if isinstance(images, Arrays) else 3
-
-
 class _Work(NamedTuple):
-    """Images to transform: which of a stack, their classes, and their randomness.
+    """Images to transform: their indices in a stack, classes, random numbers, and crops.
 
-    `sizes` says how many are of each domain.
+    `sizes` is the number of images per domain.
     """
 
     chosen: Tensor
@@ -65,20 +62,19 @@ class _Work(NamedTuple):
 
 
 class OnDevice(Store):
-    """Transforms pixels on the device, the next batch while one is used."""
+    """Transforms pixels on the device, each batch while the previous one is in use."""
 
     def __init__(self, to: torch.device, domains: Sequence[Domain], compiled: bool) -> None:
         self._device = to
-        first, self._depth = domains[0], _channels(domains[0].images)
-        for other in domains:
-            if (depth := _channels(other.images)) != self._depth:
+        shapes = [_shapes(domain) for domain in domains]
+        self._heights, self._widths, depths = np.ascontiguousarray(np.concatenate(shapes).T)
+        self._depth = int(depths[0])
+        for domain, shape in zip(domains, shapes, strict=True):
+            if (shape[:, 2] != self._depth).any():
                 raise UserError(
-                    f"images of {first.name} have {self._depth} channels and those of "
-                    f"{other.name} {depth}: they cannot be in one batch"
+                    f"images of {domains[0].name} have {self._depth} channels, but images of "
+                    f"{domain.name} have {shape[0, 2]}: a batch cannot mix them"
                 )
-        self._heights, self._widths = (
-            np.concatenate(sides) for sides in zip(*map(_shapes, domains), strict=True)
-        )
         self._crop_reach = cache(partial(device.crop_reach, self._heights, self._widths))
         self._whole_reach = cache(partial(device.whole_reach, self._heights, self._widths))
         self._augment = _compiled(device.augment) if compiled else device.augment
@@ -89,10 +85,10 @@ class OnDevice(Store):
 
     @abstractmethod
     def made(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
-        """The batches of a plan, when they are asked for."""
+        """Yield the batches of a plan, each made on demand."""
 
     def transformed(self, stack: Stack, work: _Work, view: View) -> list[Batch]:
-        """Batches of images in a stack, one of each domain."""
+        """Transform images of a stack into batches, one per domain."""
         work = _Work(*map(self.moved, work))
         if len(work.chosen) > 1:  # one compilation for all batch sizes
             _mark_dynamic(work)
@@ -104,16 +100,16 @@ class OnDevice(Store):
         return list(map(Batch, images.split(work.sizes), work.labels.split(work.sizes)))
 
     def moved(self, value: Any) -> Any:
-        """A tensor on the device, by way of pinned memory; anything else as it is."""
+        """Copy a tensor to the device through pinned memory; return anything else unchanged."""
         if not isinstance(value, Tensor):
             return value
         if self._device.type == "cuda" and not value.is_pinned():
-            value = value.pin_memory()  # so that the host need not wait
+            value = value.pin_memory()  # makes the copy asynchronous
         return value.to(self._device, non_blocking=True)
 
 
 class Stream(OnDevice):
-    """Images, packed or in memory, whose pixels workers read ahead; 0: this process itself."""
+    """Images, packed or in memory, that workers read ahead (0: this process reads them)."""
 
     def __init__(
         self, to: torch.device, domains: Sequence[Domain], workers: int, compiled: bool = False
@@ -126,12 +122,12 @@ class Stream(OnDevice):
         pin = self._device.type == "cuda"
         for pixels, work in read_ahead(Reading(plan, _read), numbers, self.workers, pin):
             stack = Stack(*map(self.moved, pixels))
-            _mark_dynamic(stack)  # of another length in every batch
+            _mark_dynamic(stack)  # its length differs between batches
             yield self.transformed(stack, work, plan.view)
 
 
 class Resident(OnDevice):
-    """Images, packed or in memory, that are all on the device."""
+    """Images, packed or in memory, that all fit on the device."""
 
     def __init__(self, to: torch.device, domains: Sequence[Domain], compiled: bool = False) -> None:
         super().__init__(to, domains, compiled)
@@ -140,7 +136,7 @@ class Resident(OnDevice):
         pixels = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=to)
         self._first: dict[str, int] = {}
         first = begin = 0
-        for domain in domains:  # one at a time: the host need not have room for all of them
+        for domain in domains:  # one at a time, so that host memory holds only one
             self._first[domain.name] = first
             last = first + len(domain)
             found = _read_all(domain.images, np.cumsum(sizes[first:last]))
@@ -161,7 +157,7 @@ class Resident(OnDevice):
 
 
 def _read_all(images: Images, ends: Indices) -> Tensor:
-    """The pixels of all images, one after another, given where each ends."""
+    """Concatenate the pixels of all images, given where each ends."""
     buffer = np.empty(int(ends[-1]), np.uint8)
 
     def read(index: int) -> None:
@@ -175,20 +171,14 @@ def _read_all(images: Images, ends: Indices) -> Tensor:
 
 
 def _read(drawn: Sequence[Drawn]) -> tuple[Stack, _Work]:
-    """The pixels of images of several domains, one after another, and what becomes of them."""
-    stacks = [stacked(domain.images, chosen) for domain, chosen, _ in drawn]
-    begins = np.cumsum([0, *(len(stack.pixels) for stack in stacks)]).tolist()
-    offsets = [stack.offsets + begin for stack, begin in zip(stacks, begins, strict=False)]
-    pixels, heights, widths = (
-        torch.cat([getattr(stack, part) for stack in stacks])
-        for part in ("pixels", "heights", "widths")
-    )
-    stack = Stack(pixels, torch.cat(offsets), heights, widths, stacks[0].channels)
-    return stack, _work(drawn, np.arange(len(heights)), heights.numpy(), widths.numpy())
+    """Read the pixels of images of several domains, and describe the work on them."""
+    stack = stacked([domain.images[int(i)] for domain, chosen, _ in drawn for i in chosen])
+    heights, widths = stack.heights.numpy(), stack.widths.numpy()
+    return stack, _work(drawn, np.arange(len(heights)), heights, widths)
 
 
 def _work(drawn: Sequence[Drawn], positions: Indices, heights: Indices, widths: Indices) -> _Work:
-    """What is to be done with images, given where they are in a stack, and their sides."""
+    """Describe the work on images, given their positions in a stack, heights and widths."""
     sizes = tuple(len(chosen) for _, chosen, _ in drawn)
     labels = np.concatenate([domain.labels[chosen] for domain, chosen, _ in drawn])
     where, classes = torch.from_numpy(positions), torch.from_numpy(labels)
@@ -201,14 +191,14 @@ def _work(drawn: Sequence[Drawn], positions: Indices, heights: Indices, widths: 
 
 
 def _mark_dynamic(values: Sequence[Any]) -> None:
-    """Tells the compiler that the first dimension of these tensors changes."""
+    """Tell the compiler that the first dimension of these tensors varies."""
     for value in values:
         if isinstance(value, Tensor):
             torch._dynamo.maybe_mark_dynamic(value, 0)
 
 
 def _compiled(transform: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A transform through `torch.compile`, or as it is where that cannot be done."""
+    """Compile a transform; fall back to eager code if `torch.compile` fails."""
     chosen = torch.compile(transform)
 
     def call(*args: Any) -> Tensor:
@@ -220,7 +210,7 @@ def _compiled(transform: Callable[..., Tensor]) -> Callable[..., Tensor]:
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)
             reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
-            log.warning("transforms are not compiled, and slower: %s", reason)
+            log.warning("image transforms run uncompiled, which is slower: %s", reason)
             chosen = transform
         return chosen(*args)
 
@@ -228,7 +218,7 @@ def _compiled(transform: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _ahead(items: Iterator[list[Batch]], to: torch.device) -> Iterator[list[Batch]]:
-    """Items made on a GPU beside what it does otherwise, each one while the one before is used."""
+    """Make each item on a second CUDA stream while the previous item is in use."""
     if to.type != "cuda":
         yield from items
         return
@@ -247,5 +237,5 @@ def _ahead(items: Iterator[list[Batch]], to: torch.device) -> Iterator[list[Batc
         now.wait_event(event)
         for batch in item:
             for tensor in batch:
-                tensor.record_stream(now)  # its memory is not for others before it was used here
+                tensor.record_stream(now)  # keeps its memory until this stream has used it
         yield item
