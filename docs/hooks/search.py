@@ -5,7 +5,7 @@ A page's `keywords`, in its front matter, are words that people type and the pag
 
 from typing import Any
 
-BOOST = {"guide": 3.0, "integrations": 2.0, "reference": 0.2, "changelog.md": 0.1}
+BOOST = {"guide": 3.0, "faq.md": 3.0, "reference": 0.02, "changelog.md": 0.02}
 
 
 def on_page_markdown(markdown: str, /, *, page: Any, **_: Any) -> str:
@@ -16,4 +16,5 @@ def on_page_markdown(markdown: str, /, *, page: Any, **_: Any) -> str:
 
 def on_page_content(html: str, /, *, page: Any, **_: Any) -> str:
     words = page.meta.get("keywords")
-    return f"{html}<p hidden>{words}</p>" if words else html
+    # In the page's own entry of the index, not in that of its last section.
+    return html.replace("</h1>", f"</h1><p hidden>{words}</p>", 1) if words else html
