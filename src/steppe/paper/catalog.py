@@ -38,6 +38,16 @@ DEMO = {
 }
 """For a small network that starts from nothing; chosen without looking at a held-out domain."""
 
+ON_CPU = {"space": "fair", "options": {"device": "cpu", "batch_size": 16}}
+
+
+def fad_arm(option: str, value: float, *overrides: str) -> Arm:
+    """FAD with one option set to a value."""
+    own = f"optimizer.{option}={value:g}"
+    label = f"{option} {value:g}"
+    return Arm(("fad",), f"{option}{value:g}", label, value, overrides=(own, *overrides))
+
+
 CATALOG = (
     Experiment(
         "figure-1",
@@ -85,16 +95,7 @@ CATALOG = (
         ("PACS", "NICO++"),
         (
             Arm(("sgd", "adam", "adamw", "sam", "gam"), overrides=("batch_size=32",)),
-            *(
-                Arm(
-                    ("fad",),
-                    f"ratio{ratio:g}",
-                    f"ratio {ratio:g}",
-                    ratio,
-                    overrides=(f"optimizer.ratio={ratio:g}", "batch_size=32"),
-                )
-                for ratio in RATIOS
-            ),
+            *(fad_arm("ratio", ratio, "batch_size=32") for ratio in RATIOS),
         ),
         label="fig:efficiency",
         figure=figures.ratio,
@@ -134,17 +135,7 @@ CATALOG = (
         ("PACS",),
         (
             Arm(("sgd", "adam")),
-            *(
-                Arm(
-                    ("fad",),
-                    f"{name}{value:g}",
-                    f"{name} {value:g}",
-                    value,
-                    overrides=(f"optimizer.{name}={value:g}",),
-                )
-                for name, values in ABLATION.items()
-                for value in values
-            ),
+            *(fad_arm(name, value) for name, values in ABLATION.items() for value in values),
         ),
         label="fig:ablation",
         figure=figures.ablation,
@@ -180,10 +171,9 @@ CATALOG = (
                 "share": 2 / 3,
                 "trials": 2,
                 "evaluations": 4,
-                "space": "fair",
-                "options": {"device": "cpu", "batch_size": 16},
+                **ON_CPU,
             },
-            "full": {"draws": 0, "space": "fair", "options": {"device": "cpu", "batch_size": 16}},
+            "full": {"draws": 0, **ON_CPU},
         },
     ),
 )

@@ -92,12 +92,10 @@ def _by_dataset(results: Results, x: str) -> tuple[Figure, list[tuple[Axes, str,
 def _mark(
     axes: Axes, x: float, point: Point, name: str = "", place: tuple[float, float] = (5, 4)
 ) -> None:
-    look: dict[str, Any] = {
-        "marker": point.look.marker,
-        "color": point.look.colour,
-        "capsize": 3,
-    }
-    axes.errorbar(x, point.value, yerr=point.error, **look)
+    look = point.look
+    axes.errorbar(
+        x, point.value, yerr=point.error, marker=look.marker, color=look.colour, capsize=3
+    )
     axes.annotate(name, (x, point.value), xytext=place, textcoords="offset points", fontsize=8)
 
 

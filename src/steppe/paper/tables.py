@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from steppe.errors import UserError, unknown
@@ -40,17 +41,13 @@ TIMES: list[Column[Line]] = [
 
 def _column(key: str) -> Column[Line]:
     times = {column.key: column for column in TIMES}
-    known = {column.key: column for column in COSTS if column.key}
+    known: dict[str, Column[Any]] = {column.key: column for column in COSTS if column.key}
     if key in times:
         return times[key]
     if key not in known:
         raise UserError(unknown("column", key, [*times, *known]))
     cost = known[key]
-
-    def value(row: Line) -> Any:
-        return None if row.spent is None else cost.of(row.spent.step)
-
-    return Column(key, cost.heading, value, digits=cost.digits, scale=cost.scale, show=cost.show)
+    return replace(cost, value=lambda row: row.spent and cost.of(row.spent.step), better="")
 
 
 def tables(results: Results) -> list[TextTable]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +21,7 @@ from .remarks import remarks
 from .render import TextTable, contrasts_text, text_table, to_terminal
 from .report import rerunnable
 from .runs import Loaded, Row, Run, load_runs
-from .spent import DIGITS, hours
+from .spent import DIGITS, hours, step_time
 from .tables import Place, Selected, Table, TableRow, dataset_tables, select_runs, target_sets
 
 _RUN = ("targets", "trial_seed", "seed", "resolved", "draw")
@@ -102,15 +101,9 @@ class Beside:
         return printed([*map(to_terminal, sections)])
 
 
-def _seconds(row: TableRow) -> float | None:
-    found = [r.seconds_per_step for run in row.runs for r in run.records[1:] or run.records]
-    known = [value for value in found if value is not None]
-    return statistics.median(known) if known else None
-
-
 _COST: list[Column[TableRow]] = [
     Column("runs", "runs", lambda row: len(row.runs)),
-    Column("seconds_per_step", "ms/step", _seconds, digits=1, scale=1e3),
+    Column("seconds_per_step", "ms/step", lambda row: step_time(row.runs), digits=1, scale=1e3),
     Column("hours", "hours", lambda row: sum(hours(row.runs).values()) or None, digits=DIGITS),
 ]
 """What the runs behind a row took."""

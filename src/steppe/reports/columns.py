@@ -129,10 +129,13 @@ COSTS: list[Column[StepCost]] = [
 ]
 """Of a method and a dataset: what a step costs, beside what it brings."""
 
-PAIRED: list[Column[Paired]] = [
+_NAMES: list[Column[Any]] = [
     Column("", "methods", lambda pair: f"{pair.a} - {pair.b}", word=True),
     Column("a"),
     Column("b"),
+]
+PAIRED: list[Column[Paired]] = [
+    *_NAMES,
     Column("difference", "points", show=points_text, marked=attrgetter("clear")),
     Column("", "interval", lambda pair: interval_text(pair.low, pair.high)),
     Column("low"),
@@ -159,9 +162,7 @@ def _of(name: str, within: str = "across") -> Callable[[Contrast], Any]:
 
 _CI = f"{LEVEL:.0%} CI"
 CONTRASTS: list[Column[Contrast]] = [
-    Column("", "methods", lambda pair: f"{pair.a} - {pair.b}", word=True),
-    Column("a"),
-    Column("b"),
+    *_NAMES,
     Column("difference", "points", show=points_text, marked=_significant),
     Column("", f"{_CI}, seeds", lambda pair: _interval(pair.over_trials)),
     Column("", f"{_CI}, targets", lambda pair: _interval(pair.over_targets)),

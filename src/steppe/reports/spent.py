@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -22,6 +23,16 @@ def seconds_of(run: Run) -> float:
         total += record.evaluation_seconds or 0.0
         before = record.step
     return total
+
+
+def step_time(runs: Iterable[Run]) -> float | None:
+    """Median seconds per step over all evaluations.
+
+    Each run's first evaluation is left out, because its few steps include the setup.
+    """
+    records = (record for run in runs for record in run.records[1:] or run.records)
+    found = [r.seconds_per_step for r in records if r.seconds_per_step is not None]
+    return statistics.median(found) if found else None
 
 
 def device_of(run: Run) -> str:

@@ -5,7 +5,6 @@ Accuracies are in percent and unrounded; errors are those of `cells.standard_err
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from steppe.validation import mean
 from .cells import Cell, cell_of
 from .runs import Row, Run
 from .selection import SELECTIONS, Chosen
-from .spent import hours
+from .spent import hours, step_time
 
 ALL = "all"
 """In place of a dataset's name, in tables across datasets."""
@@ -285,8 +284,7 @@ class StepCost:
     row: Row
     runs: tuple[Run, ...]
     seconds_per_step: float
-    """The median over all evaluations but the first of each run, whose few steps pay for the
-    set-up."""
+    """From `spent.step_time`."""
     relative: float
     """To SGD under the same algorithm and averaging; to the cheapest method where SGD is missing"""
     accuracy: Cell | None
@@ -314,7 +312,7 @@ def cost_table(runs: Runs, selection: str = "train-val") -> list[StepCost]:
     selected = select_runs(runs, selection)
     costs = []
     for dataset in selected.datasets:
-        times = {row: _seconds(selected.by_method[dataset, row]) for row in selected.rows(dataset)}
+        times = {row: step_time(selected.by_method[dataset, row]) for row in selected.rows(dataset)}
         known = {row: seconds for row, seconds in times.items() if seconds is not None}
         for row, seconds in known.items():
             base = known.get(row._replace(optimizer="sgd"), min(known.values()))
@@ -322,9 +320,3 @@ def cost_table(runs: Runs, selection: str = "train-val") -> list[StepCost]:
             own, accuracy = selected.by_method[dataset, row], _dataset_cell(selected, dataset, row)
             costs.append(StepCost(dataset, row, own, seconds, relative, accuracy))
     return costs
-
-
-def _seconds(runs: Sequence[Run]) -> float | None:
-    records = (record for run in runs for record in run.records[1:] or run.records)
-    found = [r.seconds_per_step for r in records if r.seconds_per_step is not None]
-    return statistics.median(found) if found else None
