@@ -70,7 +70,7 @@ def test_measure_compare_and_report(
     assert [method["name"] for method in both["methods"]] == ["fad", "sgd"]
     assert both["methods"][0]["spectrum"] == plain["eigenvalues"]["values"]
     (note,) = both["notes"]
-    assert note.startswith("R0 and R1 are not compared: they were measured at ρ = 0.05, 0.2")
+    assert note.startswith("R0 and R1 are not compared, because they were measured at ρ = 0.05, 0.2")
     chosen = invoke("curvature", "compare", runs, "--target", 75, "--json")
     assert json.loads(chosen.stdout) == both
     page = tmp_path / "page.html"
@@ -97,7 +97,7 @@ def test_compare_tells_runs_of_a_sweep_apart(
     compared = invoke("curvature", "compare", "sweep", "--target", 75, "--json")
     (method,) = json.loads(compared.stdout)["methods"]
     assert [run["run"] for run in method["runs"]] == ["sweep/75", "sweep/75-longer"]
-    note = "sgd: its runs differ in steps; the mean is over all of them"
+    note = "sgd: mean over runs that differ in steps"
     assert json.loads(compared.stdout)["notes"][0] == note
     assert f"note: {note}" in compared.stderr.splitlines()
     monkeypatch.setenv("COLUMNS", "40")

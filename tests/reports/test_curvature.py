@@ -179,7 +179,7 @@ def test_flatness_at_other_radii_is_not_compared(tmp_path: Path) -> None:
     write(tmp_path, "fad", "fad", made((4.0,), 1.0, flatness=flat(0.1, 0.3, rho=0.2)))
     found = compare(load_runs(tmp_path).runs)
     (note,) = found.notes
-    assert "R0 and R1 are not compared: they were measured at ρ = 0.05, 0.2" in note
+    assert "R0 and R1 are not compared, because they were measured at ρ = 0.05, 0.2" in note
     assert "--rho 0.05" in note
     assert not any("R0" in str(column.header) for column in comparison_table(found).columns)
     plain = found.to_json()
@@ -239,10 +239,10 @@ def test_notes_say_what_a_mean_mixes_and_what_has_not_converged(tree: Path) -> N
     found = compare(load_runs(tree).runs)
     named = ", ".join(f"{tree}/sam-{trial}" for trial in range(5))
     assert found.notes == (
-        "sgd: its runs differ in backbone, steps, lr; the mean is over all of them",
-        f"eigenvalues had not converged in 1 of 14 measurements: {tree}/sgd-2",
-        f"the trace had not converged in 7 of 14 measurements: {named} and 2 more",
-        f"flatness had not converged in 1 of 14 measurements: {tree}/sgd-2",
+        "sgd: mean over runs that differ in backbone, steps, lr",
+        f"eigenvalues did not converge in 1 of 14 measurements: {tree}/sgd-2",
+        f"the trace did not converge in 7 of 14 measurements: {named} and 2 more",
+        f"flatness did not converge in 1 of 14 measurements: {tree}/sgd-2",
     )
     assert found.to_json()["notes"] == list(found.notes)
 
@@ -265,15 +265,15 @@ def test_runs_of_one_target_are_chosen_from_a_sweep(tmp_path: Path) -> None:
             ("sgd", value),
         ]
     # Exactly these: one run, of which there is nothing to compare.
-    with pytest.raises(UserError, match="1 run was found"):
+    with pytest.raises(UserError, match="at least two runs, got 1"):
         compare(runs, targets=["sketch", "photo"])
-    with pytest.raises(UserError, match="targets: cartoon. .* photo or photo, sketch or sketch"):
+    with pytest.raises(UserError, match="targets cartoon; .* photo or photo, sketch or sketch"):
         compare(runs, targets=["cartoon"])
     # What was measured alike is compared, but not in silence.
     for run in runs:
         save_measurement(run.path, made(name="cartoon", domains=both))
     (note, _) = compare(runs, [both[0].domain]).notes
-    assert note == "fad: its runs differ in targets; the mean is over all of them"
+    assert note == "fad: mean over runs that differ in targets"
     # Several targets are named one by one; with the same targets, the advice is no help.
     for name in ("x", "y"):
         several = made(domains=both)
@@ -299,15 +299,15 @@ def test_averaged_weights_are_named_only_where_all_are(tmp_path: Path) -> None:
     assert str(comparison_table(found).title) == f"Hessian of the {found.about}"
 
 
-OVER_RUNS = "over runs (standard error)"
+OVER_RUNS = "standard error over runs"
 
 
 @pytest.mark.parametrize(
     ("chosen", "errors"),
     [
-        (("fad-0", "sgd"), "of the trace's estimate (standard error)"),
+        (("fad-0", "sgd"), "standard error of the trace estimate"),
         (("fad-0", "fad-1"), OVER_RUNS),
-        (("fad-0", "fad-1", "sgd"), f"{OVER_RUNS}; for a single run, that of its trace's estimate"),
+        (("fad-0", "fad-1", "sgd"), f"{OVER_RUNS}; for a single run, that of its trace estimate"),
     ],
 )
 def test_table_and_figure_say_what_errors_are(tree: Path, chosen, errors) -> None:
@@ -346,7 +346,7 @@ def test_runs_without_a_measurement_are_listed_with_the_command(tree: Path) -> N
         compare(load_runs(tree).runs)
     assert str(error.value) == (
         f"1 run was not measured:\n  {tree}/a b\n"
-        f"Measure each, for instance: steppe curvature '{tree}/a b'"
+        f"Measure each of them, for example: steppe curvature '{tree}/a b'"
     )
     with pytest.raises(UserError, match="4 runs were not measured with --domain sketch") as error:
         compare(load_runs(tree).runs, ["sketch"])

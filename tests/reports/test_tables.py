@@ -303,13 +303,13 @@ def test_too_little_to_compare_is_refused(tmp_path):
         add(tmp_path, ("photo",), optimizer=optimizer)
         add(tmp_path, ("sketch",), optimizer=optimizer, trial=optimizer == "fad")
     runs = load_runs(tmp_path).runs
-    with pytest.raises(UserError, match="1 targets and trials in common"):
+    with pytest.raises(UserError, match="share 1 combinations of target and trial"):
         paired(runs, "fad", "adam")
     with pytest.raises(UserError, match="did you mean 'fad'"):
         paired(runs, "fade", "adam")
     for optimizer in ("adam", "fad"):
         add(tmp_path, ("photo",), optimizer=optimizer, algorithm="CORAL")
-    with pytest.raises(UserError, match="one trial in common"):
+    with pytest.raises(UserError, match="share one trial"):
         paired(load_runs(tmp_path).runs, "fad", "adam")
 
 
