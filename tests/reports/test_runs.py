@@ -211,7 +211,7 @@ def test_a_folder_without_runs_is_an_error(tmp_path, name):
 
 def test_runs_of_different_lengths_are_pointed_out(tmp_path):
     choices(tmp_path, config(("sketch",), steps=301), config(("sketch",), steps=1001))
-    said = "PACS: runs of different lengths compete (301, 1,001 updates)"
+    said = "PACS: runs differ in length (301, 1,001 updates)"
     assert said in build_report(load_runs(tmp_path)).problems
 
 
@@ -225,7 +225,7 @@ def test_methods_with_fewer_runs_are_pointed_out(tmp_path):
     assert not any("trials" in text for text in build_report(load_runs(tmp_path)).problems)
     for target, trial in (("sketch", 0), ("sketch", 1), ("photo", 0)):
         write("fad", target, trial)
-    said = "PACS: methods have different numbers of targets times trials (3: fad; 4: adam, sgd)"
+    said = "PACS: methods differ in the number of targets times trials (3: fad; 4: adam, sgd)"
     assert said in build_report(load_runs(tmp_path)).problems
 
 
@@ -241,7 +241,7 @@ def test_sources_are_part_of_the_choice(tmp_path, draw):
     )
     assert found[1] == found[2]
     assert len(set(found)) == 3
-    assert any("different sources" in p for p in build_report(load_runs(tmp_path)).problems)
+    assert any("different source domains" in p for p in build_report(load_runs(tmp_path)).problems)
 
 
 def test_the_last_line_of_a_step_counts(tmp_path):

@@ -120,7 +120,8 @@ def test_runs_for_leave_one_out_have_no_column(tmp_path):
     assert row_of(table).cells["photo"].n == 1
     assert set(row_of(table, optimizer="fad").cells.values()) == {None}
     assert any(
-        "3 runs are for leave-one-out" in r for r in build_report(load_runs(tmp_path)).problems
+        "3 runs are used only for leave-one-out" in r
+        for r in build_report(load_runs(tmp_path)).problems
     )
 
 

@@ -222,7 +222,7 @@ def _check_alike(found: Sequence[MeasuredRun]) -> None:
     for other in found[1:]:
         for what, theirs in conditions(other.measured).items():
             if theirs != ours[what]:
-                advice = "Compare runs that have the same sources and were measured alike"
+                advice = "Compare runs with the same sources, measured with the same options"
                 if what == "domains" and other.run.target_set != first.run.target_set:
                     advice += f"; {_choose_targets(found)}"
                 raise UserError(
