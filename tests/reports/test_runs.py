@@ -133,15 +133,24 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path):
     ("text", "says"),
     [
         ("{", ""),
-        ("[]", "expected an object"),
+        ("[]", "expected a JSON object"),
         ("\xff", ""),
         ("[" * 100_000, ""),
         ('{"targets": ["a"]}', "no dataset"),
         ('{"dataset": "PACS", "targets": []}', "no targets"),
-        ('{"dataset": "PACS", "targets": ["a", 1]}', "targets=['a', 1]"),
-        ('{"dataset": "PACS", "targets": ["a"], "trial_seed": "x"}', "trial_seed='x'"),
-        ('{"dataset": "PACS", "targets": ["a"], "optimizer": 3}', "optimizer=3"),
-        ('{"dataset": "PACS", "targets": ["a"], "optimizer": {"name": 3}}', "optimizer="),
+        (
+            '{"dataset": "PACS", "targets": ["a", 1]}',
+            "targets must be names of domains, got ['a', 1]",
+        ),
+        (
+            '{"dataset": "PACS", "targets": ["a"], "trial_seed": "x"}',
+            "trial_seed must be an integer, got 'x'",
+        ),
+        ('{"dataset": "PACS", "targets": ["a"], "optimizer": 3}', "optimizer must be a name"),
+        (
+            '{"dataset": "PACS", "targets": ["a"], "optimizer": {"name": 3}}',
+            "optimizer must be a name",
+        ),
     ],
 )
 def test_a_damaged_config_is_named_and_the_others_are_read(tmp_path, text, says):
