@@ -316,7 +316,7 @@ def effort_figure(rows: Iterable[TableRow]) -> Figure:
     axes.plot(*zip(*joined, strict=True), color=known["fad"].colour, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("gradients in an update, on average")
-    axes.set_ylabel("accuracy, per cent")
+    axes.set_ylabel("accuracy (%)")
     axes.set_xticks([1, 2, 3, 4])
     axes.set_xlim(-0.1, 4.6)
     axes.margins(y=0.1)

@@ -70,7 +70,8 @@ def test_measure_compare_and_report(
     assert [method["name"] for method in both["methods"]] == ["fad", "sgd"]
     assert both["methods"][0]["spectrum"] == plain["eigenvalues"]["values"]
     (note,) = both["notes"]
-    assert note.startswith("R0 and R1 are not compared: they were measured at ρ = 0.05, 0.2")
+    unequal = "R0 and R1 are not compared, because they were measured at ρ = 0.05, 0.2"
+    assert note.startswith(unequal)
     chosen = invoke("curvature", "compare", runs, "--target", 75, "--json")
     assert json.loads(chosen.stdout) == both
     page = tmp_path / "page.html"
@@ -97,7 +98,7 @@ def test_compare_tells_runs_of_a_sweep_apart(
     compared = invoke("curvature", "compare", "sweep", "--target", 75, "--json")
     (method,) = json.loads(compared.stdout)["methods"]
     assert [run["run"] for run in method["runs"]] == ["sweep/75", "sweep/75-longer"]
-    note = "sgd: its runs differ in steps; the mean is over all of them"
+    note = "sgd: mean over runs that differ in steps"
     assert json.loads(compared.stdout)["notes"][0] == note
     assert f"note: {note}" in compared.stderr.splitlines()
     monkeypatch.setenv("COLUMNS", "40")
@@ -149,7 +150,7 @@ def test_a_run_called_compare(runs: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (["sgd", "--which", "best", "--images", "1"], "images=1"),
         (["sgd", "--alpha", "2"], "alpha"),
         (["compare", "sgd", "fad", "--domain", "45"], "steppe curvature .* --domain 45"),
-        (["compare", "sgd", "fad", "--out", "figure.jpg"], r"ends in one of \.svg"),
+        (["compare", "sgd", "fad", "--out", "figure.jpg"], r"end in one of \.svg"),
         (["compare", "nowhere"], "nowhere does not exist"),
     ],
 )

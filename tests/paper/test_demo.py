@@ -45,7 +45,7 @@ def test_the_demo_from_end_to_end(tmp_path: Path) -> None:
         config = runs[0].config()
         assert {key: config.optimizer.options[key] for key in DEMO[name]} == DEMO[name]
     page = (tmp_path / "report.html").read_text()
-    assert '"figures":{"the optimizers on built-in drawings' in page
+    assert '"figures":{"accuracy of the optimizers on built-in drawings' in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     reproduce(order, tmp_path, None)  # type: ignore[arg-type]  # nothing is left to be carried out
 

@@ -146,9 +146,9 @@ def test_factors() -> None:
     assert not tuning_grids(alone)
     assert {rate.lr for rate in default_rates(alone).values()} == {0.01}
     for wrong, match in (
-        ({"draws": 2}, "they are drawn"),
-        ({"overrides": ["optimizer.lr=0.1"]}, "optimizer.lr=0.1 is given"),
-        ({"name": "ablation"}, "it tunes none"),
+        ({"draws": 2}, "they are sampled"),
+        ({"overrides": ["optimizer.lr=0.1"]}, "optimizer.lr=0.1 is set"),
+        ({"name": "ablation"}, "it does not tune them"),
     ):
         with pytest.raises(UserError, match=match):
             order(**wrong)

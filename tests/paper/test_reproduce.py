@@ -115,8 +115,8 @@ def test_a_method_that_only_diverges_keeps_no_other_from_results(tmp_path, monke
     found = reproduce(order, tmp_path, carry_out)
     assert {row.optimizer for _, selected in found.variants for row in selected.rows()} == {"adam"}
     assert found.problems == (
-        "sgd on RotatedDigits, 0 held out: diverged with every learning rate that was tried; "
-        "--factors tries others",
+        "sgd on RotatedDigits, target 0: diverged with every learning rate tried; "
+        "use --factors to try others",
     )
 
 
@@ -142,7 +142,7 @@ def test_another_failure_is_no_divergence(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(Trainer, "step", failing)
     found = reproduce(order, tmp_path, carry_out)
     assert not found.variants
-    assert "not all runs that tune learning rates have a result: 1 failed" in found.problems[0]
+    assert "some learning-rate tuning runs have no result: 1 failed" in found.problems[0]
 
 
 def test_a_folder_of_images(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_the_tables_say_so(table1: Results, tmp_path: Path) -> None:
     assert table.headings == ("method", *DOMAINS, "Avg.")
     assert [line[0].text for line in table.lines] == ["adam", "sgd", "fad"]  # the paper's order
     assert table.lines[2][-1] == ("82.2 ± 0.2 (88.2)", True)
-    assert "in brackets the paper's" in table.note
+    assert "in parentheses: the paper's" in table.note
     twice = ["fad - adam", "fad - adam", "fad - sgd", "fad - sgd"]  # over targets, over trials
     assert [line[0].text for line in paired.lines] == twice
     compared = comparisons(table1)
@@ -211,6 +211,10 @@ def test_rates_at_the_edge_of_what_was_tried_are_counted() -> None:
         return rates_table(Results(order, rates, ())).note
 
     assert note(0.3, 0.3).endswith("of the first trial")
-    assert note(0.1, 0.3, 0.1).endswith("; 2 of 3 are the lowest tried (--factors tries others)")
-    both = "; 1 of 2 are the lowest tried; 1 of 2 are the highest tried (--factors tries others)"
+    assert note(0.1, 0.3, 0.1).endswith(
+        "; 2 of 3 are the lowest tried (use --factors to try others)"
+    )
+    both = (
+        "; 1 of 2 are the lowest tried; 1 of 2 are the highest tried (use --factors to try others)"
+    )
     assert note(0.1, 1.0).endswith(both)

@@ -79,7 +79,7 @@ def test_too_little_to_compare_is_refused(tmp_path):
     with pytest.raises(UserError, match="named twice"):
         compare_runs([a, tmp_path / "x" / ".." / "a"])
     write_run(tmp_path / "b", config(("photo",)), b"")
-    with pytest.raises(UserError, match="no run there has a record yet"):
+    with pytest.raises(UserError, match="none of the runs has a record yet"):
         compare_runs([a, tmp_path / "b"])
 
 

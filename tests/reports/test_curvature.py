@@ -179,7 +179,7 @@ def test_flatness_at_other_radii_is_not_compared(tmp_path: Path) -> None:
     write(tmp_path, "fad", "fad", made((4.0,), 1.0, flatness=flat(0.1, 0.3, rho=0.2)))
     found = compare(load_runs(tmp_path).runs)
     (note,) = found.notes
-    assert "R0 and R1 are not compared: they were measured at ρ = 0.05, 0.2" in note
+    assert "R0 and R1 are not compared, because they were measured at ρ = 0.05, 0.2" in note
     assert "--rho 0.05" in note
     assert not any("R0" in str(column.header) for column in comparison_table(found).columns)
     plain = found.to_json()
@@ -239,10 +239,10 @@ def test_notes_say_what_a_mean_mixes_and_what_has_not_converged(tree: Path) -> N
     found = compare(load_runs(tree).runs)
     named = ", ".join(f"{tree}/sam-{trial}" for trial in range(5))
     assert found.notes == (
-        "sgd: its runs differ in backbone, steps, lr; the mean is over all of them",
-        f"eigenvalues had not converged in 1 of 14 measurements: {tree}/sgd-2",
-        f"the trace had not converged in 7 of 14 measurements: {named} and 2 more",
-        f"flatness had not converged in 1 of 14 measurements: {tree}/sgd-2",
+        "sgd: mean over runs that differ in backbone, steps, lr",
+        f"eigenvalues did not converge in 1 of 14 measurements: {tree}/sgd-2",
+        f"the trace did not converge in 7 of 14 measurements: {named} and 2 more",
+        f"flatness did not converge in 1 of 14 measurements: {tree}/sgd-2",
     )
     assert found.to_json()["notes"] == list(found.notes)
 
@@ -265,15 +265,15 @@ def test_runs_of_one_target_are_chosen_from_a_sweep(tmp_path: Path) -> None:
             ("sgd", value),
         ]
     # Exactly these: one run, of which there is nothing to compare.
-    with pytest.raises(UserError, match="1 run was found"):
+    with pytest.raises(UserError, match="at least two runs, got 1"):
         compare(runs, targets=["sketch", "photo"])
-    with pytest.raises(UserError, match="targets: cartoon. .* photo or photo, sketch or sketch"):
+    with pytest.raises(UserError, match="targets cartoon; .* photo or photo, sketch or sketch"):
         compare(runs, targets=["cartoon"])
     # What was measured alike is compared, but not in silence.
     for run in runs:
         save_measurement(run.path, made(name="cartoon", domains=both))
     (note, _) = compare(runs, [both[0].domain]).notes
-    assert note == "fad: its runs differ in targets; the mean is over all of them"
+    assert note == "fad: mean over runs that differ in targets"
     # Several targets are named one by one; with the same targets, the advice is no help.
     for name in ("x", "y"):
         several = made(domains=both)
@@ -299,21 +299,21 @@ def test_averaged_weights_are_named_only_where_all_are(tmp_path: Path) -> None:
     assert str(comparison_table(found).title) == f"Hessian of the {found.about}"
 
 
-OVER_RUNS = "over runs (standard error)"
+OVER_RUNS = "standard error over runs"
 
 
 @pytest.mark.parametrize(
     ("chosen", "errors"),
     [
-        (("fad-0", "sgd"), "of the trace's estimate (standard error)"),
+        (("fad-0", "sgd"), "standard error of the trace estimate"),
         (("fad-0", "fad-1"), OVER_RUNS),
-        (("fad-0", "fad-1", "sgd"), f"{OVER_RUNS}; for a single run, that of its trace's estimate"),
+        (("fad-0", "fad-1", "sgd"), f"{OVER_RUNS}; for a single run, that of its trace estimate"),
     ],
 )
 def test_table_and_figure_say_what_errors_are(tree: Path, chosen, errors) -> None:
     found = compare([run for run in load_runs(tree).runs if run.path.name in chosen])
     assert found.to_json()["errors"] == errors
-    assert str(comparison_table(found).caption).strip() == f"± {errors}; R0 and R1 within ρ = 0.1"
+    assert str(comparison_table(found).caption).strip() == f"±: {errors}; R0 and R1 within ρ = 0.1"
     assert f"\nerror bars: {errors}" in make_figure(found).get_suptitle()
 
 
@@ -346,7 +346,7 @@ def test_runs_without_a_measurement_are_listed_with_the_command(tree: Path) -> N
         compare(load_runs(tree).runs)
     assert str(error.value) == (
         f"1 run was not measured:\n  {tree}/a b\n"
-        f"Measure each, for instance: steppe curvature '{tree}/a b'"
+        f"Measure each of them, for example: steppe curvature '{tree}/a b'"
     )
     with pytest.raises(UserError, match="4 runs were not measured with --domain sketch") as error:
         compare(load_runs(tree).runs, ["sketch"])
@@ -440,7 +440,7 @@ def test_pictures(tree: Path, tmp_path: Path) -> None:
     assert "fad (mean of 2 runs)" in text
     assert "a $name$ &lt;of&gt; _someone" in text
     for name in ("a.jpg", "a"):
-        with pytest.raises(UserError, match=r"ends in one of \.svg, \.png, \.pdf"):
+        with pytest.raises(UserError, match=r"end in one of \.svg, \.png, \.pdf"):
             check_format(tmp_path / name)
 
 
@@ -490,9 +490,9 @@ def test_a_measurement_in_words() -> None:
     columns = [[str(cell) for cell in column.cells] for column in measured_table(MEASURED).columns]
     lines = dict(zip(columns[0], zip(columns[1], columns[2], strict=True), strict=True))
     assert lines["largest eigenvalue λ_max"] == ("40", "residual 1.0e-04")
-    assert lines["trace"] == ("100", "± 1.5; 95 % from 96 to 104")
-    assert lines["R0 (ρ = 0.1)"] == ("0.2", "one step finds 0.1, 50 % of it")
-    assert lines["R1 (ρ = 0.1)"] == ("0.4", "one step finds 0.3, 75 % of it")
+    assert lines["trace"] == ("100", "± 1.5; 95% CI 96 to 104")
+    assert lines["R0 (ρ = 0.1)"] == ("0.2", "one step finds 0.1, 50% of it")
+    assert lines["R1 (ρ = 0.1)"] == ("0.4", "one step finds 0.3, 75% of it")
     assert lines["R_FAD (ρ = 0.1, α = 0.5)"][0] == "0.3"
     assert lines["λ_max by Eq. 4 from R_FAD"] == ("40", "exact at a minimum of a quadratic")
     assert remarks(MEASURED) == []
@@ -504,10 +504,10 @@ def test_a_measurement_in_words() -> None:
     )
     said = remarks(worse)
     assert len(said) == 3
-    assert "the trace has not converged: its standard error is 1.5%" in said[1]
-    assert "2 % was asked for" in said[1]
+    assert "the trace did not converge: its relative standard error is 1.5%" in said[1]
+    assert "requested 2%" in said[1]
     cells = list(measured_table(worse).columns[2].cells)
-    assert "± 1.5; 95 % from 96 to 104; not converged" in map(str, cells)
+    assert "± 1.5; 95% CI 96 to 104; not converged" in map(str, cells)
 
 
 @pytest.mark.parametrize(
@@ -521,10 +521,10 @@ def test_eq_4_is_explained_where_it_disagrees(implied, largest, disagrees) -> No
         said = remarks(made((largest,), flatness=flat, gradient_norm=norm))
         assert len(said) == disagrees
     if disagrees:
-        assert f"Eq. 4 gives {implied:.3g} where λ_max is {largest:.3g}" in said[0]
-        assert f"its norm is 10, ρ λ_max is {0.1 * largest:.2g}" in said[0]
+        assert f"Eq. 4 gives {implied:.3g}, but λ_max is {largest:.3g}" in said[0]
+        assert f"gradient norm = 10, ρ λ_max = {0.1 * largest:.2g}" in said[0]
         assert "not at a minimum" in said[0]
-        assert f"no quadratic within ρ (R0 is 0.2, ρ² λ_max / 2 is {largest / 200:.2g})" in said[0]
+        assert f"not quadratic within ρ (R0 = 0.2, ρ² λ_max / 2 = {largest / 200:.2g})" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -541,4 +541,4 @@ def test_eq_4_is_explained_where_it_disagrees(implied, largest, disagrees) -> No
 def test_eigenvalues_are_unresolved_by_their_residuals(values, residuals, unresolved) -> None:
     spectrum = replace(MEASURED.eigenvalues, values=values, residuals=residuals)
     said = remarks(replace(MEASURED, eigenvalues=spectrum))
-    assert ["not resolved: lower --tol" in remark for remark in said] == [True] * unresolved
+    assert ["unresolved: lower --tol" in remark for remark in said] == [True] * unresolved

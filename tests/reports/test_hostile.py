@@ -52,7 +52,9 @@ def test_what_is_no_plain_file_is_named_and_not_read(tmp_path, name, make):
 def test_a_report_of_nothing_but_devices_says_so(tmp_path):
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / "config.json")
-    with pytest.raises(UserError, match="no run there has a record yet .*config.json: not a plain"):
+    with pytest.raises(
+        UserError, match="none of the runs has a record yet .*config.json: not a plain"
+    ):
         write(build_report(load_runs(tmp_path)), "terminal")
 
 

@@ -564,7 +564,7 @@ def test_flatness_shows_what_may_be_compared(show: Open, tmp_path: Path) -> None
     rows[0]["conditions"] = ["PACS", "sketch (all)", 299]
     page = show(sample() | {"flatness": rows[:2]})
     assert page.locator("#flatness td.best").count() == 0
-    assert "Measured in different ways" in page.locator("#flatness").inner_text()
+    assert "Measured under different conditions" in page.locator("#flatness").inner_text()
 
 
 def test_ranks_of_eigenvalues_are_whole(show: Open) -> None:

@@ -216,10 +216,10 @@ def test_a_column_is_declared_once_and_shown_everywhere(tmp_path):
         data = json.loads(write(report, "json"))
         assert [row["last_loss"] for row in data["tables"][0]["rows"]] == [0.75, 0.5]
         assert report.page_data()["columns"]["methods"][-1]["heading"] == "last loss"
-        with pytest.raises(UserError, match="cannot take a column with the key 'last_loss'"):
+        with pytest.raises(UserError, match="cannot add a column with key 'last_loss'"):
             register_column("methods", METHODS[-1])
         for key in ("cells", "optimizer", "mean", "dataset", ""):  # what rows have already
-            with pytest.raises(UserError, match=f"cannot take a column with the key '{key}'"):
+            with pytest.raises(UserError, match=f"cannot add a column with key '{key}'"):
                 register_column("methods", Column(key, "mine", len))
     finally:
         del METHODS[before:]

@@ -108,7 +108,7 @@ def test_what_a_reader_should_know_is_said(tmp_path):
     wanted = (
         "1 unreadable line (1)",
         "1 run is not finished",
-        "1 run is a repetition",
+        "1 run is repeated",
         "backbones",
     )
     for text in wanted:
@@ -124,11 +124,11 @@ def test_what_is_not_in_the_tables_is_said(tmp_path):
     done = write_run(tmp_path / "sweep" / "result", config(("photo",)), raw)
     (done.parent / "config.json").write_text((done / "config.json").read_text())
     report = build_report(load_runs(tmp_path), "leave-one-out")
-    assert [p for p in report.problems if "repetition" not in p] == [
-        "2 of 5 runs have no result yet (x-planned, ...): the tables are of the others",
+    assert [p for p in report.problems if "repeated" not in p] == [
+        "2 of 5 runs have no result yet (x-planned, ...); the tables cover the others",
         f"2 runs have no averaged record yet and are left out ({tmp_path / 'x'}, ...)",
-        "PACS: 2 of 2 numbers are missing, because leave-one-out validation needs every run with "
-        "one more domain held out: plan them with 'steppe sweep plan ... --targets pairs'",
+        "PACS: 2 of 2 results are missing, because leave-one-out validation needs every run with "
+        "one more domain held out; plan them with 'steppe sweep plan ... --targets pairs'",
     ]
     assert not build_report(load_runs(done.parent)).problems
 

@@ -133,15 +133,24 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path):
     ("text", "says"),
     [
         ("{", ""),
-        ("[]", "expected an object"),
+        ("[]", "expected a JSON object"),
         ("\xff", ""),
         ("[" * 100_000, ""),
         ('{"targets": ["a"]}', "no dataset"),
         ('{"dataset": "PACS", "targets": []}', "no targets"),
-        ('{"dataset": "PACS", "targets": ["a", 1]}', "targets=['a', 1]"),
-        ('{"dataset": "PACS", "targets": ["a"], "trial_seed": "x"}', "trial_seed='x'"),
-        ('{"dataset": "PACS", "targets": ["a"], "optimizer": 3}', "optimizer=3"),
-        ('{"dataset": "PACS", "targets": ["a"], "optimizer": {"name": 3}}', "optimizer="),
+        (
+            '{"dataset": "PACS", "targets": ["a", 1]}',
+            "targets must be names of domains, got ['a', 1]",
+        ),
+        (
+            '{"dataset": "PACS", "targets": ["a"], "trial_seed": "x"}',
+            "trial_seed must be an integer, got 'x'",
+        ),
+        ('{"dataset": "PACS", "targets": ["a"], "optimizer": 3}', "optimizer must be a name"),
+        (
+            '{"dataset": "PACS", "targets": ["a"], "optimizer": {"name": 3}}',
+            "optimizer must be a name",
+        ),
     ],
 )
 def test_a_damaged_config_is_named_and_the_others_are_read(tmp_path, text, says):
@@ -211,7 +220,7 @@ def test_a_folder_without_runs_is_an_error(tmp_path, name):
 
 def test_runs_of_different_lengths_are_pointed_out(tmp_path):
     choices(tmp_path, config(("sketch",), steps=301), config(("sketch",), steps=1001))
-    said = "PACS: runs of different lengths compete (301, 1,001 updates)"
+    said = "PACS: runs differ in length (301, 1,001 updates)"
     assert said in build_report(load_runs(tmp_path)).problems
 
 
@@ -225,7 +234,7 @@ def test_methods_with_fewer_runs_are_pointed_out(tmp_path):
     assert not any("trials" in text for text in build_report(load_runs(tmp_path)).problems)
     for target, trial in (("sketch", 0), ("sketch", 1), ("photo", 0)):
         write("fad", target, trial)
-    said = "PACS: methods have different numbers of targets times trials (3: fad; 4: adam, sgd)"
+    said = "PACS: methods differ in the number of targets times trials (3: fad; 4: adam, sgd)"
     assert said in build_report(load_runs(tmp_path)).problems
 
 
@@ -241,7 +250,7 @@ def test_sources_are_part_of_the_choice(tmp_path, draw):
     )
     assert found[1] == found[2]
     assert len(set(found)) == 3
-    assert any("different sources" in p for p in build_report(load_runs(tmp_path)).problems)
+    assert any("different source domains" in p for p in build_report(load_runs(tmp_path)).problems)
 
 
 def test_the_last_line_of_a_step_counts(tmp_path):

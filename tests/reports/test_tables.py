@@ -120,7 +120,8 @@ def test_runs_for_leave_one_out_have_no_column(tmp_path):
     assert row_of(table).cells["photo"].n == 1
     assert set(row_of(table, optimizer="fad").cells.values()) == {None}
     assert any(
-        "3 runs are for leave-one-out" in r for r in build_report(load_runs(tmp_path)).problems
+        "3 runs are used only for leave-one-out" in r
+        for r in build_report(load_runs(tmp_path)).problems
     )
 
 
@@ -303,13 +304,13 @@ def test_too_little_to_compare_is_refused(tmp_path):
         add(tmp_path, ("photo",), optimizer=optimizer)
         add(tmp_path, ("sketch",), optimizer=optimizer, trial=optimizer == "fad")
     runs = load_runs(tmp_path).runs
-    with pytest.raises(UserError, match="1 targets and trials in common"):
+    with pytest.raises(UserError, match="share 1 combinations of target and trial"):
         paired(runs, "fad", "adam")
     with pytest.raises(UserError, match="did you mean 'fad'"):
         paired(runs, "fade", "adam")
     for optimizer in ("adam", "fad"):
         add(tmp_path, ("photo",), optimizer=optimizer, algorithm="CORAL")
-    with pytest.raises(UserError, match="one trial in common"):
+    with pytest.raises(UserError, match="share one trial"):
         paired(load_runs(tmp_path).runs, "fad", "adam")
 
 

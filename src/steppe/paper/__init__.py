@@ -1,4 +1,4 @@
-"""The paper's tables and figures, each an experiment, with the paper's numbers beside ours."""
+"""Experiments that reproduce the paper's tables and figures, with its numbers next to ours."""
 
 from typing import TYPE_CHECKING
 
@@ -17,5 +17,5 @@ if TYPE_CHECKING:
     from .order import Order as Order, make_order as make_order
     from .results import Results as Results
     from .run import plan as plan, reproduce as reproduce, write_results as write_results
-else:  # not for type checkers, which would take any name for one of the package
+else:  # hidden from type checkers, which would accept any name because of __getattr__
     __getattr__, __dir__, __all__ = attach(__name__)

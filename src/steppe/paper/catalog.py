@@ -1,4 +1,4 @@
-"""The experiments: the tables and figures of the paper, and the demo."""
+"""The catalog of experiments: the paper's tables and figures, and the demo."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from . import figures
 from .experiment import Arm, Experiment
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "yogi", "adabelief", "adahessian", "sam", "gam", "fad")
-"""Of Table 1, in its order."""
+"""The optimizers of Table 1, in its order."""
 DATASETS = ("PACS", "VLCS", "OfficeHome", "TerraIncognita", "DomainNet", "NICO++")
 DETAILS = ("table1-pacs", "table1-vlcs", "table1-officehome", "table1-terra", "table1-domainnet")
-"""Of the appendix: Table 1 by target."""
+"""The appendix's tables, which break Table 1 down by target."""
 ITERATIONS = tuple(
     Arm(("adam", "adamw", "sgd", "yogi", "sam", "gam", "fad"), f"steps{steps}", steps=steps)
     for steps in (5_000, 10_000, 15_000)
 )
 ITERATED = ("table3", "table1-pacs", "iterations-pacs", "iterations-nico", "table1-nico")
-"""The paper's numbers for these."""
+"""Tables with the paper's numbers for `ITERATIONS`."""
 LONG: dict[str, dict[str, Any]] = {
     "small": {"trials": 2, "share": 0.05},
     "smoke": {"datasets": ("RotatedDigits",)},
@@ -28,7 +28,7 @@ ABLATION = {
     "alpha": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
     "beta": (0.0, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0),
 }
-"""FAD's search space, and 0."""
+"""FAD's search space, plus 0."""
 DEMO = {
     "adam": {"lr": 2e-3},
     "sgd": {"lr": 0.05},
@@ -36,7 +36,17 @@ DEMO = {
     "gam": {"lr": 0.05, "rho": 0.1, "alpha": 0.5},
     "fad": {"lr": 0.05, "rho": 0.1, "alpha": 0.5, "beta": 0.5},
 }
-"""For a small network that starts from nothing; chosen without looking at a held-out domain."""
+"""Options for a small network trained from scratch, tuned without the held-out domains."""
+
+ON_CPU = {"space": "fair", "options": {"device": "cpu", "batch_size": 16}}
+
+
+def fad_arm(option: str, value: float, *overrides: str) -> Arm:
+    """FAD with one option set to a value."""
+    own = f"optimizer.{option}={value:g}"
+    label = f"{option} {value:g}"
+    return Arm(("fad",), f"{option}{value:g}", label, value, overrides=(own, *overrides))
+
 
 CATALOG = (
     Experiment(
@@ -81,20 +91,11 @@ CATALOG = (
     ),
     Experiment(
         "figure-ratio",
-        "FAD in 5, 10, 50 and 100 % of the updates: accuracy against time",
+        "accuracy against time, with FAD in 5%, 10%, 50% and 100% of the updates",
         ("PACS", "NICO++"),
         (
             Arm(("sgd", "adam", "adamw", "sam", "gam"), overrides=("batch_size=32",)),
-            *(
-                Arm(
-                    ("fad",),
-                    f"ratio{ratio:g}",
-                    f"ratio {ratio:g}",
-                    ratio,
-                    overrides=(f"optimizer.ratio={ratio:g}", "batch_size=32"),
-                )
-                for ratio in RATIOS
-            ),
+            *(fad_arm("ratio", ratio, "batch_size=32") for ratio in RATIOS),
         ),
         label="fig:efficiency",
         figure=figures.ratio,
@@ -103,7 +104,7 @@ CATALOG = (
     ),
     Experiment(
         "figure-hessian",
-        "the top 50 eigenvalues and the trace of the Hessian at the end, sketch held out",
+        "top 50 eigenvalues and trace of the Hessian after training, with target sketch",
         ("PACS",),
         (Arm(("sgd", "adam", "adamw", "gam", "sam", "fad")),),
         label="fig:hessian",
@@ -130,21 +131,11 @@ CATALOG = (
     ),
     Experiment(
         "ablation",
-        "FAD's rho, alpha and beta, beside SGD and Adam",
+        "accuracy against FAD's rho, alpha and beta, compared with SGD and Adam",
         ("PACS",),
         (
             Arm(("sgd", "adam")),
-            *(
-                Arm(
-                    ("fad",),
-                    f"{name}{value:g}",
-                    f"{name} {value:g}",
-                    value,
-                    overrides=(f"optimizer.{name}={value:g}",),
-                )
-                for name, values in ABLATION.items()
-                for value in values
-            ),
+            *(fad_arm(name, value) for name, values in ABLATION.items() for value in values),
         ),
         label="fig:ablation",
         figure=figures.ablation,
@@ -153,7 +144,7 @@ CATALOG = (
     ),
     Experiment(
         "sensitivity",
-        "accuracy over the hyperparameters of the search",
+        "accuracy of every hyperparameter sample of the search",
         ("PACS",),
         (Arm(OPTIMIZERS),),
         figure=figures.sensitivity,
@@ -162,7 +153,7 @@ CATALOG = (
     ),
     Experiment(
         "demo",
-        "the optimizers on built-in drawings, each style held out in turn",
+        "accuracy of the optimizers on built-in drawings, leave-one-domain-out",
         ("Doodles",),
         tuple(
             Arm((name,), overrides=tuple(f"optimizer.{k}={v:g}" for k, v in options.items()))
@@ -170,9 +161,9 @@ CATALOG = (
         ),
         figure=figures.demo,
         columns=("passes", "seconds_per_step"),
-        note="so few seeds that the error itself is rough; times are of one thread, with as many "
-        "runs side by side as there are cores. One small task decides nothing about the methods: "
-        "it shows that they run, what they cost, and what a table looks like",
+        note="with so few seeds the standard errors are rough; times are for one thread, with one "
+        "run per core in parallel. This small task shows that the methods run, what they cost and "
+        "what a table looks like; it does not rank them",
         tuned=False,
         scaled={
             "small": {
@@ -180,10 +171,9 @@ CATALOG = (
                 "share": 2 / 3,
                 "trials": 2,
                 "evaluations": 4,
-                "space": "fair",
-                "options": {"device": "cpu", "batch_size": 16},
+                **ON_CPU,
             },
-            "full": {"draws": 0, "space": "fair", "options": {"device": "cpu", "batch_size": 16}},
+            "full": {"draws": 0, **ON_CPU},
         },
     ),
 )

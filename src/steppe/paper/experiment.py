@@ -1,4 +1,4 @@
-"""What an experiment is: the runs behind a table or figure, how it is shown, and at what scale."""
+"""Definition of an experiment: its runs, its presentation, and the scales it runs at."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ RATE = "optimizer.lr="
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs of an experiment that have the same settings.
+    """Runs of an experiment that share their settings.
 
     Attributes:
-        optimizers: names.
-        tag: ends the names of its runs, so that arms with the same axes differ.
-        label: what is special about it, as tables and figures say it; of the number of updates,
-            see `Order.setting`.
-        value: the same as a number, for an axis.
-        algorithms: names.
-        averaging: names.
-        steps: the paper's updates; None: those of each dataset.
-        overrides: ``key=value`` texts for its runs.
+        optimizers: names of optimizers.
+        tag: suffix of its runs' names, which distinguishes arms with the same axes.
+        label: the setting that distinguishes it, for tables and figures. `Order.setting` adds the
+            number of updates.
+        value: the same setting as a number, for the axis of a figure.
+        algorithms: names of algorithms.
+        averaging: names of averaging methods.
+        steps: number of updates in the paper (default: each dataset's own).
+        overrides: ``key=value`` settings for its runs.
     """
 
     optimizers: tuple[str, ...]
@@ -43,30 +43,30 @@ class Arm:
 
     @property
     def has_rate(self) -> bool:
-        """Whether it says its learning rate itself."""
+        """Whether its overrides set the learning rate."""
         return any(text.startswith(RATE) for text in self.overrides)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of an experiment is run.
+    """How much of an experiment to run.
 
     Attributes:
         name: `full`, `small` or `smoke`.
-        about: in a line.
-        share: the share of the paper's updates that a run makes.
-        trials: seeds of the split.
-        draws: hyperparameter samples per method; with 0, learning rates are tuned instead.
-        space: where defaults and draws come from; where learning rates are tuned, they start from
-            those of the space `fair`.
-        factors: learning rates that are tried, as multiples of the optimizer's own default.
-        tuning: the share of a run's updates that a try takes.
-        evaluations: of a run, at most, besides the first.
-        optimizers: those of the experiment's that are run; empty: all.
-        datasets: stand for the experiment's datasets; empty: its own.
-        only: how many targets of a dataset are held out in turn; None: all.
-        options: keys of every run's config.
-        curvature: options of the measurement.
+        about: a one-line description.
+        share: fraction of the paper's updates per run.
+        trials: number of trial seeds.
+        draws: hyperparameter samples per method; 0 tunes learning rates instead.
+        space: search space of defaults and samples. Tuned learning rates always start from the
+            defaults of the space `fair`.
+        factors: learning rates to try, as multiples of the optimizer's default.
+        tuning: length of a tuning run, as a fraction of a full run.
+        evaluations: maximum number of evaluations per run, not counting the first.
+        optimizers: subset of the experiment's optimizers (default: all).
+        datasets: replacements for the experiment's datasets (default: none).
+        only: number of targets per dataset (default: all).
+        options: config keys for every run.
+        curvature: options of the curvature measurement.
     """
 
     name: str
@@ -95,7 +95,7 @@ _SCALES = (
     ),
     Scale(
         "small",
-        "at most a GPU-hour on PACS: five optimizers, learning rates tuned, fewer updates",
+        "at most one GPU-hour on PACS: five optimizers, tuned learning rates, fewer updates",
         share=0.2,
         trials=3,
         draws=0,
@@ -106,7 +106,7 @@ _SCALES = (
     ),
     Scale(
         "smoke",
-        "whether it runs: built-in data, a few updates",
+        "a quick check that it runs: built-in data, a few updates",
         share=0.0008,
         trials=1,
         draws=0,
@@ -123,23 +123,23 @@ SCALES = Registry("scale", lambda: _SCALES)
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure, as runs.
+    """The runs behind a table or figure of the paper.
 
     Attributes:
-        name: what `steppe reproduce` calls it.
-        about: what it shows, in a line.
-        datasets: the paper's.
+        name: its name in `steppe reproduce`.
+        about: what it shows, in one line.
+        datasets: the paper's datasets.
         arms: its runs.
-        label: of the table or figure in the paper's source; empty where the paper has none.
-        tables: of the paper's numbers, to be shown beside ours; the first first.
-        figure: draws it from its results; None: tables only.
-        columns: what tables show beside accuracies, by the keys in `tables.TIMES` and
+        label: label of the table or figure in the paper's source; empty if the paper has none.
+        tables: tables with the paper's numbers to show next to ours, in order of preference.
+        figure: function that draws its results (default: tables only).
+        columns: keys of additional table columns, from `tables.TIMES` and
             `steppe.reports.columns.COSTS`.
-        note: below its tables, besides what stands below all.
-        targets: what is held out: `single`, or names.
-        tuned: whether learning rates are tuned first, at scales that do not draw.
-        scaled: by a scale's name, what is different about it for this experiment.
-        curvature: whether the final models' curvature is measured.
+        note: additional note below its tables.
+        targets: `single` for each domain in turn, or names of domains.
+        tuned: whether to tune learning rates at scales without hyperparameter samples.
+        scaled: changes to a scale for this experiment, by name of the scale.
+        curvature: whether to measure the curvature of the final models.
     """
 
     name: str
@@ -158,11 +158,11 @@ class Experiment:
 
     @property
     def optimizers(self) -> tuple[str, ...]:
-        """All of them, in the paper's order."""
+        """All optimizers, in the paper's order."""
         return tuple(dict.fromkeys(name for arm in self.arms for name in arm.optimizers))
 
     def at(self, scale: str) -> Scale:
-        """The scale, as it is for this experiment."""
+        """A scale with this experiment's changes."""
         return replace(SCALES[scale], **self.scaled.get(SCALES[scale].name, {}))
 
 
@@ -176,5 +176,5 @@ EXPERIMENTS = Registry("experiment", _catalog)
 
 
 def register_experiment(experiment: Experiment) -> Experiment:
-    """Make an experiment known to `steppe reproduce`."""
+    """Add an experiment to `steppe reproduce`."""
     return EXPERIMENTS.add(experiment)

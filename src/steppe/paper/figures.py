@@ -1,4 +1,4 @@
-"""The figures of the experiments, each from its results."""
+"""Figures of the experiments, each drawn from its results."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _PAPER: dict[str, Any] = {"marker": "_", "color": "black", "linestyle": "none", "markersize": 12}
-"""How the paper's numbers look."""
-ACCURACY = "accuracy, per cent"
+"""Style of the paper's numbers."""
+ACCURACY = "accuracy (%)"
 
 
 class Point(NamedTuple):
-    """A method's mean over targets, with its error over trials and the paper's mean."""
+    """A method's mean over targets, its error over trials, and the paper's mean."""
 
     line: Line
     value: float
@@ -55,19 +55,18 @@ def _bare(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
-    """Below the panels, where it hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=7, frameon=False, fontsize=8)
 
 
 def _looks(results: Results) -> dict[str, Look]:
-    """How methods look, the same in all figures of an experiment."""
+    """Looks of the methods, the same in all figures of an experiment."""
     rows = (row for _, selected in results.variants for row in selected.rows())
     return looks(row.name for row in rows)
 
 
 def _averages(results: Results) -> dict[str, list[Point]]:
-    """By dataset: every method's mean over targets."""
+    """Every method's mean over targets, by dataset."""
     found: dict[str, list[Point]] = defaultdict(list)
     known = _looks(results)
     for line in lines(results):
@@ -81,7 +80,7 @@ def _averages(results: Results) -> dict[str, list[Point]]:
 
 
 def _by_dataset(results: Results, x: str) -> tuple[Figure, list[tuple[Axes, str, list[Point]]]]:
-    """A panel per dataset, with what belongs there."""
+    """One panel per dataset, with its points."""
     averages = _averages(results)
     figure, panels = _figure(len(averages))
     for axes, dataset in zip(panels, averages, strict=True):
@@ -92,17 +91,15 @@ def _by_dataset(results: Results, x: str) -> tuple[Figure, list[tuple[Axes, str,
 def _mark(
     axes: Axes, x: float, point: Point, name: str = "", place: tuple[float, float] = (5, 4)
 ) -> None:
-    look: dict[str, Any] = {
-        "marker": point.look.marker,
-        "color": point.look.colour,
-        "capsize": 3,
-    }
-    axes.errorbar(x, point.value, yerr=point.error, **look)
+    look = point.look
+    axes.errorbar(
+        x, point.value, yerr=point.error, marker=look.marker, color=look.colour, capsize=3
+    )
     axes.annotate(name, (x, point.value), xytext=place, textcoords="offset points", fontsize=8)
 
 
 def methods(results: Results) -> Figure:
-    """Accuracy of every method, a panel per dataset; a line where the paper's is."""
+    """Accuracy of every method, one panel per dataset, with a dash for the paper's value."""
     figure, panels = _by_dataset(results, "")
     for axes, _, points in panels:
         for x, point in enumerate(points):
@@ -113,20 +110,20 @@ def methods(results: Results) -> Figure:
         axes.set_xticks(range(len(points)), names, rotation=60, ha="right")
         axes.margins(0.08, 0.15)
     if any(point.paper for _, _, points in panels for point in points):
-        panels[0][0].plot([], [], **_PAPER, label="the paper's")
+        panels[0][0].plot([], [], **_PAPER, label="paper")
         _legend(figure, panels[0][0])
     return figure
 
 
 def ratio(results: Results) -> Figure:
-    """Accuracy against training time; FAD's ratios are joined by a line."""
+    """Accuracy against training time, with a line through FAD's ratios."""
     figure, panels = _by_dataset(results, "seconds of training")
     for axes, _, points in panels:
         joined: list[Point] = []
         for point in points:
             value = point.line.arm.value
             name = point.line.method.name if value is None else f"{value:.0%}"
-            # The first ratios lie close together: every other one has its name below.
+            # The first ratios are close together, so names alternate above and below.
             _mark(axes, point.spent.seconds, point, name, (4, -11 if len(joined) % 2 else 4))
             joined += [] if value is None else [point]
         if joined:
@@ -137,7 +134,7 @@ def ratio(results: Results) -> Figure:
 
 
 def iterations(results: Results) -> Figure:
-    """Accuracy against the number of updates, a line per method; dashed: the paper's."""
+    """Accuracy against the number of updates, one line per method; dotted: the paper's."""
     figure, panels = _by_dataset(results, "updates")
     for axes, dataset, points in panels:
         by_method: dict[Row, list[Point]] = defaultdict(list)
@@ -156,7 +153,7 @@ def iterations(results: Results) -> Figure:
 
 
 def convergence(results: Results) -> Figure:
-    """Training loss against updates and against seconds, the mean over runs."""
+    """Training loss against updates and against seconds, averaged over runs."""
     figure, (by_step, by_time) = _figure(2)
     known = _looks(results)
     for _, selected in results.variants:
@@ -174,7 +171,7 @@ def convergence(results: Results) -> Figure:
 
 
 def _curve(runs: Sequence[Run]) -> tuple[list[int], list[float], list[float]]:
-    """Updates, seconds and training loss: means over runs, at the steps that all of them have."""
+    """Updates, seconds and training loss: means over runs, at the steps that all runs have."""
     curves: list[dict[int, tuple[float, float]]] = []
     for run in runs:
         curve, seconds, before = {}, 0.0, 0
@@ -191,7 +188,7 @@ def _curve(runs: Sequence[Run]) -> tuple[list[int], list[float], list[float]]:
 
 
 def ablation(results: Results) -> Figure:
-    """A panel for each of FAD's hyperparameters, with SGD and Adam as lines."""
+    """One panel per hyperparameter of FAD, with SGD and Adam as lines."""
     points = [point for own in _averages(results).values() for point in own]
     names = dict.fromkeys(arm.label.split()[0] for arm in results.order.arms if arm.label)
     figure, panels = _figure(len(names))
@@ -213,7 +210,7 @@ def ablation(results: Results) -> Figure:
 
 
 def sensitivity(results: Results) -> Figure:
-    """The accuracy of every draw, by method; the line is the median."""
+    """Accuracy of every run of the search, by method, with a dash for the median."""
     points: dict[str, list[float]] = defaultdict(list)
     for _, selected in results.variants:
         for run in selected.runs:
@@ -232,7 +229,7 @@ def sensitivity(results: Results) -> Figure:
 
 
 def demo(results: Results) -> Figure:
-    """Images of every domain, and accuracy against the time of a step."""
+    """Images of every domain, and accuracy against the time per step."""
     from matplotlib.figure import Figure
 
     from steppe.domains import load
@@ -255,5 +252,5 @@ def demo(results: Results) -> Figure:
         x = 1e3 * point.spent.step.seconds_per_step
         _mark(axes, x, point, point.line.method.name)
     axes.margins(0.15)
-    _bare(axes, "accuracy against cost", "milliseconds per step", "accuracy, percent")
+    _bare(axes, "accuracy against cost", "milliseconds per step", ACCURACY)
     return figure

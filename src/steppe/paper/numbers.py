@@ -1,4 +1,4 @@
-"""The paper's own numbers, from a data file that names the line of each."""
+"""The paper's numbers, from a data file that cites the source line of each."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from steppe.reports import Row
 
 
 class Printed(NamedTuple):
-    """One number of the paper."""
+    """One number printed in the paper."""
 
     table: str
-    """Where it stands, by our name."""
+    """steppe's name for the table."""
     line: int
-    """In the source of the paper."""
+    """Line in the paper's source."""
     dataset: str
-    """By steppe's name; empty for a mean over datasets."""
+    """steppe's name for it; empty for a mean over datasets."""
     target: str
-    """The domain held out; empty for the mean over all."""
+    """The target domain; empty for the mean over all."""
     method: Row
     steps: int | None
-    """Updates, where they are the same for what it is the mean of."""
+    """Number of updates, if it is the same for everything averaged."""
     quantity: str
-    """`accuracy`, in percent, or `seconds` of training."""
+    """`accuracy` in percent, or `seconds` of training."""
     value: float
     stderr: float | None
     source: str
-    """Where the paper has it from, if it says so."""
+    """The source that the paper cites for it, if any."""
 
 
 @cache
 def printed() -> tuple[Printed, ...]:
-    """Every number of the paper's results.
+    """Every number in the paper's results.
 
     Examples:
         >>> printed()[0].line, printed()[0].dataset, printed()[0].method.name, printed()[0].value
@@ -62,7 +62,7 @@ def printed() -> tuple[Printed, ...]:
 
 
 class Beside(NamedTuple):
-    """What the paper has for a cell, and the lines of its source that say so."""
+    """The paper's value for a cell, and its lines in the paper's source."""
 
     value: float
     lines: tuple[int, ...]
@@ -76,16 +76,16 @@ def lookup(
     steps: int | None = None,
     quantity: str = "accuracy",
 ) -> Beside | None:
-    """What the paper has for a cell, or None.
+    """The paper's value for a cell, or None.
 
     Args:
-        tables: where to look, the first first: the paper prints some numbers twice, not always
-            the same.
+        tables: tables to search, in order of preference: the paper prints some numbers twice, with
+            different values.
         method: algorithm, optimizer and averaging.
-        dataset: by steppe's name; empty: the mean over datasets.
-        targets: the domain held out, or several joined by ``+``, whose mean it is; empty: the mean
-            over all.
-        steps: updates; None: whatever the table has.
+        dataset: steppe's name for it (default: the mean over datasets).
+        targets: a target domain, or several joined by ``+`` to average over (default: the mean
+            over all).
+        steps: number of updates (default: any).
         quantity: `accuracy` or `seconds`.
 
     Examples:
@@ -107,7 +107,7 @@ def lookup(
 
 @cache
 def _own(table: str) -> dict[tuple[Row, str, str, str], list[Printed]]:
-    """The paper's own numbers of a table: what it took from others is beside no run of ours."""
+    """A table's numbers without those that the paper took from others, which we do not rerun."""
     found = defaultdict(list)
     for n in printed():
         if n.table == table and n.source not in ("DomainBed", "literature"):

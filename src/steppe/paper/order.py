@@ -1,4 +1,4 @@
-"""An experiment at a scale: the grids of its sweep, and the learning rates that are tuned first."""
+"""An experiment at a scale: the grids of its sweep, and its tuned learning rates."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from steppe.training import RunConfig
 from .experiment import EXPERIMENTS, RATE, Arm, Experiment, Scale
 
 TUNING = "tune"
-"""Begins the tags of runs that tune a learning rate."""
+"""Prefix of the tags of tuning runs."""
 
 
 class Case(NamedTuple):
-    """What a learning rate is chosen for."""
+    """A combination for which a learning rate is selected."""
 
     dataset: str
     targets: str
@@ -32,12 +32,12 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate, and what was known when it was chosen.
+    """A selected learning rate.
 
     Attributes:
         lr: the learning rate.
-        validation: by learning rate tried, the accuracy on validation images of the training
-            domains, in percent, or None if the run diverged; empty where none was tried.
+        validation: training-domain validation accuracy in percent for each learning rate tried,
+            or None if the run diverged; empty if none was tried.
     """
 
     lr: float
@@ -46,15 +46,15 @@ class Rate:
 
 @dataclass(frozen=True)
 class Order:
-    """An experiment as it is to be run.
+    """An experiment with its scale and the user's changes.
 
     Attributes:
-        experiment: which.
-        scale: how much of it.
-        datasets: by the names that runs have: a folder's is its path.
-        arms: of the experiment, with the optimizers that were asked for.
-        overrides: ``key=value`` texts for every run.
-        options: keys of every run's config.
+        experiment: the experiment.
+        scale: how much of it to run.
+        datasets: names as in the runs' configs; a folder's name is its path.
+        arms: the experiment's arms, with the requested optimizers only.
+        overrides: ``key=value`` settings for every run.
+        options: config keys for every run.
     """
 
     experiment: Experiment
@@ -66,20 +66,20 @@ class Order:
 
     @property
     def tunes(self) -> bool:
-        """Whether learning rates are tuned first."""
+        """Whether learning rates are tuned before the runs."""
         given = any(text.startswith(RATE) for text in self.overrides)
         several = len(self.scale.factors) > 1
         return self.experiment.tuned and several and not self.scale.draws and not given
 
     def setting(self, arm: Arm) -> str:
-        """What is special about an arm, as it is run here."""
+        """The setting that distinguishes an arm, with the number of updates it runs here."""
         if arm.steps is None:
             return arm.label
         steps = self.steps(arm, self.datasets[0]) - 1
         return f"{steps:,} steps" + (f", for {arm.steps:,}" if steps != arm.steps else "")
 
     def held_out(self, dataset: str) -> list[str]:
-        """The targets of a dataset, in turn; domains that are held out together joined by ``+``."""
+        """The target sets of a dataset; domains of one set are joined by ``+``."""
         spec = dataset_spec(dataset)
         sets = ["+".join(names) for names in target_sets(spec, "single")]
         named = self.experiment.targets.split(",")
@@ -88,7 +88,7 @@ class Order:
         return sets[: self.scale.only]
 
     def steps(self, arm: Arm, dataset: str) -> int:
-        """Updates of a run; as DomainBed counts, one more than the paper says."""
+        """Number of updates of a run; in DomainBed's counting, one more than in the paper."""
         paper = arm.steps or dataset_spec(dataset).steps - 1
         return max(2, round(self.scale.share * paper)) + 1
 
@@ -103,16 +103,16 @@ def make_order(
     overrides: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
 ) -> Order:
-    """An experiment at a scale, with what the user wants otherwise.
+    """Combine an experiment, a scale and the user's changes.
 
     Args:
-        name: of the experiment.
+        name: name of the experiment.
         scale: `full`, `small` or `smoke`.
         datasets: names or folders (default: the scale's, then the experiment's).
-        optimizers: names among the experiment's, or `all` (default: the scale's).
-        changes: of the scale: `trials`, `draws`, `share`, `factors`.
-        overrides: ``key=value`` texts for every run.
-        options: keys of every run's config.
+        optimizers: some of the experiment's optimizers, or `all` (default: the scale's).
+        changes: new values for the scale's `trials`, `draws`, `share` or `factors`.
+        overrides: ``key=value`` settings for every run.
+        options: config keys for every run.
 
     Examples:
         >>> order = make_order("table1", "small")
@@ -144,26 +144,26 @@ def make_order(
 
 
 def _check_tuned(experiment: Experiment, scale: Scale, overrides: Sequence[str]) -> None:
-    """Refuses factors that nothing would be multiplied by."""
+    """Raise an error if learning-rate factors would have no effect."""
     given = next((text for text in overrides if text.startswith(RATE)), None)
     reasons = {
-        f"they are drawn ({scale.draws} draws; --draws 0 tunes them)": scale.draws,
-        f"{given} is given": given,
-        "it tunes none: give one": not experiment.tuned and len(scale.factors) > 1,
+        f"they are sampled ({scale.draws} draws); --draws 0 tunes them": scale.draws,
+        f"{given} is set": given,
+        "it does not tune them; pass one factor": not experiment.tuned and len(scale.factors) > 1,
     }
     for reason, holds in reasons.items():
         if holds:
-            raise UserError(f"{experiment.name} cannot try factors of learning rates: {reason}")
+            raise UserError(f"{experiment.name} cannot try learning-rate factors: {reason}")
 
 
 def methods(arm: Arm) -> list[Row]:
-    """Those of an arm, in the paper's order."""
+    """An arm's methods, in the paper's order."""
     axes = product(arm.algorithms, arm.averaging, arm.optimizers)
     return [Row(algorithm, optimizer, averaging) for algorithm, averaging, optimizer in axes]
 
 
 def cases(order: Order) -> list[Case]:
-    """Everything that a learning rate is chosen for."""
+    """All cases that need a learning rate."""
     found = [
         Case(dataset, targets, method)
         for dataset, arm in product(order.datasets, order.arms)
@@ -174,7 +174,7 @@ def cases(order: Order) -> list[Case]:
 
 
 def rates_tried(order: Order, case: Case) -> list[float]:
-    """The learning rates that are tried: multiples of the optimizer's default of space `fair`."""
+    """Learning rates to try: multiples of the optimizer's default in the space `fair`."""
     factors = order.scale.factors
     if not order.tunes and len(factors) != 1:
         factors = (1.0,)
@@ -183,18 +183,18 @@ def rates_tried(order: Order, case: Case) -> list[float]:
 
 
 def default_rates(order: Order) -> dict[Case, Rate]:
-    """Learning rates where none is tuned: the defaults, times the factor if there is just one."""
+    """Learning rates without tuning: the defaults, times the factor if there is exactly one."""
     return {case: Rate(rates_tried(order, case)[0]) for case in cases(order)}
 
 
 def first_configs(order: Order) -> list[RunConfig]:
-    """The config of a run of each dataset."""
+    """The config of one run per dataset."""
     found = {grid.datasets[0]: grid for grid in reversed(grids(order, default_rates(order)))}
     return [next(jobs(grid))[1] for grid in found.values()]
 
 
 def tuning_grids(order: Order) -> list[Grid]:
-    """The runs that tune learning rates: short ones, of the first trial."""
+    """The runs that tune learning rates: short runs of the first trial."""
     first = {arm.steps or 0: arm for arm in reversed(order.arms)}
     arm = first[min(first)]  # the shortest runs that the experiment has
     found = []
@@ -205,7 +205,7 @@ def tuning_grids(order: Order) -> list[Grid]:
 
 
 def grids(order: Order, rates: Mapping[Case, Rate]) -> list[Grid]:
-    """The runs of the experiment itself, as far as their learning rates are known."""
+    """The runs of the experiment itself whose learning rates are known."""
     found = []
     for dataset, arm in product(order.datasets, order.arms):
         steps = order.steps(arm, dataset)
@@ -218,7 +218,7 @@ def grids(order: Order, rates: Mapping[Case, Rate]) -> list[Grid]:
 
 
 def _grid(order: Order, case: Case, steps: int, lr: float | None, arm: Arm | None = None) -> Grid:
-    """The runs of an arm; without one, the run that tries a learning rate."""
+    """The runs of an arm; without an arm, the tuning run of a learning rate."""
     scale = order.scale
     options = {**order.options, "steps": steps}
     if scale.evaluations is not None:
@@ -242,15 +242,15 @@ def _grid(order: Order, case: Case, steps: int, lr: float | None, arm: Arm | Non
 def choose_rates(
     order: Order, runs: Iterable[Run], diverged: Iterable[Grid] = ()
 ) -> dict[Case, Rate]:
-    """For every case the learning rate whose run validates best on its own training domains.
+    """Select, for every case, the learning rate with the best training-domain validation.
 
-    No other run is looked at: what validates another target's runs is, in part, this target. Cases
-    that not all rates have been tried for are left out, and those where all of them diverged.
+    Each case uses only its own runs, because the validation data of other targets' runs includes
+    this target. Cases whose tuning is incomplete are left out, and those whose runs all diverged.
 
     Args:
-        order: what is being run.
-        runs: those that tune and are finished.
-        diverged: of `tuning_grids`, those whose run diverged.
+        order: the experiment.
+        runs: finished tuning runs.
+        diverged: those of `tuning_grids` whose run diverged.
     """
     found: dict[Case, dict[float, float | None]] = defaultdict(dict)
     for run in runs:

@@ -1,4 +1,4 @@
-"""What the runs of an experiment gave: its numbers, with the paper's beside them."""
+"""Results of an experiment: our numbers with the paper's next to them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AVERAGE = "Avg."
 
 
 class Variant(NamedTuple):
-    """An arm of an experiment, and what was chosen among its runs."""
+    """An arm of an experiment and its selected runs."""
 
     arm: Arm
     selected: Selected
@@ -43,14 +43,14 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that an experiment gave.
+    """Results of an experiment.
 
     Attributes:
-        order: what was run.
-        rates: the learning rates; empty where hyperparameters were drawn.
-        variants: its arms, those that have results.
-        problems: what a reader should know.
-        curvature: of the final models, where it was measured.
+        order: the experiment as it was run.
+        rates: learning rates; empty if hyperparameters were sampled.
+        variants: the arms that have results.
+        problems: caveats for the reader.
+        curvature: curvature of the final models, if it was measured.
     """
 
     order: Order
@@ -61,43 +61,43 @@ class Results:
 
 
 class TrainingCost(NamedTuple):
-    """What a method's training took."""
+    """Training time of a method."""
 
     seconds: float
-    """Of the updates of a run."""
+    """Time of a run's updates."""
     relative: float | None
-    """To SGD's in the same arm, or else in the first arm that has it."""
+    """Relative to SGD in the same arm, or in the first arm that has SGD."""
     paper: Beside | None
     """The paper's seconds."""
     step: StepCost
-    """Of one update; where there are several datasets, on the first of them."""
+    """Cost of one update, on the first dataset if there are several."""
 
 
 class Number(NamedTuple):
-    """An accuracy in percent: ours, and the paper's."""
+    """An accuracy in percent: ours and the paper's."""
 
     ours: Cell | None
     paper: Beside | None
 
 
 class Line(NamedTuple):
-    """A method under an arm, on one dataset or `all`."""
+    """A method of an arm, on one dataset or `all`."""
 
     dataset: str
     method: Row
     arm: Arm
     cells: Mapping[str, Number]
-    """By target, or by dataset where this is of all; `Avg.` for the mean."""
+    """By target, or by dataset for `all`; `Avg.` is the mean."""
     spent: TrainingCost | None
 
 
 def result_folders(sweep: Sweep, grids: Iterable[Grid]) -> list[tuple[str, Path]]:
-    """The tag and the result of every run of some grids, whether it is there or not."""
+    """The tag and result folder of every run of the grids, including runs without a result."""
     return [(grid.tag, Job(sweep.folder(name)).result) for grid in grids for name, _ in jobs(grid)]
 
 
 def gather(order: Order, sweep: Sweep, rates: Mapping[Case, Rate]) -> Results:
-    """Reads what the runs of an experiment gave."""
+    """Read the results of an experiment's runs."""
     found: list[Variant] = []
     problems: list[str] = []
     columns = {
@@ -121,7 +121,7 @@ def gather(order: Order, sweep: Sweep, rates: Mapping[Case, Rate]) -> Results:
 
 
 def look_at(sweep: Sweep) -> str:
-    """How many runs failed, and where to read why."""
+    """How many runs failed, and the command that shows why."""
     failed = look(sweep).counts["failed"]
     said = f"{failed:,} failed, " if failed else ""
     return f"{said}see: {command('steppe', 'sweep', 'status', sweep.path)}"
@@ -136,17 +136,17 @@ def _paper(results: Results, arm: Arm, dataset: str, column: str, method: Row) -
 
 
 def _has_all(order: Order) -> bool:
-    """Whether it has the paper's datasets: its means are over those, and mislead beside others."""
+    """Whether all of the paper's datasets are run, so that its means are comparable with ours."""
     return {short(name) for name in order.datasets} == set(order.experiment.datasets)
 
 
 def short(dataset: str) -> str:
-    """The name of a dataset; of a folder, without where it lies."""
+    """The name of a dataset, without the path of a folder."""
     return Path(dataset).name
 
 
 def lines(results: Results) -> Iterator[Line]:
-    """All numbers, table by table."""
+    """All results, table by table."""
     spent = costs(results)
     for arm, selected in results.variants:
         across = across_datasets(selected)
@@ -155,7 +155,7 @@ def lines(results: Results) -> Iterator[Line]:
         tables = [*([across] if len(selected.datasets) > 1 else []), *dataset_tables(selected)]
         for table in tables:
             for row in sorted(table.rows, key=lambda r: methods(arm).index(r.row)):
-                mean = row.average  # which has no error over trials
+                mean = row.average  # has no error over trials
                 if mean is not None:
                     over_all = whole[row.row] or mean._replace(partial=True)
                     mean = means[row.row].get(table.dataset, over_all)
@@ -168,7 +168,7 @@ def lines(results: Results) -> Iterator[Line]:
 
 
 def costs(results: Results) -> dict[tuple[str, Arm, Row], TrainingCost]:
-    """What training took, by dataset (or `all`, the mean), arm and method."""
+    """Training cost by dataset (`all` for the mean), arm and method."""
     seconds: dict[tuple[str, Arm, Row], list[float]] = {}
     steps: dict[tuple[str, Arm, Row], StepCost] = {}
     for arm, selected in results.variants:
@@ -193,10 +193,10 @@ def costs(results: Results) -> dict[tuple[str, Arm, Row], TrainingCost]:
 
 
 def comparisons(results: Results) -> list[Paired]:
-    """FAD against every other optimizer, on the same targets and trials.
+    """Compare FAD with every other optimizer on the same targets and trials.
 
-    The interval is over the targets, and once more over the trials of all targets if they are done.
-    Where a arm has FAD alone, it is compared with the optimizers of the arm without a tag.
+    Each comparison has an interval over targets and, if all runs are done, another over trials. An
+    arm with only FAD is compared with the optimizers of the arm without a tag.
     """
     found = []
     for arm, selected in results.variants:
@@ -218,7 +218,7 @@ def comparisons(results: Results) -> list[Paired]:
 
 
 def _units(selected: Selected, a: Row, b: Row) -> Iterator[Unit]:
-    """What intervals can be taken over, of what two methods have in common."""
+    """The units that two methods' shared results allow intervals over."""
     seen = [{p._replace(row=a) for p in selected.chosen if p.row == row} for row in (a, b)]
     shared = seen[0] & seen[1]
     targets, trials = {p[:3] for p in shared}, {p.trial for p in shared}
@@ -229,7 +229,7 @@ def _units(selected: Selected, a: Row, b: Row) -> Iterator[Unit]:
 
 
 def made(results: Results) -> dict[str, Any]:
-    """What the runs had in common: what a reader needs to know beside the numbers."""
+    """Settings of the runs that a reader needs to know."""
     configs = [run.config for variant in results.variants for run in variant.selected.runs]
 
     def all_of(key: str) -> list[Any]:

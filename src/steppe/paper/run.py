@@ -1,4 +1,4 @@
-"""Runs an experiment: plans it as a sweep, has it carried out, and writes what it gave."""
+"""Run an experiment: plan it as a sweep, execute it, and write its results."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from .results import Results, gather, look_at, made, result_folders, short, to_j
 from .tables import tables
 
 LOOK_SECONDS = 2.0
-"""Between two looks, while learning rates are being tuned, whether one is known."""
+"""Interval at which the plan checks for newly tuned learning rates."""
 CarryOut = Callable[[Sweep], object]
-"""Runs what a sweep has left."""
+"""Executes the remaining runs of a sweep."""
 
 
 def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Case, Rate] | None]:
-    """Plan as much of an experiment as can be known: what tunes learning rates, and what has them.
+    """Plan the tuning runs of an experiment, and all runs whose learning rate is known.
 
     Returns:
-        The sweep; and the learning rates, or None while some are still to be tuned. Where all
-        that were tried diverged, there is none.
+        The sweep, and the learning rates or None while tuning is incomplete. A case whose tuning
+        runs all diverged has no learning rate.
     """
     if not order.tunes:
         rates = default_rates(order)
@@ -50,7 +50,7 @@ def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Case, 
 
 
 def _diverged(sweep: Sweep, tries: Sequence[Grid]) -> list[Grid]:
-    """Those whose run has failed because it diverged: a result too, where rates are tuned."""
+    """Tuning runs that failed by divergence, which counts as a result."""
     found = []
     for grid in tries:
         ((name, _),) = jobs(grid)
@@ -68,32 +68,32 @@ def reproduce(
     command: str = "",
     say: Callable[[str], None] = lambda line: None,
 ) -> Results:
-    """Run an experiment to its end; what is done already is not done again.
+    """Run an experiment to completion, reusing finished runs.
 
     Args:
-        order: what to run.
-        out: a folder for the sweep and what it gives.
-        carry_out: runs what the sweep has left.
-        command: what was typed, for the record.
-        say: is told what is done next.
+        order: the experiment to run.
+        out: folder for the sweep and its results.
+        carry_out: executes the remaining runs of a sweep.
+        command: the command line, for the record.
+        say: receives progress messages.
     """
     sweep, rates = plan(order, out, command)
     if rates is None:
         tries = len(tuning_grids(order))
-        say(f"tuning learning rates: {tries:,} short runs in {out}; the others follow one by one")
+        say(f"tuning learning rates with {tries:,} short runs in {out}; full runs follow")
         with _planning(order, out, command):
             carry_out(sweep)
         sweep, rates = plan(order, out, command)
     if rates is None:
-        problem = f"not all runs that tune learning rates have a result: {look_at(sweep)}"
+        problem = f"some learning-rate tuning runs have no result: {look_at(sweep)}"
         return Results(order, {}, (), (problem,))
     if not look(sweep).over:
         say(f"{order.experiment.name}: {len(sweep.names):,} runs in {out}")
         carry_out(sweep)
     found = gather(order, sweep, rates)
     lost = [
-        f"{case.method.name} on {short(case.dataset)}, {case.targets} held out: diverged with "
-        "every learning rate that was tried; --factors tries others"
+        f"{case.method.name} on {short(case.dataset)}, target {case.targets}: diverged with every "
+        "learning rate tried; use --factors to try others"
         for case in cases(order)
         if case not in rates
     ]
@@ -103,12 +103,12 @@ def reproduce(
 
 @contextmanager
 def _planning(order: Order, out: Path, command: str) -> Iterator[None]:
-    """Adds runs to the plan as soon as their learning rates are known: no worker need wait."""
+    """Add runs to the plan as soon as their learning rates are known, so that no worker waits."""
     over = threading.Event()
 
     def add() -> None:
         took = 0.0
-        while not over.wait(max(LOOK_SECONDS, 5 * took)):  # hundreds of runs take a while
+        while not over.wait(max(LOOK_SECONDS, 5 * took)):  # planning hundreds of runs is slow
             began = time.monotonic()
             if plan(order, out, command)[1] is not None:
                 return
@@ -124,9 +124,9 @@ def _planning(order: Order, out: Path, command: str) -> Iterator[None]:
 
 
 def _measured(found: Results, say: Callable[[str], None]) -> Results:
-    """Measures the curvature of every chosen model that has not been measured yet.
+    """Measure the curvature of every selected model that has not been measured yet.
 
-    Flatness with one radius, whatever the optimizers' own: else it could not be compared.
+    All models use the same radius, not their optimizer's, so that flatness is comparable.
     """
     chosen = [c.run for v in found.variants for c in v.selected.chosen.values()]
     for number, run in enumerate(chosen, start=1):
@@ -142,15 +142,15 @@ def _measured(found: Results, say: Callable[[str], None]) -> Results:
 def write_results(
     found: Results, out: Path, facts: Mapping[str, Any], command: str = ""
 ) -> list[Path]:
-    """Write what an experiment gave: Markdown, JSON, a figure, and the page of its runs.
+    """Write the results of an experiment: Markdown, JSON, a figure, and the report page.
 
     Args:
         found: from `reproduce`.
-        out: the folder.
-        facts: about the machine and versions, for the JSON.
-        command: what was typed.
+        out: the output folder.
+        facts: machine and versions, for the JSON.
+        command: the command line, for the record.
     """
-    if not found.variants:  # nothing to write, and perhaps something of before to keep
+    if not found.variants:  # keep the files of an earlier run
         return []
     values = out / "results.json"
     stored = {"environment": dict(facts), **to_json(found)}
@@ -174,7 +174,6 @@ def write_results(
 
 
 def markdown(found: Results, pictures: list[str], command: str = "") -> str:
-    """The results as a page of Markdown."""
     experiment = found.order.experiment
     where = f" (`{experiment.label}` in the paper)" if experiment.label else ""
     parts = [
@@ -190,11 +189,11 @@ def markdown(found: Results, pictures: list[str], command: str = "") -> str:
 
 
 def _made(found: Results) -> str:
-    """What the runs had in common, in words."""
+    """The settings of the runs, in words."""
     facts = made(found)
     numbers = [(facts[f"{word}s"], word) for word in ("trial", "draw")]
     counts = [f"{n} {word}{'s' * (n != 1)}" for n, word in numbers if n]
-    words = {"steps": "steps", "batch_size": "images a domain", "backbone": "", "weights": ""}
+    words = {"steps": "steps", "batch_size": "images per domain", "backbone": "", "weights": ""}
     named = [
         f"{', '.join(f'{v:,}' if isinstance(v, int) else v for v in facts[key])} {word}".strip()
         for key, word in words.items()

@@ -1,8 +1,9 @@
-"""An experiment's tables: ours, with the paper's in brackets."""
+"""An experiment's tables: our numbers, with the paper's in parentheses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from steppe.errors import UserError, unknown
@@ -18,7 +19,7 @@ from .results import AVERAGE, Line, Results, TrainingCost, comparisons, lines, s
 
 
 class BesideColumn(Column[Line]):
-    """Our accuracy, with the paper's in brackets; the key is that of the cell."""
+    """Our accuracy, with the paper's in parentheses. The key names the cell."""
 
     def text(self, row: Line) -> str:
         paper = row.cells[self.key].paper if self.key in row.cells else None
@@ -35,26 +36,21 @@ TIMES: list[Column[Line]] = [
     Column("seconds", "seconds", lambda row: row.spent, show=_seconds),
     Column("over SGD", "over SGD", lambda row: row.spent and row.spent.relative, digits=2),
 ]
-"""What an experiment may show beside accuracies, besides `reports.columns.COSTS`."""
+"""Columns that an experiment may show, in addition to `reports.columns.COSTS`."""
 
 
 def _column(key: str) -> Column[Line]:
     times = {column.key: column for column in TIMES}
-    known = {column.key: column for column in COSTS if column.key}
+    known: dict[str, Column[Any]] = {column.key: column for column in COSTS if column.key}
     if key in times:
         return times[key]
     if key not in known:
         raise UserError(unknown("column", key, [*times, *known]))
     cost = known[key]
-
-    def value(row: Line) -> Any:
-        return None if row.spent is None else cost.of(row.spent.step)
-
-    return Column(key, cost.heading, value, digits=cost.digits, scale=cost.scale, show=cost.show)
+    return replace(cost, value=lambda row: row.spent and cost.of(row.spent.step), better="")
 
 
 def tables(results: Results) -> list[TextTable]:
-    """The tables to be shown."""
     by_dataset: dict[str, list[Line]] = {}
     for line in lines(results):
         by_dataset.setdefault(line.dataset, []).append(line)
@@ -81,12 +77,12 @@ def _table(results: Results, dataset: str, rows: Sequence[Line]) -> TextTable:
     columns += [BesideColumn(name, short(name), _cell(name), better="high") for name in ordered]
     columns += [_column(key) for key in order.experiment.columns]
     title = "All datasets" if dataset == ALL else short(dataset)
-    said = ["accuracy on the held-out domain in percent, selected by training-domain validation"]
+    said = ["target accuracy in %, selected by training-domain validation"]
     beside = [row for row in rows if any(cell.paper for cell in row.cells.values())]
     if beside:
-        said.append("in brackets the paper's (ResNet-50, its own updates and search)")
+        said.append("in parentheses: the paper's (ResNet-50, its own updates and search)")
     if any(row.method.averaging == "sma" for row in beside):
-        said.append("EoA also ensembles the averages ('steppe sweep ensemble'): not done here")
+        said.append("without the ensemble of averages that EoA adds ('steppe sweep ensemble')")
     said += filter(None, [order.experiment.note])
     return text_table(f"{title}: {order.experiment.about}", columns, rows, note="; ".join(said))
 
@@ -96,7 +92,7 @@ def _cell(name: str) -> Callable[[Line], Cell | None]:
 
 
 def rates_table(results: Results) -> TextTable:
-    """The learning rates that were tried, and which was chosen."""
+    """The learning rates tried for each case, and the selected one."""
 
     def tried(found: tuple[Case, Rate]) -> str:
         return ", ".join(
@@ -106,22 +102,23 @@ def rates_table(results: Results) -> TextTable:
 
     columns: list[Column[tuple[Case, Rate]]] = [
         Column("", "dataset", lambda found: short(found[0].dataset), word=True),
-        Column("", "held out", lambda found: found[0].targets, word=True),
+        Column("", "target", lambda found: found[0].targets, word=True),
         Column("", "method", lambda found: found[0].method.name, word=True),
         Column("", "learning rate", lambda found: f"{found[1].lr:g}"),
         Column("", "tried: validation accuracy", tried),
     ]
-    note = "chosen by validation images of the training domains, in short runs of the first trial"
+    note = "selected by training-domain validation, in short runs of the first trial"
     rows = list(results.rates.items())
     return text_table("Learning rates", columns, rows, note=note + _at_the_edge(results.rates))
 
 
 def _at_the_edge(rates: Mapping[Case, Rate]) -> str:
-    """How many rates are the last that was tried, so that one beyond may be better."""
+    """How many rates are at the edge of the range, so that one beyond it may be better."""
     tried = [rate for rate in rates.values() if len(rate.validation) > 1]
     edges = {
         "lowest": sum(rate.lr == min(rate.validation) for rate in tried),
         "highest": sum(rate.lr == max(rate.validation) for rate in tried),
     }
     said = [f"{n} of {len(tried)} are the {edge} tried" for edge, n in edges.items() if n]
-    return "".join(f"; {text}" for text in said) + (" (--factors tries others)" if said else "")
+    hint = " (use --factors to try others)" if said else ""
+    return "".join(f"; {text}" for text in said) + hint

@@ -1,7 +1,4 @@
-"""From records to tables: load runs, select among them, compare, and write what came out.
-
-The names below are the public ones; the modules beside this file hold one idea each.
-"""
+"""Load runs, select models among them, compare methods, and write reports."""
 
 from .columns import Column, register_column
 from .curvature import compare

@@ -1,4 +1,4 @@
-"""What a report answers in sentences: who leads, by how much, how sure that is, what it costs."""
+"""A report's opening sentences: which method leads, by how much, how certainly, at what cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tables import Selected, StepCost, Table
 
 
 class Ranked(NamedTuple):
-    """A method with a number for every target."""
+    """A method with a result for every target."""
 
     name: str
     average: float
@@ -21,7 +21,7 @@ class Ranked(NamedTuple):
 
 
 def ranking(table: Table | None) -> list[Ranked]:
-    """The methods that have all targets, the best first."""
+    """Methods that have every target, best first."""
     rows = table.rows if table else ()
     found = [
         Ranked(row.row.name, row.average.mean)
@@ -32,7 +32,7 @@ def ranking(table: Table | None) -> list[Ranked]:
 
 
 def step_seconds(costs: Sequence[StepCost]) -> dict[str, float]:
-    """Mean seconds of a step over datasets, of the methods that were timed on all of them."""
+    """Mean seconds per step over datasets, for methods that were timed on all of them."""
     datasets = {cost.dataset for cost in costs}
     times: dict[str, dict[str, float]] = {}
     for cost in costs:
@@ -53,7 +53,6 @@ def cheapest(costs: Sequence[StepCost]) -> str | None:
 def answer(
     selected: Selected, ranked: Sequence[Ranked], pairs: Contrasts, costs: Sequence[StepCost]
 ) -> list[str]:
-    """The sentences that a report begins with."""
     methods = [row.name for row in selected.rows()]
     if not methods:
         return []
@@ -104,7 +103,7 @@ def _against(best: Ranked, second: Ranked, pair: Contrast | None, shared: bool) 
 
 
 def evidence(pair: Contrast) -> str:
-    """The interval that decides, in words, with Holm's p value."""
+    """The deciding interval and its Holm-corrected p value, in words."""
     by = pair.deciding
     assert by is not None
     assert pair.adjusted is not None
@@ -116,7 +115,7 @@ def evidence(pair: Contrast) -> str:
 
 
 def verdict(pair: Contrast) -> str:
-    """Of a pair, in words, with what it speaks about."""
+    """The verdict in words, with its scope: these targets, or targets in general."""
     by = pair.deciding
     if by is None or pair.verdict != "significant":
         return pair.verdict
@@ -147,7 +146,7 @@ _CLAUSES = {
     "inconclusive": "the difference{s} from {names} {be} inconclusive",
     "no interval": "the difference{s} from {names} {be} of too few runs for an interval",
 }
-"""How verdicts read, in this order."""
+"""Clause for each verdict, in reading order."""
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -168,7 +167,7 @@ def _cost(selected: Selected, ranked: Sequence[Ranked], costs: Sequence[StepCost
 
 
 def _not_run(selected: Selected) -> list[str]:
-    """Targets without a column, where one domain is held out at a time."""
+    """Report missing targets of datasets whose runs hold out one domain each."""
     said = []
     for dataset, sets in selected.columns.items():
         own = (run for run in selected.runs if run.dataset == dataset)

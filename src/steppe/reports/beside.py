@@ -1,10 +1,9 @@
-"""Runs or sweeps beside each other: what each reached, what differs, and by how much."""
+"""Compare runs or sweeps: accuracies, paired differences, and settings that differ."""
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,39 +21,38 @@ from .remarks import remarks
 from .render import TextTable, contrasts_text, text_table, to_terminal
 from .report import rerunnable
 from .runs import Loaded, Row, Run, load_runs
-from .spent import DIGITS, hours
+from .spent import DIGITS, hours, step_time
 from .tables import Place, Selected, Table, TableRow, dataset_tables, select_runs, target_sets
 
 _RUN = ("targets", "trial_seed", "seed", "resolved", "draw")
-"""Of a config, what says which run of a sweep it is, or how it was carried out."""
+"""Config keys that identify a run within a sweep or describe its execution."""
 _BESIDE = 4
-"""Rows whose settings fit beside each other in a terminal."""
+"""Maximum number of rows whose settings fit side by side in a terminal."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Several runs or sweeps; a method of one is a row of its own."""
+    """Several runs or sweeps. Each method of each of them is a separate row."""
 
     selected: Selected
     pairs: Contrasts
     settings: dict[str, list[str]]
-    """Keys of configs whose values differ: the values of each row, in order."""
+    """Config keys whose values differ, with one value per row."""
     unpaired: tuple[str, ...]
     problems: tuple[str, ...]
 
     @cached_property
     def answer(self) -> list[str]:
-        """A sentence for every pair."""
+        """One sentence per pair."""
         return [_sentence(pair) for pair in self.pairs.pairs] + list(self.unpaired)
 
     @cached_property
     def order(self) -> list[Row]:
-        """The rows as their folders were given."""
+        """Rows in the order in which their folders were given."""
         return list(dict.fromkeys(run.row for run in self.selected.runs))
 
     @cached_property
     def tables(self) -> list[Table]:
-        """One per dataset."""
         place = {row: at for at, row in enumerate(self.order)}
         return [
             replace(table, rows=tuple(sorted(table.rows, key=lambda row: place[row.row])))
@@ -62,7 +60,6 @@ class Beside:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
         return {
             "answer": self.answer,
             "selection": self.selected.selection,
@@ -87,7 +84,7 @@ class Beside:
         }
 
     def to_terminal(self) -> str:
-        """The sentences, the tables, and the settings that differ."""
+        """The tables and the settings that differ."""
         sections = [contrasts_text(self.pairs)] if len(self.pairs.pairs) > 1 else []
         for table in self.tables:
             columns = [
@@ -102,25 +99,19 @@ class Beside:
         return printed([*map(to_terminal, sections)])
 
 
-def _seconds(row: TableRow) -> float | None:
-    found = [r.seconds_per_step for run in row.runs for r in run.records[1:] or run.records]
-    known = [value for value in found if value is not None]
-    return statistics.median(known) if known else None
-
-
 _COST: list[Column[TableRow]] = [
     Column("runs", "runs", lambda row: len(row.runs)),
-    Column("seconds_per_step", "ms/step", _seconds, digits=1, scale=1e3),
+    Column("seconds_per_step", "ms/step", lambda row: step_time(row.runs), digits=1, scale=1e3),
     Column("hours", "hours", lambda row: sum(hours(row.runs).values()) or None, digits=DIGITS),
 ]
-"""What the runs behind a row took."""
+"""Cost of a row's runs."""
 
 
 def compare_runs(paths: Sequence[Path | str], selection: str = "train-val") -> Beside:
-    """Put runs or sweeps beside each other; the first is what the others are compared with.
+    """Compare each run or sweep with the first one.
 
-    Each is selected by itself. Methods of the same name are paired; a folder with one method is
-    paired with every method of the others.
+    Model selection is applied to each separately. Methods are paired by name; a folder with a
+    single method is paired with every method of the others.
     """
     if len(paths) < 2:
         raise UserError("nothing to compare with: name two or more runs or sweeps")
@@ -128,7 +119,7 @@ def compare_runs(paths: Sequence[Path | str], selection: str = "train-val") -> B
     loaded = [load_runs(path) for path in paths]
     for path, one in zip(paths, loaded, strict=True):
         if not one.runs:
-            raise UserError(f"{path}: no run there has a record yet")
+            raise UserError(f"{path}: none of the runs has a record yet")
     chosen = [select_runs(one.runs, selection) for one in loaded]
     rows = [
         {row: _label(side, row, len(one.rows()) == 1) for row in one.rows()}
@@ -146,7 +137,7 @@ def compare_runs(paths: Sequence[Path | str], selection: str = "train-val") -> B
 
 
 def _names(paths: Sequence[Path | str]) -> list[str]:
-    """The shortest ends of paths that differ."""
+    """The shortest path suffixes that are unique."""
     whole = [Path(os.path.abspath(path)).parts for path in paths]
     if len(set(whole)) < len(whole):
         again = next(path for at, path in enumerate(paths) if whole[at] in whole[:at])
@@ -159,7 +150,7 @@ def _names(paths: Sequence[Path | str]) -> list[str]:
 
 
 def _label(side: str, row: Row, alone: bool) -> Row:
-    """A method of one side as a row: its name says where it is from."""
+    """A row whose name combines the folder and the method."""
     return Row("ERM", f"{side} ({row.name})" if alone else f"{side}: {row.name}", "none")
 
 
@@ -215,7 +206,7 @@ def _sentence(pair: Contrast) -> str:
 
 
 def _settings(merged: Selected) -> dict[str, list[str]]:
-    """Of every row: the values of the config's keys that are not the same in all of them."""
+    """Config keys whose values differ between rows, with each row's values."""
     rows = list(dict.fromkeys(run.row for run in merged.runs))
     seen: dict[str, dict[Row, set[str]]] = {}
     for run in merged.runs:

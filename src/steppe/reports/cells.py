@@ -1,4 +1,4 @@
-"""A number of a table: a mean over trials, and its error."""
+"""Table cells: means over trials with their standard errors."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ MISSING = "–"
 
 
 class Cell(NamedTuple):
-    """Mean and error over trials, in percent."""
+    """Mean and standard error over trials, in percent."""
 
     mean: float
     err: float
     n: int
-    """Trials."""
+    """Number of trials."""
     partial: bool = False
-    """Whether a trial lacks some of what it is the mean of."""
+    """Whether some trial lacks targets."""
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """DomainBed's: the standard deviation of the population, over the root of its size.
+    """DomainBed's standard error: the population standard deviation over the root of its size.
 
     Examples:
         >>> standard_error([1.0, 3.0])
@@ -33,7 +33,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def cell_of(values: Iterable[float], partial: bool = False) -> Cell | None:
-    """Mean and error of accuracies from 0 to 1; None of none."""
+    """Mean and standard error of accuracies in [0, 1]; None if there are none."""
     data = list(values)
     if not data:
         return None
@@ -41,7 +41,7 @@ def cell_of(values: Iterable[float], partial: bool = False) -> Cell | None:
 
 
 def cell_text(cell: Cell | None) -> str:
-    """Mean and error with one decimal, as DomainBed prints them.
+    """Mean and standard error with one decimal, as DomainBed prints them.
 
     Examples:
         >>> cell_text(Cell(83.25, 0.5, 3)), cell_text(Cell(83.25, 0.0, 1)), cell_text(None)
@@ -54,7 +54,7 @@ def cell_text(cell: Cell | None) -> str:
 
 
 def points_text(value: float) -> str:
-    """A difference in points, with its sign and one decimal.
+    """A difference in points with its sign and one decimal.
 
     Examples:
         >>> points_text(1.25), points_text(-0.04), points_text(-0.5)
@@ -65,12 +65,11 @@ def points_text(value: float) -> str:
 
 
 def interval_text(low: float, high: float) -> str:
-    """An interval of differences."""
     return f"{points_text(low)} to {points_text(high)}"
 
 
 def p_text(value: float) -> str:
-    """A p value, with as many digits as show on which side of 0.05 it lies.
+    """A p value with enough digits to show on which side of 0.05 it lies.
 
     Examples:
         >>> p_text(0.0314), p_text(0.0002), p_text(1.0), p_text(0.0496), p_text(0.0504)

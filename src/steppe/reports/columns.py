@@ -1,8 +1,8 @@
-"""Columns, each declared once: every format and the page take them from here.
+"""Table columns, each declared once for every output format and the HTML page.
 
-`METHODS` stand beside the accuracies of a method, `COSTS` in the table of costs, `CONTRASTS` and
-`PAIRED` in those of differences, `measured.CURVATURE` in those of flatness. `register_column` adds
-one to the first two, from anywhere.
+`METHODS` follow the accuracies of a method, `COSTS` make up the cost table, `CONTRASTS` and
+`PAIRED` the tables of differences, and `measured.CURVATURE` those of flatness. Plugins add columns
+to the first two with `register_column`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Column(Generic[T]):
-    """What a column shows of a row.
+    """How a column gets its value from a row, and how it displays it.
 
     Attributes:
-        key: its name in JSON, CSV and the page; empty: it is only shown.
-        heading: what people read above it; empty: it is only data.
-        value: of a row: a number, a text, a list of these, or None where it is missing; in a
-            column that is only shown, a `Cell` too. Default: the attribute that the key names.
+        key: name in JSON, CSV and the page; empty for a column that is only displayed.
+        heading: displayed name; empty for a column that is only data.
+        value: function of a row that returns a number, a string, a list of these, or None if the
+            value is missing; display-only columns may return a `Cell` (default: read the attribute
+            named `key`).
         digits: decimals of a number.
-        scale: what people see is so many times the value: 1000, where seconds are shown as ms.
-        show: the text of a value, where `digits` do not say it.
-        meaning: the heading in words, with the unit.
-        better: whether the highest or the lowest is the best, and marked.
-        marked: of a row: whether it is marked, where that is not a contest.
-        word: whether it holds words. Those that come first name the row.
+        scale: factor between the value and what is displayed, such as 1000 for seconds in ms.
+        show: function that formats a value, if `digits` is not enough.
+        meaning: the heading spelled out, with the unit.
+        better: mark the highest (`high`) or lowest (`low`) value as the best.
+        marked: function of a row that decides whether to mark it, instead of `better`.
+        word: whether the column holds text. Leading text columns name the row.
 
     Examples:
         >>> loss = Column("loss", "final loss", lambda row: row["loss"], digits=2, better="low")
@@ -59,7 +60,6 @@ class Column(Generic[T]):
     word: bool = False
 
     def of(self, row: T) -> Any:
-        """The value of a row."""
         return getattr(row, self.key) if self.value is None else self.value(row)
 
     def text(self, row: T) -> str:
@@ -75,9 +75,9 @@ class Column(Generic[T]):
         return str(value) if self.digits is None else f"{self.scale * value:.{self.digits}f}"
 
     def rank(self, row: T) -> float | None:
-        """What counts in a contest: the number as it is shown, so that equal texts are equal.
+        """The displayed number, negated if lower is better, so that equal texts tie for the best.
 
-        None takes no part: a mean that lacks some targets is of other things.
+        None does not compete: missing values, and partial means, which cover other targets.
         """
         value = self.of(row)
         if value is None or not self.better or (isinstance(value, Cell) and value.partial):
@@ -89,7 +89,7 @@ class Column(Generic[T]):
         return float(shown) if self.better == "high" else -float(shown)
 
     def about(self) -> dict[str, Any]:
-        """What the page needs to know to show it."""
+        """The fields that the page needs."""
         told = ("key", "heading", "meaning", "digits", "scale", "better", "word")
         return {name: getattr(self, name) for name in told}
 
@@ -105,12 +105,12 @@ METHODS: list[Column[TableRow]] = [
         "space",
         "space",
         lambda row: ", ".join(sorted({run.space for run in row.runs if run.space})) or None,
-        meaning="what the hyperparameters were drawn from",
+        meaning="search space of the hyperparameters",
         word=True,
     ),
     Column("runs", "runs", lambda row: len(row.runs), meaning="runs to choose from"),
 ]
-"""Of a method in a table of accuracies, after its average: what the numbers come from."""
+"""Columns after the average in tables of accuracies, one row per method."""
 
 _MS = "milliseconds per step"
 COSTS: list[Column[StepCost]] = [
@@ -127,12 +127,15 @@ COSTS: list[Column[StepCost]] = [
     Column("trials", "", lambda cost: cost.accuracy and cost.accuracy.n),
     Column("partial", "", lambda cost: cost.accuracy is not None and cost.accuracy.partial),
 ]
-"""Of a method and a dataset: what a step costs, beside what it brings."""
+"""Columns of the cost table, one row per method and dataset."""
 
-PAIRED: list[Column[Paired]] = [
+_NAMES: list[Column[Any]] = [
     Column("", "methods", lambda pair: f"{pair.a} - {pair.b}", word=True),
     Column("a"),
     Column("b"),
+]
+PAIRED: list[Column[Paired]] = [
+    *_NAMES,
     Column("difference", "points", show=points_text, marked=attrgetter("clear")),
     Column("", "interval", lambda pair: interval_text(pair.low, pair.high)),
     Column("low"),
@@ -141,7 +144,7 @@ PAIRED: list[Column[Paired]] = [
     Column("n", "", attrgetter("pairs")),
     Column("what", "over"),
 ]
-"""Of two methods: the mean difference in points, with its interval."""
+"""Mean difference of two methods in points, with one interval."""
 
 
 def _interval(pair: Paired | None) -> str | None:
@@ -153,15 +156,13 @@ def _significant(pair: Contrast) -> bool:
 
 
 def _of(name: str, within: str = "across") -> Callable[[Contrast], Any]:
-    """An attribute of one of the intervals, where there is one."""
+    """An attribute of one of the intervals; None if there is no such interval."""
     return lambda pair: getattr(getattr(pair, within), name, None)
 
 
 _CI = f"{LEVEL:.0%} CI"
 CONTRASTS: list[Column[Contrast]] = [
-    Column("", "methods", lambda pair: f"{pair.a} - {pair.b}", word=True),
-    Column("a"),
-    Column("b"),
+    *_NAMES,
     Column("difference", "points", show=points_text, marked=_significant),
     Column("", f"{_CI}, seeds", lambda pair: _interval(pair.over_trials)),
     Column("", f"{_CI}, targets", lambda pair: _interval(pair.over_targets)),
@@ -179,29 +180,29 @@ CONTRASTS: list[Column[Contrast]] = [
     Column("p_tied", "", attrgetter("outside")),
     Column("verdict", "result", word=True),
 ]
-"""Of two methods: the mean difference in points, with both intervals and what they say."""
+"""Mean difference of two methods in points, with both intervals and the verdict."""
 
 _OPEN: dict[str, list[Column[Any]]] = {"methods": METHODS, "costs": COSTS}
 _RESERVED = {*Row._fields, "dataset", "selection", "target", "cells", "mean", "err", "n", "avg"}
-"""What else the rows of a table have in JSON, CSV or the page."""
+"""Other keys of table rows in JSON, CSV and the page."""
 
 
 def register_column(table: Literal["methods", "costs"], column: Column[Any]) -> None:
-    """Add a column to a table, as the last, in every format and on the page.
+    """Append a column to a table in every output format and on the page.
 
-    Its values are of a `TableRow` in `methods`, of a `StepCost` in `costs`; both have the runs.
+    Its `value` receives a `TableRow` for `methods` and a `StepCost` for `costs`; both have `runs`.
     """
     taken = _RESERVED | {own.key for own in _OPEN[table]}
     if not column.key or column.key in taken:
         raise UserError(
-            f"the table {table} cannot take a column with the key {column.key!r}: give it one of "
-            f"its own, not {', '.join(sorted(taken - {''}))}"
+            f"cannot add a column with key {column.key!r} to the table {table!r}: the key must be "
+            f"non-empty and none of {', '.join(sorted(taken - {''}))}"
         )
     _OPEN[table].append(column)
 
 
 def cost_columns(costs: Iterable[StepCost]) -> list[Column[StepCost]]:
-    """`COSTS`, with the hours named after the device where all runs had the same."""
+    """`COSTS`, with hours named after the device if all runs used the same kind."""
     kinds = {kind for cost in costs for kind in hours(cost.runs)}
     name = f"{kinds.pop()}-hours" if len(kinds) == 1 else "hours"
     meaning = f"{name} of all runs"
@@ -211,12 +212,12 @@ def cost_columns(costs: Iterable[StepCost]) -> list[Column[StepCost]]:
 
 
 def in_files() -> list[Column[TableRow]]:
-    """`METHODS` as stored tables have them: words come last."""
+    """`METHODS` in the order of stored tables: text columns last."""
     return sorted(METHODS, key=lambda column: column.word)
 
 
 def table_columns(table: Table) -> list[Column[TableRow]]:
-    """The columns of a table of accuracies: names, targets, the average, and `METHODS`."""
+    """Columns of a table of accuracies: names, targets, the average, and `METHODS`."""
     usual = {"algorithm": {"ERM"}, "averaging": {"none"}}
     seen = {axis: {getattr(row.row, axis) for row in table.rows} for axis in Row._fields}
     axes = [axis for axis in seen if seen[axis] - usual.get(axis, set())] or ["optimizer"]

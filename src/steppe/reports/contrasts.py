@@ -1,4 +1,4 @@
-"""Every method against a reference: the paired difference, its intervals, and what they say."""
+"""Paired differences of methods from a reference, with intervals and verdicts."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ from .tables import Selected
 
 LEVEL = 0.95
 SEEDS = 3
-"""With so many trial seeds they decide, on the targets at hand; with fewer, the targets do."""
+"""With at least this many trial seeds, the interval over seeds decides, for these targets only.
+With fewer, the interval over targets does."""
 MARGIN = 1.0
-"""Points. Two methods are tied where the tests say that they are closer than this."""
+"""Points. Two methods are tied if the tests show that they differ by less than this."""
 ROUNDING = 1e-9
-"""Points. A narrower interval has no spread behind it."""
+"""Points. A narrower interval means that the differences have no spread."""
 BEST, CHEAPEST = "best", "cheapest"
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """Two methods on what both have; `a` minus `b`, in points."""
+    """Difference of two methods on their shared targets and trials: `a` minus `b`, in points."""
 
     a: str
     b: str
     difference: float
     pairs: int
     over_trials: Paired | None
-    """Over trial seeds: about other seeds on these targets."""
+    """Interval over trial seeds. It generalizes to other seeds on the same targets."""
     over_targets: Paired | None
-    """Over targets: about targets like these."""
+    """Interval over targets. It generalizes to similar targets."""
     adjusted: float | None = None
-    """Holm's p value that the difference is zero, within the family of `contrasts`."""
+    """Holm-corrected p value for a difference of zero, within the family of `contrasts`."""
     outside: float | None = None
-    """Holm's p value that the difference is `MARGIN` points or more, within the same family."""
+    """Holm-corrected p value for a difference of `MARGIN` points or more, in the same family."""
 
     @property
     def deciding(self) -> Paired | None:
-        """The interval that the verdict goes by."""
+        """The interval that determines the verdict."""
         enough = self.over_trials is not None and self.over_trials.units >= SEEDS
         first, second = self.over_trials, self.over_targets
         return first if enough else second or first
 
     @property
     def across(self) -> Paired | None:
-        """What `paired` gives: over targets, or over trials where there is one target."""
+        """The interval `paired` returns: over targets, or over trials for a single target."""
         return self.over_targets or self.over_trials
 
     @property
@@ -63,7 +64,7 @@ class Contrast:
         return "statistically tied" if tied else "inconclusive"
 
     def turned(self) -> Contrast:
-        """The same with `b` minus `a`."""
+        """The reversed comparison, `b` minus `a`."""
 
         def turn(pair: Paired | None) -> Paired | None:
             return pair and replace(
@@ -87,24 +88,24 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Contrasts:
-    """Pairs against references, and how many tests they were corrected for."""
+    """Comparisons with references, and the number of tests they were corrected for."""
 
     pairs: tuple[Contrast, ...]
     tests: int
     named: bool
-    """Whether the references were named beforehand, and not found by looking at the results."""
+    """Whether the user named the references; otherwise they were chosen from the results."""
 
     @property
     def note(self) -> str:
-        """What the correction covers."""
+        """The correction and the verdicts explained, for the reader of a table."""
         if self.tests < 1:
-            return "Nothing to test: an interval needs two targets or two trial seeds in common."
+            return "Nothing to test: an interval needs at least two shared targets or trial seeds."
         many = "1 pair" if self.tests == 1 else f"{self.tests} pairs"
         because = (
             ""
             if self.named or self.tests == 1
-            else ", because the best was found by looking at them; name one with --reference to "
-            "test fewer"
+            else ", because the best method was chosen from these results; name one with "
+            "--reference to test fewer"
         )
         return (
             f"p values are Holm-corrected for {many}{because}. Significant: p below "
@@ -115,7 +116,7 @@ class Contrasts:
 
 
 def contrast(a: tuple[str, Accuracies], b: tuple[str, Accuracies]) -> Contrast | None:
-    """Two methods, by name and accuracies; None where they share no target and trial."""
+    """Compare two (name, accuracies) pairs; None if they share no target and trial."""
     shared = a[1].keys() & b[1].keys()
     if not shared:
         return None
@@ -125,7 +126,7 @@ def contrast(a: tuple[str, Accuracies], b: tuple[str, Accuracies]) -> Contrast |
             pair = between(a, b, LEVEL, over)
         except UserError:  # one target and seed, or targets that differ from seed to seed
             continue
-        # Accuracies are whole numbers of images: that two differences are equal is no evidence.
+        # Accuracies are counts of images, so two equal differences are not evidence.
         if pair.units >= SEEDS or pair.high - pair.low > ROUNDING:
             found[pair.unit] = pair
     differences = [100 * a[1][key] - 100 * b[1][key] for key in sorted(shared, key=repr)]
@@ -135,7 +136,7 @@ def contrast(a: tuple[str, Accuracies], b: tuple[str, Accuracies]) -> Contrast |
 
 
 def by_method(selected: Selected) -> dict[str, dict[tuple[object, ...], float]]:
-    """Every method's accuracies, by dataset, target and trial."""
+    """Each method's accuracies by dataset, target and trial."""
     found: dict[str, dict[tuple[object, ...], float]] = {row.name: {} for row in selected.rows()}
     for (dataset, row, column, trial), chosen in selected.chosen.items():
         found[row.name][dataset, column, trial] = chosen.accuracy
@@ -143,7 +144,7 @@ def by_method(selected: Selected) -> dict[str, dict[tuple[object, ...], float]]:
 
 
 def corrected(pairs: Sequence[Contrast]) -> list[Contrast]:
-    """The pairs with Holm's p values, as one family."""
+    """The pairs with Holm-corrected p values, treated as one family."""
     decided = [pair.deciding for pair in pairs if pair.deciding is not None]
     zero = iter(holm([by.p for by in decided]))
     outside = iter(holm([by.p_outside(MARGIN) for by in decided]))
@@ -156,10 +157,10 @@ def corrected(pairs: Sequence[Contrast]) -> list[Contrast]:
 def contrasts(
     selected: Selected, best: str | None, cheapest: str | None, references: Sequence[str] = ()
 ) -> Contrasts:
-    """All methods against references, by default the best and the cheapest.
+    """Compare all methods with the references (default: the best and the cheapest).
 
-    A reference that was found by looking at the results could have been any method: then the
-    correction is for all pairs of methods, and otherwise for those that are shown.
+    A reference chosen from the results could have been any method, so the correction then covers
+    all pairs of methods. If the user named the references, it covers only the pairs shown.
     """
     known = by_method(selected)
     meant = {BEST: best, CHEAPEST: cheapest}

@@ -1,4 +1,4 @@
-"""Curvature of runs side by side: the paper's Figure 3 as numbers."""
+"""Compare the curvature of runs: the numbers behind the paper's Figure 3."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:  # slow to import, and most reports have no measurements
     from steppe.measure import Measured
 
 NAMED = 5
-"""Runs that a message names."""
+"""Maximum number of runs that a message lists."""
 ROUNDING = 1e-9
-"""An error below this share of its mean is none."""
+"""Relative errors below this count as zero."""
 
 
 class Spread(NamedTuple):
-    """A mean over runs and how sure it is.
+    """A mean over runs and its standard error.
 
-    Of a single run, the error is that of its estimate, or None where it has none.
+    For a single run, the error is that of its estimate, or None if the estimate has none.
     """
 
     mean: float
     err: float | None
 
     def __str__(self) -> str:
-        """With two digits of the error at least, and as many of the mean."""
+        """At least two digits of the error, and as many decimals of the mean."""
         if self.err is None:
             return f"{self.mean:.4g}"
         if not ROUNDING * abs(self.mean) < self.err < math.inf:
@@ -50,7 +50,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class MethodCurvature:
-    """What was measured of the runs of one method."""
+    """Measurements of one method's runs."""
 
     row: Row
     runs: tuple[MeasuredRun, ...]
@@ -62,11 +62,11 @@ class MethodCurvature:
 
     @property
     def spectrum(self) -> list[float]:
-        """The mean over the runs, rank by rank."""
+        """The mean over runs at each rank."""
         return [float(value) for value in np.mean(self.spectra, axis=0)]
 
     def spread(self, key: str) -> Spread:
-        """Of a column of `CURVATURE`, over the runs."""
+        """Mean and error over runs of a column of `CURVATURE`."""
         found = [values(CURVATURE, run)[key] for run in self.runs]
         if len(found) == 1:
             return Spread(found[0], self.runs[0].measured.trace.stderr if key == "trace" else None)
@@ -75,11 +75,11 @@ class MethodCurvature:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Methods whose curvature was measured in the same way."""
+    """Methods whose curvature was measured under the same conditions."""
 
     methods: tuple[MethodCurvature, ...]
     notes: tuple[str, ...] = ()
-    """What a reader should know and the numbers do not say."""
+    """Caveats for the reader."""
 
     @property
     def _measured(self) -> list[Measured]:
@@ -95,27 +95,26 @@ class Comparison:
 
     @property
     def rho(self) -> float | None:
-        """The radius of the flatness, where all measurements have the same."""
+        """The radius of the flatness measures; None if measurements differ in it."""
         radii = {measured.flatness.rho for measured in self._measured}
         return radii.pop() if len(radii) == 1 else None
 
     @property
     def errors(self) -> str:
-        """What the errors are, in words."""
+        """What the error bars show, in words."""
         counts = [len(method.runs) for method in self.methods]
         if max(counts) == 1:
-            return "of the trace's estimate (standard error)"
-        single = "; for a single run, that of its trace's estimate" if min(counts) == 1 else ""
-        return f"over runs (standard error){single}"
+            return "standard error of the trace estimate"
+        single = "; for a single run, that of its trace estimate" if min(counts) == 1 else ""
+        return f"standard error over runs{single}"
 
     @property
     def shown(self) -> list[Column[MeasuredRun]]:
-        """What methods are compared by; flatness only where the radius is the same."""
+        """Columns to compare methods by; flatness only if all radii are equal."""
         left_out = ("zeroth", "first") if self.rho is None else ()
         return [c for c in CURVATURE if c.heading and c.key not in left_out]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "measured": self.about,
             "errors": self.errors,
@@ -148,18 +147,18 @@ def compare(
     which: str = "last",
     targets: Sequence[str] | None = None,
 ) -> Comparison:
-    """Put measurements of several runs side by side, by method.
+    """Compare the curvature measurements of several runs, by method.
 
     Args:
-        runs: from `load_runs`; every one that is compared must have been measured.
-        domains: the domains of the measurements (default: those that each run was trained on).
-        which: the weights that were measured, ``last``, ``best`` or ``step:N``.
-        targets: only runs that hold out exactly these (default: all).
+        runs: from `load_runs`; all of them must have been measured.
+        domains: domains of the measurements (default: each run's training domains).
+        which: the weights that were measured: ``last``, ``best`` or ``step:N``.
+        targets: compare only runs that hold out exactly these domains (default: all runs).
     """
     from steppe.measure import load_measurements
     from steppe.training.which import chosen_step
 
-    chosen_step(which)  # refuses what is no choice
+    chosen_step(which)  # raises an error if `which` is invalid
     found, missing = [], []
     for run in _holding_out(runs, targets) if targets else runs:
         measured = _chosen(load_measurements(run.path), domains, which)
@@ -170,7 +169,7 @@ def compare(
     if missing:
         raise UserError(_not_measured(missing, domains, which))
     if len(found) < 2:
-        raise UserError(f"{len(found)} run was found: a comparison needs at least two")
+        raise UserError(f"a comparison needs at least two runs, got {len(found)}")
     _check_alike(found)
     by_row: dict[Row, list[MeasuredRun]] = defaultdict(list)
     for one in found:
@@ -185,8 +184,8 @@ def _holding_out(runs: Sequence[Run], targets: Sequence[str]) -> list[Run]:
     if not chosen:
         known = sorted({", ".join(sorted(run.target_set)) for run in runs})
         raise UserError(
-            f"no run has exactly these targets: {', '.join(targets)}. The runs hold out "
-            f"{' or '.join(known)}."
+            f"no run has exactly the targets {', '.join(targets)}; the runs hold out "
+            f"{' or '.join(known)}"
         )
     return chosen
 
@@ -194,7 +193,7 @@ def _holding_out(runs: Sequence[Run], targets: Sequence[str]) -> list[Run]:
 def _chosen(
     known: Mapping[str, Measured], domains: Sequence[str] | None, which: str
 ) -> Measured | None:
-    """The measurement of these domains, in whatever order they are named."""
+    """The measurement of these domains, in any order."""
     from steppe.measure.stored import measurement_name
 
     if domains is None:
@@ -214,7 +213,7 @@ def _not_measured(missing: Sequence[Path], domains: Sequence[str] | None, which:
     more = f"\n  and {len(missing) - NAMED:,} more" if len(missing) > NAMED else ""
     hint = command("steppe", "curvature", missing[0], *options)
     count = f"{len(missing):,} run{'s were' if len(missing) > 1 else ' was'}"
-    return f"{count} not measured{what}:\n{listed}{more}\nMeasure each, for instance: {hint}"
+    return f"{count} not measured{what}:\n{listed}{more}\nMeasure each of them, for example: {hint}"
 
 
 def _check_alike(found: Sequence[MeasuredRun]) -> None:
@@ -233,7 +232,7 @@ def _check_alike(found: Sequence[MeasuredRun]) -> None:
 
 
 def _choose_targets(found: Sequence[MeasuredRun]) -> str:
-    """The options that keep as many runs as any choice of targets does."""
+    """The options that select the most common targets."""
     counts = Counter(tuple(sorted(one.run.target_set)) for one in found)
     ((targets, _),) = counts.most_common(1)
     options = command(*(word for name in targets for word in ("--target", name)))
@@ -242,7 +241,7 @@ def _choose_targets(found: Sequence[MeasuredRun]) -> str:
 
 
 def _differences(methods: Sequence[MethodCurvature]) -> list[str]:
-    """What may make the runs of one method different, besides chance."""
+    """Settings that differ between the runs of one method."""
     notes = []
     for method in methods:
         settings = [
@@ -258,14 +257,12 @@ def _differences(methods: Sequence[MethodCurvature]) -> list[str]:
         differ = [n for n in names if any(s.get(n) != settings[0].get(n) for s in settings)]
         if differ:
             listed = ", ".join(differ)
-            notes.append(
-                f"{method.row.name}: its runs differ in {listed}; the mean is over all of them"
-            )
+            notes.append(f"{method.row.name}: mean over runs that differ in {listed}")
     return notes
 
 
 def _cautions(found: Sequence[MeasuredRun]) -> list[str]:
-    """What had not converged, and what was measured within different radii."""
+    """Measurements that did not converge or used different radii."""
     notes = []
     parts = {"eigenvalues": "eigenvalues", "trace": "the trace", "flatness": "flatness"}
     for part, what in parts.items():
@@ -273,21 +270,21 @@ def _cautions(found: Sequence[MeasuredRun]) -> list[str]:
         if runs:
             more = f" and {len(runs) - NAMED:,} more" if len(runs) > NAMED else ""
             notes.append(
-                f"{what} had not converged in {len(runs):,} of {len(found):,} measurements: "
+                f"{what} did not converge in {len(runs):,} of {len(found):,} measurements: "
                 f"{', '.join(map(str, runs[:NAMED]))}{more}"
             )
     radii = sorted({one.measured.flatness.rho for one in found})
     if len(radii) > 1:
         listed = ", ".join(f"{rho:g}" for rho in radii)
         notes.append(
-            f"R0 and R1 are not compared: they were measured at ρ = {listed}. Measure with --rho "
-            f"{radii[0]:g} everywhere"
+            f"R0 and R1 are not compared, because they were measured at ρ = {listed}. Measure all "
+            f"runs with --rho {radii[0]:g}"
         )
     return notes
 
 
 def comparison_text(comparison: Comparison) -> TextTable:
-    """The largest eigenvalues and traces of the methods' Hessians."""
+    """The leading eigenvalues and the trace of each method's Hessian."""
 
     def spread(column: Column[MeasuredRun]) -> Column[MethodCurvature]:
         return Column("", column.heading, lambda method: str(method.spread(column.key)))
@@ -304,5 +301,5 @@ def comparison_text(comparison: Comparison) -> TextTable:
         *rest,
     ]
     radius = "" if comparison.rho is None else f"; R0 and R1 within ρ = {comparison.rho:g}"
-    note = f"± {comparison.errors}{radius}"
+    note = f"±: {comparison.errors}{radius}"
     return text_table(f"Hessian of the {comparison.about}", columns, comparison.methods, note=note)

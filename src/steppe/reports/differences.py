@@ -1,4 +1,4 @@
-"""Two methods on the same targets and trials: the mean difference, and how sure it is."""
+"""Mean difference of two methods on the same targets and trials, with a confidence interval."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from .tables import Runs, Selected, select_runs
 
 Unit = Literal["targets", "trials"]
 Accuracies = Mapping[tuple[object, ...], float]
-"""From 0 to 1, by dataset, target, trial and whatever else must be equal in a pair."""
+"""Accuracies in [0, 1] by dataset, target, trial and any other key that a pair must share."""
 
 
 @dataclass(frozen=True)
 class Paired:
-    """The mean difference of two methods, in points of percent, over what both have."""
+    """Mean difference of two methods over their shared results, in percentage points."""
 
     a: str
     b: str
     difference: float
-    """Positive where `a` is better."""
+    """Positive if `a` is better."""
     err: float
-    """Standard error, from the spread between units."""
+    """Standard error from the spread between units."""
     low: float
     high: float
     level: float
     pairs: int
-    """Pairs of numbers: the same dataset, target, trial, and otherwise the same method."""
+    """Number of results that both have: same dataset, target and trial."""
     units: int
     unit: Unit
-    """What is taken to be independent; of ``trials``, the targets are taken as given."""
+    """The independent units. With ``trials``, the targets are treated as fixed."""
     targets: int
 
     @property
@@ -46,7 +46,7 @@ class Paired:
 
     @property
     def p(self) -> float:
-        """Of Student's two-sided test that the difference is zero."""
+        """Two-sided p value of Student's t-test for a difference of zero."""
         from scipy.special import stdtr
 
         if self.err == 0:
@@ -68,7 +68,7 @@ class Paired:
 
     @property
     def what(self) -> str:
-        """The numbers behind the interval, in words."""
+        """The sample behind the interval, in words."""
         given = "one target" if self.targets == 1 else f"these {self.targets} targets"
         of_these = f" of {given}" if self.unit == "trials" else ""
         return f"{self.pairs} pairs; interval over {self.units} {self.unit}{of_these}"
@@ -84,23 +84,23 @@ def paired(
 ) -> Paired:
     """Compare two optimizers, or two methods, on the same targets and trials.
 
-    Differences for one target resemble each other, whatever the trial. So they are first averaged
-    for each target of each dataset, and the interval is Student's over these means: it speaks of
-    targets like these. Over trials, and with a single target, they are averaged for each trial: the
-    interval speaks of other seeds on the same targets only.
+    Differences on one target are correlated across trials. They are therefore averaged per target
+    of each dataset first, and Student's interval over these means generalizes to similar targets.
+    With `over="trials"`, or a single target, they are averaged per trial, and the interval
+    generalizes only to other seeds on the same targets.
 
     Args:
         runs: in any order.
         a: an optimizer, compared under every algorithm and averaging that both have; or a method,
-            as a `Row` or by its name.
-        b: the other.
+            as a `Row` or by name.
+        b: the optimizer or method to compare with.
         selection: one of `SELECTIONS`.
-        level: of the confidence interval.
-        over: what is taken to be independent.
+        level: confidence level of the interval.
+        over: the independent units.
     """
     selected = select_runs(runs, selection)
     optimizers = {row.optimizer for row in selected.rows()}
-    whole = not {a, b} <= optimizers  # methods, not an optimizer under whatever algorithm
+    whole = not {a, b} <= optimizers  # methods, not optimizers under any algorithm
     ours, theirs = (_accuracies(selected, given, whole) for given in (a, b))
     name_a, name_b = (given.name if isinstance(given, Row) else given for given in (a, b))
     return between((name_a, ours), (name_b, theirs), level, over)
@@ -112,7 +112,7 @@ def between(
     level: float = 0.95,
     over: Unit = "targets",
 ) -> Paired:
-    """Compare two methods by their names and accuracies, as `paired` does."""
+    """Compare two (name, accuracies) pairs as `paired` does."""
     from scipy.special import stdtrit
 
     if over not in get_args(Unit):
@@ -122,8 +122,8 @@ def between(
     shared = sorted(ours.keys() & theirs.keys(), key=repr)
     if len(shared) < 2:
         raise UserError(
-            f"{names} have {len(shared)} targets and trials in common: a comparison needs at "
-            "least 2. Run both on the same targets with the same trial seeds"
+            f"{names} share {len(shared)} combinations of target and trial; a comparison needs at "
+            "least 2. Run both on the same targets with the same trial seeds."
         )
     targets = {(dataset, target) for dataset, target, *_ in shared}
     unit: Unit = over if len(targets) > 1 else "trials"
@@ -134,16 +134,16 @@ def between(
         of = (dataset, target) if unit == "targets" else trial
         by_unit[of].append(100 * ours[key] - 100 * theirs[key])
         seen[trial].add((dataset, target, *rest))
-    if len(by_unit) < 2:  # of one target perhaps, under several algorithms
+    if len(by_unit) < 2:  # for example one target under several algorithms
         raise UserError(
-            f"{names} have one trial in common: a comparison over trials needs at least 2. Run "
-            "both on more targets, or with more trial seeds"
+            f"{names} share one trial; a comparison over trials needs at least 2. Run both on more "
+            "targets or with more trial seeds."
         )
     uneven = any(places != seen[shared[0][2]] for places in seen.values())
     if unit == "trials" and len(targets) > 1 and uneven:
         raise UserError(
-            f"{names} do not have the same targets in every trial: a comparison over trials would "
-            "mix the two up. Finish the runs, or compare over targets"
+            f"{names} do not have the same targets in every trial, so a comparison over trials "
+            "would confound targets with seeds. Finish the runs, or compare over targets."
         )
     means = np.array([np.mean(differences) for differences in by_unit.values()])
     difference = float(np.mean(means))
@@ -165,7 +165,7 @@ def between(
 
 
 def _accuracies(selected: Selected, given: str | Row, whole: bool) -> Accuracies:
-    """By dataset, target and trial; of an optimizer, by algorithm and averaging too."""
+    """By dataset, target and trial; for an optimizer, also by algorithm and averaging."""
     rows = {row.name: row for row in selected.rows()}
     name = given.name if isinstance(given, Row) else given
     if whole and name not in rows:

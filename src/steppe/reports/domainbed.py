@@ -1,7 +1,7 @@
-"""Runs of DomainBed as runs of steppe.
+"""Import DomainBed's runs.
 
-DomainBed's reports read every `results.jsonl`, whether the run was finished or not. So do these: a
-run without a file `done` is imported as `planned`, counts in tables, and is named in reports.
+Like DomainBed's own reports, the import includes unfinished runs: a run without a file `done` is
+imported as `planned`. Tables include it, and reports mention it.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from .runs import read_lines, share, step_of
 from .values import dumps, finite_or_none, parse
 
 _STEPS = 5001
-"""Of every dataset in DomainBed, where a run does not say."""
+"""DomainBed's default for every dataset."""
 _NOT_LOSSES = re.compile(r"env\d+_.*|step|epoch|step_time|mem_gb|hparams|args")
 _IDENTITY = ("dataset", "algorithm", "test_envs", "trial_seed", "hparams_seed")
-_FOREIGN = "is there and was not imported from DomainBed: left alone"
+_FOREIGN = "exists and was not imported from DomainBed; left unchanged"
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What became of DomainBed's folders."""
+    """Result of an import."""
 
     n: int
-    """Runs that the destination has from the source now."""
+    """Number of the source's runs that the destination now has."""
     problems: tuple[str, ...]
-    """What could not be read, and what was replaced or left alone."""
+    """Files that could not be read, and runs that were replaced or left unchanged."""
 
 
 def import_domainbed(src: Path | str, dst: Path | str) -> Imported:
-    """Turn every folder below `src` that has a `results.jsonl` into a run below `dst`.
+    """Convert every folder below `src` that has a `results.jsonl` into a run below `dst`.
 
-    Importing again changes nothing that is the same; a run that DomainBed has continued since is
-    replaced, and named.
+    A repeated import leaves unchanged runs alone. Runs that DomainBed has continued since then are
+    replaced and reported.
 
     Args:
         src: DomainBed's output folder.
-        dst: the folder for the runs; they keep their names.
+        dst: the folder for the runs, which keep their names.
     """
     src, dst = Path(src), Path(dst)
     if not src.is_dir():
         raise UserError(
-            f"{src} is not a folder: expected DomainBed's output, RUN/results.jsonl below"
+            f"{src} is not a folder: expected DomainBed's output with RUN/results.jsonl files"
         )
     folders = sorted(file.parent for file in src.rglob("results.jsonl"))
     if not folders:
-        raise UserError(f"{src} has no results.jsonl below it: is it DomainBed's output folder?")
+        raise UserError(f"{src} contains no results.jsonl: is it DomainBed's output folder?")
     n = 0
     problems: list[str] = []
     for folder in folders:
@@ -70,24 +70,24 @@ def import_domainbed(src: Path | str, dst: Path | str) -> Imported:
 
 def _name(folder: Path, src: Path) -> Path:
     parts = folder.relative_to(src).parts or (folder.resolve().name,)
-    # Reports do not look into folders with these names.
+    # Reports skip folders with these names.
     return Path(*(re.sub(r"^(?=checkpoint$|attempt-)", "_", part) for part in parts))
 
 
 def _convert(folder: Path, problems: list[str]) -> dict[str, bytes]:
-    """The files of a run, none where DomainBed's cannot be made sense of."""
+    """The files of a run; none if DomainBed's files are unreadable."""
     file = folder / "results.jsonl"
     try:
         data = read(file)
     except OSError as error:
         problems.append(f"{file}: {reason(error)}")
         return {}
-    first: dict[str, Any] = {}  # the line that says which run it is
+    first: dict[str, Any] = {}  # the line that identifies the run
     names: list[str] = []
 
     def read_line(line: bytes) -> dict[str, Any]:
         found = parse(line)
-        # As DomainBed counts: up to the first that is missing.
+        # DomainBed also counts up to the first missing number.
         n_domains = next(i for i in itertools.count() if f"env{i}_out_acc" not in found)
         if not first:
             _check_args(found["args"], n_domains)
@@ -95,12 +95,12 @@ def _convert(folder: Path, problems: list[str]) -> dict[str, bytes]:
             first.update(found)
         same = all(found["args"].get(key) == first["args"].get(key) for key in _IDENTITY)
         if not same or n_domains != len(names):
-            raise ValueError("a line of another run, or with other domains")
+            raise ValueError("the line belongs to another run, or has other domains")
         return _record(found, names)
 
     records = read_lines(file, data, read_line, problems)
     if not records:
-        problems.append(f"{file}: no run in it")
+        problems.append(f"{file}: contains no run")
         return {}
     done = (folder / "done").exists()
     last = max(record["step"] for record in records)
@@ -115,14 +115,14 @@ def _convert(folder: Path, problems: list[str]) -> dict[str, bytes]:
 def _check_args(args: Mapping[str, Any], n_domains: int) -> None:
     tests = args["test_envs"]
     if not tests or not all(type(t) is int and 0 <= t < n_domains for t in tests):
-        raise ValueError("test_envs name no domains")
+        raise ValueError("invalid test_envs")
     if not isinstance(args["dataset"], str) or not args["dataset"]:
         raise ValueError("no dataset")
     if not isinstance(args["algorithm"], str):
         raise ValueError("no algorithm")
     for key in ("trial_seed", "hparams_seed"):
         if type(args.get(key, 0)) is not int:
-            raise ValueError(f"{key} is not a number")
+            raise ValueError(f"{key} is not an integer")
 
 
 def _domain_names(dataset: str, n: int) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ def _config(first: Mapping[str, Any], names: Sequence[str], steps: int) -> dict[
         "draw": args.get("hparams_seed"),
     }
     if args["dataset"] in dataset_names() and dataset_spec(args["dataset"]).pretrained:
-        # DomainBed has these for all datasets, and uses them for large images only.
+        # DomainBed stores these for all datasets, but uses them only for large images.
         optional |= {
             "dropout": hparams.get("resnet_dropout"),
             "augment": hparams.get("data_augmentation"),
@@ -190,7 +190,7 @@ def _config(first: Mapping[str, Any], names: Sequence[str], steps: int) -> dict[
 
 
 def _options(algorithm: str, hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """The algorithm's options under steppe's names, where steppe has the algorithm."""
+    """The algorithm's options under steppe's names; none if steppe does not have it."""
     from steppe.algorithms import algorithm_names, algorithm_spec  # needs torch
 
     if algorithm not in algorithm_names():
@@ -204,13 +204,13 @@ def _options(algorithm: str, hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> str:
-    """Writes a run, unless it is there, the same; returns what to say about it."""
+    """Write a run unless an identical one exists; return a remark for the user, or ""."""
     told = ""
     if (folder / "config.json").exists():
         try:
             if all(read(folder / name) == data for name, data in files.items()):
                 return ""
-        except OSError:  # not there, or not what was written
+        except OSError:  # missing, or not a plain file
             pass
         try:
             foreign = "imported" not in parse(read(folder / "config.json"))

@@ -1,4 +1,4 @@
-"""Holm's correction: p values of several tests, of which any could come out by chance."""
+"""Holm's correction for multiple tests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p values so that the chance of any false rejection stays below the level.
+    """Adjust p values so that the probability of any false rejection stays below the level.
 
-    Sorted upward, the i-th of m is multiplied by m - i + 1, and none may be below the one before
-    it (Holm 1979). No independence is assumed.
+    The i-th smallest of m is multiplied by m - i + 1, and the results are made monotone (Holm
+    1979). The tests need not be independent.
 
     Examples:
         >>> holm([0.01, 0.04, 0.03, 0.005])

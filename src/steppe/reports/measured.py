@@ -1,4 +1,4 @@
-"""One measurement of a run's curvature: in words, as a table, and as a row of the page."""
+"""One curvature measurement of a run: in words, as a table, and as a row of the page."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:  # slow to import, and most reports have no measurements
     from steppe.measure import Measured
 
 SHOWN = 5
-"""Eigenvalues that a table shows."""
+"""Number of eigenvalues in a table."""
 UNRESOLVED = 0.2
-"""A residual above this share of its eigenvalue says little of it."""
+"""An eigenvalue is unresolved if its residual exceeds this fraction of it."""
 DISAGREES = 0.1
-"""Two values of the largest eigenvalue that differ by more than this share of it are explained."""
+"""A remark explains two estimates of λ_max whose relative difference exceeds this."""
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A measurement, and the run that it is of."""
+    """A measurement and its run."""
 
     run: Run
     measured: Measured
@@ -46,7 +46,7 @@ CURVATURE: list[Column[MeasuredRun]] = [
     _of("rho", "", "flatness.rho"),
     Column("loss", "loss", attrgetter("measured.loss")),
 ]
-"""What runs are compared by: those that have a heading."""
+"""Columns to compare runs by. Those without a heading are only in JSON."""
 
 FLATNESS: list[Column[MeasuredRun]] = [
     Column("name", "method", attrgetter("run.row.name"), word=True),
@@ -63,17 +63,17 @@ FLATNESS: list[Column[MeasuredRun]] = [
     Column("trace_err", "", attrgetter("measured.trace.stderr")),
     Column("spectrum", "", lambda one: list(one.measured.eigenvalues.values)),
 ]
-"""What the page shows of a measurement."""
+"""Columns of the page's flatness table."""
 
 
 def conditions(measured: Measured) -> dict[str, object]:
-    """What must agree for numbers to be comparable."""
+    """Conditions that must agree for measurements to be comparable."""
     drawn = any(sample.images < sample.of for sample in measured.domains)
     return {
         "dataset": measured.dataset,
         "domains": ", ".join(f"{s.domain} ({s.part})" for s in measured.domains),
         "images": measured.images,
-        "seed of the images": measured.seed if drawn else "none (all were taken)",
+        "seed of the images": measured.seed if drawn else "none (all images used)",
         "parameters": measured.parameters,
         "weights": measured.weights.which,
         "loss": measured.loss_function,
@@ -83,14 +83,14 @@ def conditions(measured: Measured) -> dict[str, object]:
 
 
 def described(measured: Measured, steps: Collection[int] = ()) -> str:
-    """What was measured, in words; `steps` are those of others that were made in the same way."""
+    """What was measured, in words. `steps` are those of other measurements in a comparison."""
     trained = all(sample.part == "train" for sample in measured.domains)
     kind = "training images" if trained else "images"
     names = ", ".join(sample.domain for sample in measured.domains)
     after = {*steps, measured.weights.step}
     which = measured.weights.which
     weights = "weights" if which.startswith("step:") else f"{which} weights"
-    if len(after) == 1:  # runs may have been validated best at any step
+    if len(after) == 1:  # the best step may differ between runs
         weights += f" after step {after.pop()}"
     if measured.weights.averaged:
         weights += ", averaged"
@@ -101,17 +101,16 @@ def described(measured: Measured, steps: Collection[int] = ()) -> str:
 
 
 def measured_table(measured: Measured) -> console.Table:
-    """A measurement for the terminal."""
     flat, trace, spectrum = measured.flatness, measured.trace, measured.eigenvalues
     table = console.Table(title=console.text(f"Hessian of the {described(measured)}"))
     table.add_column("")
     table.add_column("value", justify="right")
-    table.add_column("how exact", overflow="fold")
+    table.add_column("details", overflow="fold")
     pairs = list(enumerate(zip(spectrum.values, spectrum.residuals, strict=True), start=1))
     for rank, (value, residual) in pairs[:SHOWN] + pairs[SHOWN:][-1:]:
         name = "largest eigenvalue λ_max" if rank == 1 else f"eigenvalue {rank}"
         table.add_row(name, f"{value:.5g}", f"residual {residual:.1e}")
-    interval = f"± {trace.stderr:.2g}; 95 % from {trace.low:.5g} to {trace.high:.5g}"
+    interval = f"± {trace.stderr:.2g}; 95% CI {trace.low:.5g} to {trace.high:.5g}"
     short = "" if trace.converged else "; not converged"
     table.add_row("trace", f"{trace.value:.5g}", interval + short)
     table.add_section()
@@ -121,53 +120,52 @@ def measured_table(measured: Measured) -> console.Table:
         (f"R1 ({radius})", flat.first, flat.first_one_step),
         (f"R_FAD ({radius}, α = {flat.alpha:g})", flat.fad, flat.fad_one_step),
     ):
-        share = f", {100 * one_step / value:.0f} % of it" if value > 0 else ""
+        share = f", {one_step / value:.0%} of it" if value > 0 else ""
         table.add_row(name, f"{value:.4g}", f"one step finds {one_step:.4g}{share}")
     how = "exact at a minimum of a quadratic"
     table.add_row("λ_max by Eq. 4 from R_FAD", f"{flat.lambda_max:.5g}", how)
     table.add_section()
     table.add_row("loss", f"{measured.loss:.4g}", "")
-    table.add_row("norm of its gradient", f"{measured.gradient_norm:.4g}", "0 at a minimum")
+    table.add_row("gradient norm", f"{measured.gradient_norm:.4g}", "0 at a minimum")
     return table
 
 
 def remarks(measured: Measured) -> list[str]:
-    """What a reader of a measurement should know and its numbers do not say."""
+    """Caveats for the reader of a measurement."""
     flat, spectrum, largest = measured.flatness, measured.eigenvalues, measured.lambda_max
     pairs = zip(spectrum.values, spectrum.residuals, strict=True)
     unresolved = any(residual > UNRESOLVED * abs(value) for value, residual in pairs)
     trace = measured.trace
     found = []
     if not spectrum.converged:
-        found.append("not all eigenvalues have converged: look at the residuals")
+        found.append("not all eigenvalues converged: check the residuals")
     if unresolved:
-        found.append("some eigenvalues are near the tolerance and not resolved: lower --tol")
+        found.append("some eigenvalues are close to the tolerance and unresolved: lower --tol")
     if not trace.converged:
         reached = f"{trace.stderr / abs(trace.value):.1%}" if trace.value else "all"
         found.append(
-            f"the trace has not converged: its standard error is {reached} of it, and "
-            f"{100 * trace.rtol:g} % was asked for. Raise --top, --trace-rtol or --images"
+            f"the trace did not converge: its relative standard error is {reached}, above the "
+            f"requested {100 * trace.rtol:g}%. Raise --top, --trace-rtol or --images"
         )
     if not flat.converged:
-        found.append("an ascent for R0 or R1 was still gaining when it stopped: both may be larger")
+        found.append("the ascent for R0 or R1 stopped while still rising: both may be larger")
     if abs(flat.lambda_max - largest) > DISAGREES * abs(largest):
         # At a minimum of a quadratic the gradient is 0, and R0 is rho^2 lambda_max / 2.
         found.append(
-            f"Eq. 4 gives {flat.lambda_max:.3g} where λ_max is {largest:.3g}: the gradient matters "
-            f"within the radius, as these weights are not at a minimum (its norm is "
-            f"{measured.gradient_norm:.2g}, ρ λ_max is {flat.rho * largest:.2g}), or the loss is "
-            f"no quadratic within ρ (R0 is {flat.zeroth:.2g}, ρ² λ_max / 2 is "
-            f"{flat.rho**2 * largest / 2:.2g})"
+            f"Eq. 4 gives {flat.lambda_max:.3g}, but λ_max is {largest:.3g}. Either the weights "
+            f"are not at a minimum (gradient norm = {measured.gradient_norm:.2g}, ρ λ_max = "
+            f"{flat.rho * largest:.2g}), or the loss is not quadratic within ρ (R0 = "
+            f"{flat.zeroth:.2g}, ρ² λ_max / 2 = {flat.rho**2 * largest / 2:.2g})"
         )
     return found
 
 
 def find_measured(runs: Sequence[Run]) -> tuple[list[MeasuredRun], list[str]]:
-    """The measurements that runs have, by method, and what could not be read."""
+    """Measurements of the runs, sorted by method, and errors from unreadable files."""
     found: list[MeasuredRun] = []
     problems: list[str] = []
     for run in runs:
-        # One look at each run, of which there may be many: not by way of another Path.
+        # A string is faster than a Path, and there may be many runs.
         if not os.path.isdir(f"{run.path}/{MEASUREMENTS}"):
             continue
         from steppe.measure import load_measurements

@@ -1,7 +1,7 @@
-"""How methods look: one palette for the report page, the experiments, spectra and the docs.
+"""One palette of colors and markers for the report page, the experiments and the docs.
 
-A method that steppe has looks the same in every figure. Others take the looks behind them, in the
-order in which they come. No two share a colour while there are colours left.
+steppe's own methods look the same in every figure. Other methods take the remaining looks in order
+of appearance. Colors repeat only when all are in use.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# After Okabe and Ito, and darkened or lightened until each has a contrast of 3 to 1.
+# After Okabe and Ito, darkened or lightened to a contrast of at least 3 to 1.
 _KNOWN = {  # on white, on black
     "adam": ("#6b6b6b", "#a9a9a9"),
     "sgd": ("#0072b2", "#56b4e9"),
@@ -24,7 +24,7 @@ _KNOWN = {  # on white, on black
     "gam-release": ("#7a4a2b", "#cf9c78"),
     "asam": ("#d926d9", "#e619e5"),
 }
-_OTHERS = (  # as far from each other as a search found them, in CIELAB
+_OTHERS = (  # found by a search that maximizes distances in CIELAB
     ("#2626d9", "#6363ee"),
     ("#45305a", "#cf59c5"),
     ("#6d1575", "#e61990"),
@@ -49,16 +49,16 @@ _OTHERS = (  # as far from each other as a search found them, in CIELAB
 
 KNOWN = tuple(_KNOWN)
 COLOURS = tuple(pair[0] for pair in (*_KNOWN.values(), *_OTHERS))
-"""On white, by place."""
+"""Colors on white, by place."""
 DARK = tuple(pair[1] for pair in (*_KNOWN.values(), *_OTHERS))
 """The same hues on black."""
 MARKERS = ("X", "o", "s", "D", "^", "v", "P", "<", ">", "p", "h", "*", "d", "8", "H")
-"""As matplotlib names them; the page draws them in the same order."""
+"""In matplotlib's notation; the page draws them in the same order."""
 DASHES = ("-", "--", ":", "-.")
 
 
 class Look(NamedTuple):
-    """Of a method in a figure."""
+    """A method's color, marker and dash pattern."""
 
     place: int
 
@@ -68,7 +68,6 @@ class Look(NamedTuple):
 
     @property
     def dark(self) -> str:
-        """The colour on a dark page."""
         return DARK[self.place % len(DARK)]
 
     @property
@@ -81,7 +80,7 @@ class Look(NamedTuple):
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
-    """The looks of methods by name, in the order of the names.
+    """Assign looks to methods, by name.
 
     Examples:
         >>> found = looks(["fad swad", "fad", "mine"])
@@ -99,6 +98,6 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
 
 
 def page_style() -> str:
-    """The classes `c0`, `c1`, ... of the page, each with its colour on both backgrounds."""
+    """The page's CSS classes `c0`, `c1`, ..., each with its light and dark color."""
     pairs = enumerate(zip(COLOURS, DARK, strict=True))
     return "\n".join(f".c{i} {{ --mark: light-dark({on}, {off}); }}" for i, (on, off) in pairs)

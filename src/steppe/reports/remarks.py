@@ -1,4 +1,4 @@
-"""What a reader of the tables should know and they do not show by themselves."""
+"""Caveats that the tables do not show."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .tables import Place, Selected
 
 
 def remarks(loaded: Loaded, selected: Selected) -> list[str]:
-    """Runs without a result, unfinished, repeated and auxiliary ones, and what differs."""
+    """Report missing, unfinished, repeated and auxiliary runs, and settings that differ."""
     runs, found = loaded.runs, []
     if n := len(loaded.pending):
         found.append(
             f"{n:,} of {n + len(runs):,} runs {'has' if n == 1 else 'have'} no result yet "
-            f"({_first([path.name for path in loaded.pending])}): the tables are of the others"
+            f"({_first([path.name for path in loaded.pending])}); the tables cover the others"
         )
     unfinished = [run.path for run in runs if run.state != "done"]
     if unfinished:
         found.append(
-            f"{_runs(len(unfinished))} not finished ({_first(unfinished)}): records so far count, "
-            "as in DomainBed"
+            f"{_runs(len(unfinished))} not finished ({_first(unfinished)}); the tables use the "
+            "records so far, as in DomainBed"
         )
     without = [run.path for run in runs if run.row.averaging != "none" and not candidates(run)]
     if n := len(without):
@@ -33,8 +33,8 @@ def remarks(loaded: Loaded, selected: Selected) -> list[str]:
     alike = Counter((r.dataset, r.row, r.trial, r.target_set, r.space, r.choice) for r in runs)
     if repeated := len(runs) - len(alike):
         found.append(
-            f"{_runs(repeated)} a repetition: same method, targets, trial and hyperparameters as "
-            "another one"
+            f"{_runs(repeated)} repeated: same method, targets, trial and hyperparameters as "
+            "another run"
         )
     for dataset, sets in selected.columns.items():
         own = [run for run in runs if run.dataset == dataset]
@@ -46,24 +46,24 @@ def remarks(loaded: Loaded, selected: Selected) -> list[str]:
 def _left_out(
     selected: Selected, dataset: str, sets: Mapping[str, frozenset[str]], runs: Sequence[Run]
 ) -> list[str]:
-    """Runs that only leave-one-out validation looks at, or those that it lacks."""
+    """Report runs used only by leave-one-out validation, or runs that it lacks."""
     columns = {targets: column for column, targets in sets.items()}
     held_out = [run for run in runs if run.target_set in columns]
     if selected.selection != "leave-one-out":
         more, smallest = len(runs) - len(held_out), len(min(columns, key=len))
-        only = "for leave-one-out validation only, because others hold out fewer domains"
+        only = "used only for leave-one-out validation, because other runs hold out fewer domains"
         return [f"{_runs(more)} {only} ({smallest})"] if more else []
     places = {Place(dataset, r.row, columns[r.target_set], r.trial) for r in held_out}
     missing = len(places.difference(selected.chosen))
     because = (
-        "because leave-one-out validation needs every run with one more domain held out: plan them "
+        "because leave-one-out validation needs every run with one more domain held out; plan them "
         "with 'steppe sweep plan ... --targets pairs'"
     )
-    return [f"{missing:,} of {len(places):,} numbers are missing, {because}"] if missing else []
+    return [f"{missing:,} of {len(places):,} results are missing, {because}"] if missing else []
 
 
 def _mixed(runs: Sequence[Run]) -> list[str]:
-    """What differs between runs of a dataset, and may not be meant to."""
+    """Report differences between a dataset's runs that may be unintended."""
     pools = {domain_pool(run.config, run.targets) for run in runs}
     splits = {run.split for run in runs}
     backbones = {str(run.config.get("backbone")) for run in runs}
@@ -77,11 +77,11 @@ def _mixed(runs: Sequence[Run]) -> list[str]:
     lengths = [f"{n:,}" for n in sorted({run.steps for run in runs})]
     numbers = [f"{n}: {', '.join(names)}" for n, names in sorted(by_number.items())]
     differing: dict[str, Sized] = {
-        f"runs with different sources (of the domains {'; '.join(sources)})": pools,
-        f"runs with different splits ({', '.join(sorted(splits))})": splits,
-        f"runs of different lengths compete ({', '.join(lengths)} updates)": lengths,
-        f"methods have different numbers of targets times trials ({'; '.join(numbers)})": numbers,
-        f"runs with different backbones ({', '.join(sorted(backbones))})": backbones,
+        f"runs use different source domains ({'; '.join(sources)})": pools,
+        f"runs use different splits ({', '.join(sorted(splits))})": splits,
+        f"runs differ in length ({', '.join(lengths)} updates)": lengths,
+        f"methods differ in the number of targets times trials ({'; '.join(numbers)})": numbers,
+        f"runs use different backbones ({', '.join(sorted(backbones))})": backbones,
     }
     return [text for text, found in differing.items() if len(found) > 1]
 

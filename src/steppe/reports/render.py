@@ -1,4 +1,4 @@
-"""Tables as text: for the terminal, Markdown, LaTeX and CSV."""
+"""Tables as terminal output, Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class TextCell(NamedTuple):
 
 @dataclass(frozen=True)
 class TextTable:
-    """Any table as texts: what the formats below take."""
+    """A table of strings, ready for any output format."""
 
     title: str
     headings: tuple[str, ...]
     lines: tuple[tuple[TextCell, ...], ...]
     names: int
-    """Columns at the left that name the row; the others hold numbers."""
+    """Number of leading columns that name the row; the rest hold numbers."""
     note: str = ""
 
     def written(
         self, escape: Callable[[str], str], bold: Callable[[str], str]
     ) -> tuple[list[str], ...]:
-        """The headings and the lines in another language."""
+        """The headings, then the lines, in a markup language."""
         lines = (
             [bold(escape(text)) if best else escape(text) for text, best in line]
             for line in self.lines
@@ -73,10 +73,10 @@ def text_table(
     note: str | None = None,
     by_line: bool = False,
 ) -> TextTable:
-    """Columns of some rows as texts: those that have a heading.
+    """Build a text table from the columns that have a heading.
 
-    The best of each column is marked, or that of each line. The note below it says, by default,
-    what a star means, where there is one.
+    The best value of each column is marked, or of each line with `by_line`. By default the note
+    explains the star of partial means, if the table has any.
     """
     shown = [column for column in columns if column.heading]
     ranks = [[column.rank(row) for column in shown] for row in rows]
@@ -98,7 +98,7 @@ def text_table(
 
 
 def accuracy_text(table: Table) -> TextTable:
-    """A table of accuracies, with what every row comes from."""
+    """Accuracies per method, with the `METHODS` columns."""
     return text_table(_title(table.dataset, table.selection), table_columns(table), table.rows)
 
 
@@ -111,7 +111,7 @@ def _chosen_by(selection: str | None) -> str:
 
 
 def matrix_text(matrix: Matrix) -> TextTable:
-    """Algorithms by optimizers; the best of each line is marked."""
+    """Algorithms by optimizers, with the best optimizer of each line marked."""
 
     def cells(optimizer: str) -> Column[tuple[str, str]]:
         def value(method: tuple[str, str]) -> Cell | None:
@@ -128,14 +128,14 @@ def matrix_text(matrix: Matrix) -> TextTable:
 
 
 def cost_text(costs: Sequence[StepCost], selection: str | None = None) -> TextTable:
-    """Time and memory against accuracy; the title says how that was selected, if given."""
-    # Datasets are not in a contest.
+    """Time, memory and accuracy. The title names the selection, if given."""
+    # Rows of different datasets do not compete.
     columns = [replace(column, better="") for column in cost_columns(costs)]
     return text_table(f"Cost of a step{_chosen_by(selection)}", columns, costs)
 
 
 def paired_text(comparisons: Sequence[Paired], selection: str | None = None) -> TextTable:
-    """Differences in points, with their intervals; one that excludes zero is marked."""
+    """Differences in points with their intervals. Those that exclude zero are marked."""
     level = f"{comparisons[0].level:.0%} CI" if comparisons else "interval"
     columns = [
         replace(column, heading=level) if column.heading == "interval" else column
@@ -145,13 +145,12 @@ def paired_text(comparisons: Sequence[Paired], selection: str | None = None) -> 
 
 
 def contrasts_text(found: Contrasts, selection: str | None = None) -> TextTable:
-    """Every pair against the references; a significant one is marked."""
+    """Comparisons with the references. Significant differences are marked."""
     title = f"Paired differences in points{_chosen_by(selection)}"
     return text_table(title, CONTRASTS, found.pairs, note=found.note)
 
 
 def to_terminal(table: TextTable) -> console.Table:
-    """For a terminal, with what is best in bold."""
     rows = [[console.text(text, "bold" * best) for text, best in line] for line in table.lines]
     shown = console.table(table.headings, rows, title=table.title, labels=table.names)
     shown.box, shown.title_justify = console.SIMPLE_HEAVY, "left"
@@ -161,7 +160,6 @@ def to_terminal(table: TextTable) -> console.Table:
 
 
 def to_markdown(table: TextTable) -> str:
-    """A Markdown table, with what is best in bold."""
     head, *lines = table.written(escape_markdown, "**{}**".format)
     rules = ["---"] * table.names + ["--:"] * (len(table.headings) - table.names)
     body = [f"| {' | '.join(line)} |" for line in (head, rules, *lines)]
@@ -174,7 +172,7 @@ def escape_markdown(text: str) -> str:
 
 
 def to_latex(table: TextTable) -> str:
-    """A table for the package booktabs, with what is best in bold."""
+    """A LaTeX table that uses the booktabs package."""
     head, *lines = (
         " & ".join(line) + r" \\" for line in table.written(_latex, r"\textbf{{{}}}".format)
     )
@@ -204,7 +202,7 @@ def one_line(text: str) -> str:
 
 
 def to_csv(tables: Sequence[Table]) -> str:
-    """One line per cell, for other programs: percent, unrounded."""
+    """CSV with one line per cell, in unrounded percent."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     about = in_files()

@@ -1,4 +1,4 @@
-"""A report: everything that is shown of some runs, in any format."""
+"""A report on a set of runs, in any output format."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ from .values import dumps, plain
 
 @dataclass(frozen=True)
 class Report:
-    """The runs below a folder, selected; its tables are made when they are asked for."""
+    """The selected runs of a folder. Tables are computed on first use."""
 
     title: str
     command: str
     selected: Selected
     problems: tuple[str, ...]
     measured: tuple[MeasuredRun, ...] = ()
-    """Of the runs' curvature, where it was measured."""
+    """Curvature measurements of the runs that have them."""
     figures: Mapping[str, str] = field(default_factory=dict)
-    """More figures for the page: SVG, by what they show."""
+    """Additional figures for the page: SVG text by caption."""
     references: tuple[str, ...] = ()
-    """Methods to compare the others with; default: the best and the cheapest."""
+    """Methods to compare all others with (default: the best and the cheapest)."""
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -69,7 +69,7 @@ class Report:
 
     @cached_property
     def matrices(self) -> list[Matrix]:
-        """Optimizers by algorithms, where there are several of both."""
+        """Optimizer-by-algorithm tables, for datasets with several of both."""
         datasets: list[str | None] = [*self.selected.datasets]
         if len(datasets) > 1:
             datasets.append(None)
@@ -82,12 +82,11 @@ class Report:
 
     @cached_property
     def ranking(self) -> list[Ranked]:
-        """The methods that have all targets of all datasets, the best first."""
+        """Methods that have every target of every dataset, best first."""
         return ranking(self.across or next(iter(self.tables), None))
 
     @cached_property
     def contrasts(self) -> Contrasts:
-        """All methods against the references."""
         best = self.ranking[0].name if self.ranking else None
         return contrasts(self.selected, best, cheapest(self.cost), self.references)
 
@@ -97,7 +96,7 @@ class Report:
 
     @cached_property
     def answer(self) -> list[str]:
-        """Who leads, by how much, how sure that is, and what it costs, in sentences."""
+        """Sentences: which method leads, by how much, with what certainty and at what cost."""
         return answer(self.selected, self.ranking, self.contrasts, self.cost)
 
     @cached_property
@@ -106,7 +105,7 @@ class Report:
 
     @property
     def sections(self) -> list[render.TextTable]:
-        """Everything that is a table, in the order in which it is read."""
+        """All tables, in reading order."""
         chosen_by = self.selected.selection
         found = [render.contrasts_text(self.contrasts, chosen_by)] if self.comparisons else []
         found += [render.accuracy_text(table) for table in (*self.tables, self.across) if table]
@@ -116,7 +115,7 @@ class Report:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The tables as plain values, and what they were made with."""
+        """The tables and their provenance as plain values."""
         now = datetime.datetime.now(datetime.UTC)
         return {
             "answer": self.answer,
@@ -139,7 +138,7 @@ class Report:
         }
 
     def page_data(self) -> dict[str, Any]:
-        """What the page draws, as plain values."""
+        """Everything the HTML page draws, as plain values."""
         return {
             "title": self.title,
             **self.to_json(),
@@ -155,7 +154,7 @@ class Report:
 
 
 def page_columns(costs: Sequence[StepCost] = ()) -> dict[str, list[dict[str, Any]]]:
-    """What the page is told of the columns, by table."""
+    """Column descriptions for the page, by table."""
     known: dict[str, list[Any]] = {
         "methods": METHODS,
         "costs": cost_columns(costs),
@@ -168,7 +167,7 @@ def page_columns(costs: Sequence[StepCost] = ()) -> dict[str, list[dict[str, Any
 
 
 def _table_json(table: Table) -> dict[str, Any]:
-    """Percent, unrounded; a missing cell is null."""
+    """Unrounded percentages; a missing cell is null."""
     return {
         "dataset": table.dataset,
         "selection": table.selection,
@@ -206,10 +205,10 @@ def _cell_json(cell: Cell | None) -> dict[str, Any] | None:
 
 
 def best_configs(runs: Runs, selection: str = "train-val") -> list[dict[str, Any]]:
-    """What was chosen for every dataset, method, target and trial.
+    """The selected run and step for every dataset, method, target and trial.
 
-    Plain values; a number that is not finite is None. ``config`` is what ``steppe train --config``
-    takes, in a file of its own.
+    All values are plain, and non-finite numbers are None. Save ``config`` to a file to pass it to
+    ``steppe train --config``.
     """
     selected = select_runs(runs, selection)
     places = sorted(selected.chosen, key=lambda p: (p.dataset, p.row.order, p.column, p.trial))
@@ -233,7 +232,7 @@ def best_configs(runs: Runs, selection: str = "train-val") -> list[dict[str, Any
 
 
 def rerunnable(run: Run) -> dict[str, Any]:
-    """A run's config without what belongs to a machine, or to how the run came here."""
+    """A run's config without machine-specific and import-related keys."""
     from steppe.training.config import MACHINE, keys  # slow to import
 
     left_out = keys(MACHINE) | {"imported"}
@@ -247,24 +246,27 @@ def build_report(
     title: str = "steppe report",
     references: Sequence[str] = (),
 ) -> Report:
-    """Select among the runs of `load_runs`, and note what a reader of the tables should know.
+    """Apply model selection to loaded runs and collect warnings for the reader.
 
-    The selection is one of `SELECTIONS`; `command` is what made the report, to be shown. All
-    methods are compared with the `references`: names of methods, `best` or `cheapest`, and by
-    default these two.
+    Args:
+        loaded: from `load_runs`.
+        selection: one of `SELECTIONS`.
+        command: the command line to show in the report.
+        title: the report's title.
+        references: methods to compare all others with: method names, `best` or `cheapest`
+            (default: `best` and `cheapest`).
     """
     selected = select_runs(loaded.runs, selection)
     measured, unreadable = find_measured(loaded.runs)
     problems = (*loaded.problems, *remarks(loaded, selected), *unreadable)
-    given = tuple(references)
-    return Report(title, command, selected, problems, tuple(measured), references=given)
+    return Report(title, command, selected, problems, tuple(measured), references=tuple(references))
 
 
 def write(report: Report, form: str) -> str:
-    """The text of a report: `terminal`, `markdown`, `latex`, `csv`, `json` or `html`."""
+    """Format a report as `terminal`, `markdown`, `latex`, `csv`, `json` or `html`."""
     if not report.selected.runs and form != "html":
         why = f" ({report.problems[0]})" if report.problems else ""
-        raise UserError(f"{report.title}: no run there has a record yet{why}")
+        raise UserError(f"{report.title}: none of the runs has a record yet{why}")
     return FORMATS[form](report)
 
 

@@ -1,7 +1,7 @@
-"""Runs as reports see them: what was tried, and the accuracies along the way.
+"""Load runs for reports: their settings and their accuracies over time.
 
-Configs are read as plain JSON and leniently: a run imported from elsewhere may name an algorithm
-that steppe does not have. What cannot be read is named, and never stops a report.
+Configs are read leniently as plain JSON, because an imported run may use an algorithm that steppe
+does not have. Unreadable files are reported, but never stop a report.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
 _Axis = tuple[str, dict[str, Any]]
 """A name and its options."""
 MEASUREMENTS = "curvature"
-"""The folder of a run in which `steppe curvature` keeps its results."""
+"""The subfolder of a run where `steppe curvature` stores its results."""
 _LINES_NAMED = 5
 _LONGEST_STATE = 1000
-"""Bytes; it is one word."""
+"""Bytes; the file holds one word."""
 
 
 class Row(NamedTuple):
-    """A method: what a row of a table is about."""
+    """A method: one row of a table."""
 
     algorithm: str
     optimizer: str
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The method in words, with the usual algorithm and averaging left out.
+        """The method's name, without the default algorithm and averaging.
 
         Examples:
             >>> Row("ERM", "fad", "none").name, Row("CORAL", "adam", "swad").name
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Sorts rows: ERM first, then by name, without averaging before with."""
+        """Sort key: ERM first, then by algorithm; no averaging before averaging."""
         first = (self.algorithm != "ERM", self.algorithm.lower(), self.algorithm)
         return (*first, self.averaging != "none", self.averaging, self.optimizer)
 
@@ -69,10 +69,10 @@ class Record:
 
     step: int
     accuracy: Mapping[Key, float]
-    """By domain and part, from 0 to 1."""
+    """In [0, 1], by domain and part."""
     loss: Mapping[str, float]
     averaged: bool
-    """Whether the weights were averaged ones."""
+    """Whether the averaged weights were evaluated."""
     seconds_per_step: float | None
     memory_gb: float | None
     """GiB."""
@@ -81,7 +81,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its config as far as reports need it, and its records by step."""
+    """One run: the parts of its config that reports need, and its records by step."""
 
     path: Path
     dataset: str
@@ -89,10 +89,10 @@ class Run:
     row: Row
     trial: int
     choice: str
-    """What hyperparameters it has: ``draw 3``, or a digest of them where none was drawn."""
+    """Identifies the hyperparameters: ``draw 3``, or a digest if they were not drawn."""
     draw: int | None
     hparams: Mapping[str, Any]
-    """The options of all axes by name, and the other settings that a search may vary."""
+    """Options of all axes by name, and other settings that a search may vary."""
     steps: int
     space: str | None
     split: str
@@ -107,50 +107,50 @@ class Run:
 
     @cached_property
     def domains(self) -> tuple[str, ...]:
-        """Every domain that was evaluated, in the order of the fullest record."""
+        """All evaluated domains, in the order of the most complete record."""
         fullest = max(self.records, key=lambda record: len(record.accuracy))
         return tuple(dict.fromkeys(domain for domain, _ in fullest.accuracy))
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Sorts runs, whatever order they were found in: by draw, then choice, then path."""
+        """Sort key independent of the file system: draw, then choice, then path."""
         return (self.draw is not None, self.draw or 0, self.choice, str(self.path))
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was found below a folder."""
+    """The runs found below a folder."""
 
     runs: tuple[Run, ...]
     problems: tuple[str, ...]
-    """A line for every file of which something could not be read."""
+    """One line for each file that could not be read completely."""
     pending: tuple[Path, ...] = ()
-    """Folders of runs that are planned, or began and have not been evaluated yet."""
+    """Folders of runs that have not been evaluated yet."""
 
 
 def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
-    """Read every run below a folder, in one order whatever the file system's.
+    """Read every run below a folder, sorted by path.
 
-    Folders called ``attempt-*`` (a sweep's unfinished work), ``checkpoint`` and ``curvature`` are
-    left out.
+    Skips folders named ``attempt-*`` (unfinished work of a sweep), ``checkpoint`` and
+    ``curvature``.
 
     Args:
-        root: a folder; or several folders, or files of runs (`config.json`, `records.jsonl`).
+        root: one or several folders, or files of runs (`config.json`, `records.jsonl`).
     """
     roots = [Path(root)] if isinstance(root, str | Path) else [Path(item) for item in root]
     folders: dict[Path, Path] = {}
     for path in roots:
         if not path.exists():
-            raise UserError(f"{path} does not exist: expected a folder with runs below it")
+            raise UserError(f"{path} does not exist: expected a folder that contains runs")
         for folder in [path.parent] if path.is_file() else _run_folders(path):
-            folders.setdefault(folder.resolve(), folder)  # one run, however it is reached
+            folders.setdefault(folder.resolve(), folder)  # several paths may lead to one run
     if not any((folder / "config.json").exists() for folder in folders):
         where = ", ".join(map(str, roots))
         raise UserError(f"no run (config.json) found at or below {where}")
     runs: list[Run] = []
     problems: list[str] = []
     pending: list[Path] = []
-    # Millions of new objects, none of them garbage: looking for cycles takes as long as reading.
+    # Millions of new objects, none of them garbage: the collector would double the loading time.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -168,7 +168,7 @@ def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
 
 def _run_folders(root: Path) -> Iterator[Path]:
     for folder, names, files in os.walk(root):
-        # A measurement may be called config.json, after a domain.
+        # A measurement may be named config.json, after a domain called "config".
         left_out = ("checkpoint", MEASUREMENTS) if "config.json" in files else ("checkpoint",)
         names[:] = [n for n in names if n not in left_out and not n.startswith("attempt-")]
         if "config.json" in files:
@@ -186,11 +186,11 @@ def _read_run(folder: Path, problems: list[str]) -> Run | None:
     data = _read_if_there(folder / "records.jsonl", problems)
     if data is None:
         return None
-    # Imported, or made by hand, it may have none.
+    # Imported or handmade runs may have no state file.
     word = _read_if_there(folder / "state", problems, _LONGEST_STATE) or b"planned"
     state = word.decode(errors="replace").strip()
     found = read_lines(folder / "records.jsonl", data, _record, problems, whole=state == "done")
-    by_step = {record.step: record for record in found}  # the last line of a step counts
+    by_step = {record.step: record for record in found}  # the last line of a step wins
     if not by_step:
         return None
     records = tuple(by_step[step] for step in sorted(by_step))
@@ -216,9 +216,9 @@ def read_lines(
     *,
     whole: bool = True,
 ) -> list[T]:
-    """What the lines of a file say; those that cannot be read are named in `problems`.
+    """Parse the lines of a file and report unreadable ones in `problems`.
 
-    Where a file is not `whole`, its last line may be cut off: a resumed run writes it again.
+    If the file is not `whole`, its last line may be cut off: a resumed run writes it again.
     """
     found: list[T] = []
     wrong: list[int] = []
@@ -238,12 +238,12 @@ def read_lines(
 
 
 _keys: dict[Key, Key] = {}
-"""One tuple for each key, however many records have it."""
+"""Shares one tuple per key between all records, to save memory."""
 
 
 def _record(line: bytes) -> Record:
     if broken(line):
-        raise ValueError("it differs from its checksum")
+        raise ValueError("checksum mismatch")
     data = parse(line)
     accuracy: dict[Key, float] = {}
     for domain, parts in data["domains"].items():
@@ -263,35 +263,34 @@ def _record(line: bytes) -> Record:
 
 
 def step_of(data: Mapping[str, Any]) -> int:
-    """The step of a record; a ValueError where it is not one."""
     step = data["step"]
     if type(step) is not int or step < 0:
-        raise ValueError("step is not a whole number")
+        raise ValueError(f"step must be an integer >= 0, got {step!r}")
     return step
 
 
 def share(value: Any) -> float:
-    """An accuracy; a ValueError where it is not a number from 0 to 1."""
-    if not (type(value) in (float, int) and 0 <= value <= 1):  # nor is NaN
-        raise ValueError("an accuracy is not between 0 and 1")
+    """Check that an accuracy is in [0, 1]."""
+    if not (type(value) in (float, int) and 0 <= value <= 1):  # false for NaN
+        raise ValueError(f"accuracy must be between 0 and 1, got {value!r}")
     return float(value)
 
 
 def _facts(config: Any) -> dict[str, Any]:
-    """What `Run` has from the config alone; a ValueError where it describes no run."""
+    """The fields of `Run` that follow from the config; ValueError if it is invalid."""
     if not isinstance(config, dict):
-        raise ValueError("expected an object with keys")
+        raise ValueError("expected a JSON object")
     dataset, targets = config.get("dataset"), _names(config.get("targets"))
     if not isinstance(dataset, str) or not dataset:
-        raise ValueError("no run's config: it names no dataset")
+        raise ValueError("not the config of a run: it has no dataset")
     if not isinstance(targets, list) or not targets:
-        raise ValueError("no run's config: it names no targets")
+        raise ValueError("not the config of a run: it has no targets")
     if not all(isinstance(name, str) and name for name in targets):
-        raise ValueError(f"targets={targets!r}: expected names of domains")
+        raise ValueError(f"targets must be names of domains, got {targets!r}")
     trial, draw, space = config.get("trial_seed", 0), config.get("draw"), config.get("space")
     for key, value in (("trial_seed", trial), ("draw", draw)):
         if type(value) is not int and (key, value) != ("draw", None):
-            raise ValueError(f"{key}={value!r} is not a whole number")
+            raise ValueError(f"{key} must be an integer, got {value!r}")
     steps = config.get("steps")
     axes = {axis: _axis(config, axis) for axis in _DEFAULTS}
     return {
@@ -309,7 +308,7 @@ def _facts(config: Any) -> dict[str, Any]:
 
 
 def _names(value: Any) -> Any:
-    """Names of domains, which earlier versions wrote as one text."""
+    """Names of domains, which earlier versions wrote as one string."""
     return [name for name in value.split(",") if name] if isinstance(value, str) else value
 
 
@@ -318,7 +317,7 @@ def _axis(config: Mapping[str, Any], axis: str) -> _Axis:
     if isinstance(value, str):
         return value, {}
     if not isinstance(value, dict) or not isinstance(value.get("name", ""), str):
-        raise ValueError(f"{axis}={value!r}: expected a name, or a name with options")
+        raise ValueError(f"{axis} must be a name or an object with a name, got {value!r}")
     return value.get("name", _DEFAULTS[axis]), {k: v for k, v in value.items() if k != "name"}
 
 
@@ -335,10 +334,10 @@ def _choice(config: Mapping[str, Any], axes: Mapping[str, _Axis], targets: list[
 
 
 def domain_pool(config: Mapping[str, Any], targets: Iterable[str]) -> tuple[str, ...] | None:
-    """The domains that a run knows of, where its config names the sources; None for all.
+    """The sources and targets of a run whose config names its sources; None for all domains.
 
-    Runs of leave-one-out validation move a domain from the sources to the targets: the pool is what
-    they have in common.
+    Leave-one-out validation moves a domain from the sources to the targets, which leaves the pool
+    unchanged.
     """
     sources = _names(config.get("sources"))
     if not isinstance(sources, list) or not sources:

@@ -1,13 +1,13 @@
-"""Which run and which step a table reports: three rules, as pure functions.
+"""Model selection: three rules that pick a run and a step, as pure functions.
 
-All report the mean over a run's targets of their ``test`` accuracy (DomainBed's ``in``); they
-differ in what they look at to choose. Every rule takes the runs of one group (a dataset, a method,
-a trial) and the domains that are held out in the end, and gives what it chose, or None where no run
-has what it needs. Sums are taken in DomainBed's order, so that its ties are ties here too; of runs
-that are level the one with the highest draw wins, as there.
+All rules report the mean ``test`` accuracy (DomainBed's ``in``) over a run's targets; they differ
+in the data they select by. A rule takes the runs of one group (a dataset, a method, a trial) and
+the final target domains. It returns its choice, or None if no run has the required records. Sums
+are taken in DomainBed's order, so that the same runs tie, and the highest draw wins a tie, as
+there.
 
-Where weights are averaged, only records of the average are candidates: it is what the run is for.
-A run that has none yet is left out.
+For runs with weight averaging, only records of the averaged weights are candidates. A run without
+such a record is left out.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from .runs import Key, Record, Run
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a rule chose, and what it saw."""
+    """The run and step that a rule selected."""
 
     run: Run
     step: int
     validation: float | None
-    """The accuracy it went by; None where there was a single run with nothing to validate on."""
+    """The validation accuracy; None for a single run without validation data."""
     accuracy: float
-    """The number to report, from 0 to 1."""
+    """The test accuracy to report, in [0, 1]."""
 
 
 Selection = Callable[[Iterable[Run], frozenset[str]], Chosen | None]
 
 
 def train_validation(runs: Iterable[Run], targets: frozenset[str]) -> Chosen | None:
-    """Choose by validation images of the source domains.
+    """Select by validation images of the source domains.
 
-    Per run the first step with the highest mean ``val`` accuracy over its source domains; then the
-    best run.
+    Takes the first step of each run with the highest mean ``val`` accuracy over its source domains,
+    then the best run.
     """
     found = [best for run in _ordered(runs, targets) if (best := best_step(run)) is not None]
     validated = [chosen for chosen in found if chosen.validation is not None]
-    if not validated:  # one run needs no validation, several cannot do without
+    if not validated:  # a single run needs no validation
         return found[0] if len(found) == 1 else None
     return _best(validated)
 
 
 def best_step(run: Run) -> Chosen | None:
-    """The step of one run that train-domain validation chooses; the last without validation."""
+    """The step that training-domain validation selects, or the last if there is no validation."""
     tests = _tests(run)
     records = [(r, test) for r in candidates(run) if (test := mean_of(r, tests)) is not None]
     if not records:
@@ -68,7 +68,7 @@ def best_step(run: Run) -> Chosen | None:
 
 
 def validation_keys(run: Run) -> list[Key]:
-    """The validation parts of the source domains; never a target's, whatever a record has."""
+    """The validation parts of the source domains; never those of a target."""
     sources = [domain for domain in run.domains if domain not in run.target_set]
     return [
         (domain, "val")
@@ -78,12 +78,12 @@ def validation_keys(run: Run) -> list[Key]:
 
 
 def leave_one_out(runs: Iterable[Run], targets: frozenset[str]) -> Chosen | None:
-    r"""Choose by source domains that were held out as well.
+    r"""Select by source domains that additional runs hold out.
 
-    For hyperparameters and a step, the validation accuracy is the mean over source domains \( v \)
-    of ``test`` accuracy on \( v \) in the run that holds out \( T \cup \{v\} \); all of these runs
-    are required. The best step of the best hyperparameters counts, and the number comes from the
-    run that holds out \( T \) alone.
+    For given hyperparameters and step, the validation accuracy is the mean over source domains
+    \( v \) of the ``test`` accuracy on \( v \) in the run that holds out \( T \cup \{v\} \). All of
+    these runs are required. The reported accuracy is that of the run that holds out \( T \) alone,
+    at the best step of the best hyperparameters.
     """
     runs = list(runs)
     sets: dict[tuple[str | None, str, frozenset[str]], Run] = {}
@@ -91,7 +91,7 @@ def leave_one_out(runs: Iterable[Run], targets: frozenset[str]) -> Chosen | None
         sets[run.space, run.choice, run.target_set] = run
     found = []
     for run in _ordered(runs, targets):
-        if sets[run.space, run.choice, targets] is not run:  # the same once more
+        if sets[run.space, run.choice, targets] is not run:  # a repeated run
             continue
         others = [domain for domain in run.domains if domain not in targets]
         helpers = [sets.get((run.space, run.choice, targets | {v})) for v in others]
@@ -121,16 +121,16 @@ def _best_left_out(run: Run, others: Sequence[str], helpers: Sequence[Run]) -> C
 
 
 def oracle(runs: Iterable[Run], targets: frozenset[str]) -> Chosen | None:
-    """Choose by images of the targets themselves, at the last step only.
+    """Select by ``oracle`` images of the targets, at the last step only.
 
-    An upper bound, not a method: it looks at the ``oracle`` images of the targets.
+    This is an upper bound, not a usable method, because it looks at the targets.
     """
     found = [last for run in _ordered(runs, targets) if (last := last_step(run)) is not None]
     return _best(found)
 
 
 def last_step(run: Run) -> Chosen | None:
-    """The last step of one run, seen with the targets' ``oracle`` images."""
+    """The last step of one run, validated on the targets' ``oracle`` images."""
     records = candidates(run)
     if not records:
         return None
@@ -145,17 +145,16 @@ SELECTIONS: dict[str, Selection] = {
     "leave-one-out": leave_one_out,
     "oracle": oracle,
 }
-"""The rules by name."""
 
 
 def candidates(run: Run) -> Sequence[Record]:
-    """The records that may be chosen: where weights are averaged, those of the average only."""
+    """The selectable records: for runs with averaging, only those of the averaged weights."""
     averaged = [record for record in run.records if record.averaged]
     return averaged if averaged or run.row.averaging != "none" else run.records
 
 
 def mean_of(record: Record, keys: Sequence[Key]) -> float | None:
-    """The mean accuracy over parts of domains, if the record has all of them."""
+    """The mean accuracy over parts of domains; None if the record lacks one."""
     accuracy = record.accuracy
     try:
         return mean([accuracy[key] for key in keys]) if keys else None
@@ -164,7 +163,7 @@ def mean_of(record: Record, keys: Sequence[Key]) -> float | None:
 
 
 def _in_order(run: Run) -> list[str]:
-    """The targets in the dataset's order, so that the order in the config changes no bit."""
+    """The targets in the dataset's order, so that the config's order does not affect rounding."""
     known = [domain for domain in run.domains if domain in run.target_set]
     return known + sorted(run.target_set.difference(known))
 
@@ -174,7 +173,7 @@ def _tests(run: Run) -> list[Key]:
 
 
 def _ordered(runs: Iterable[Run], targets: frozenset[str]) -> list[Run]:
-    """The runs with just these targets, in an order that does not depend on how they were found."""
+    """The runs with exactly these targets, in an order independent of the file system."""
     own = (run for run in runs if run.target_set == targets)
     return sorted(own, key=lambda run: run.order)
 
@@ -182,6 +181,6 @@ def _ordered(runs: Iterable[Run], targets: frozenset[str]) -> list[Run]:
 def _best(found: Sequence[Chosen]) -> Chosen | None:
     best, highest = None, -math.inf
     for chosen in found:
-        if chosen.validation is not None and chosen.validation >= highest:  # level: the later one
+        if chosen.validation is not None and chosen.validation >= highest:  # the last of ties
             best, highest = chosen, chosen.validation
     return best

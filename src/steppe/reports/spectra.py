@@ -1,10 +1,10 @@
-"""The paper's Figure 3: spectra of the Hessian, its largest eigenvalue and its trace."""
+"""Figures of Hessian spectra, largest eigenvalues and traces, as in the paper's Figure 3."""
 
 from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 
 FORMATS = ("svg", "png", "pdf")
 WIDE = 10.0
-"""Eigenvalues that differ by more than this factor are drawn on a log scale."""
+"""Eigenvalues that differ by more than this factor get a log scale."""
 LOWEST = 1e-7
-"""Of the highest density: what is lower is not drawn."""
+"""Densities below this fraction of the highest are cut off."""
 BARE: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
 _LONGEST = 28
-"""Characters of a method's name."""
+"""Maximum length of a method's name, in characters."""
 
 
 def check_format(path: Path) -> str:
-    """The format of a picture, by its name's ending."""
+    """The image format that a file name's extension asks for."""
     ending = path.suffix.lower().removeprefix(".")
     if ending not in FORMATS:
-        raise UserError(f"{path}: a figure's name ends in one of .{', .'.join(FORMATS)}")
+        raise UserError(f"{path}: the name of a figure must end in one of .{', .'.join(FORMATS)}")
     return ending
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Draw a comparison into a file, .svg, .png or .pdf."""
+    """Draw a comparison into an .svg, .png or .pdf file."""
     save_figure(make_figure(comparison), path)
 
 
 def draw_measured(measured: Measured, path: Path) -> None:
-    """Draw one measurement, its spectrum and beside it the density where that was estimated."""
+    """Draw the spectrum of one measurement, and its density if that was estimated."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -53,7 +53,7 @@ def draw_measured(measured: Measured, path: Path) -> None:
     figure = Figure(figsize=(5 * panels, 3.4), layout="constrained")
     with matplotlib.rc_context(BARE):
         spectrum, *beside = figure.subplots(1, panels, squeeze=False)[0]
-    values, look = measured.eigenvalues.values, Look(0)  # of one model, whatever its method
+    values, look = measured.eigenvalues.values, Look(0)
     spectrum.plot(range(1, len(values) + 1), values, marker="o", markersize=4, **line_style(look))
     _finish_spectra(spectrum, values)
     for axes in beside:
@@ -64,11 +64,11 @@ def draw_measured(measured: Measured, path: Path) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure to a file whose name ends in .svg, .png or .pdf."""
+    """Write a figure to an .svg, .png or .pdf file."""
     ending = check_format(path)
     import matplotlib
 
-    # Text stays text in SVG, and nothing in a file differs from one time to the next.
+    # Text stays text in SVG, and repeated writes give identical files.
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "steppe", "font.size": 9}
     with matplotlib.rc_context(settings):
         stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)
@@ -96,13 +96,12 @@ def make_figure(comparison: Comparison) -> Figure:
     ratios = (2.1, 1.5, 1, 1) if densities else (2.1, 1, 1)
     with matplotlib.rc_context(BARE):
         spectra, *middle, largest, traces = figure.subplots(1, len(ratios), width_ratios=ratios)
-    _draw_spectra(spectra, methods)
+    _draw_spectra(spectra, methods, known)
     for axes in middle:
         _draw_densities(axes, densities)
-    _draw_bars(largest, methods, "lambda_max", "largest eigenvalue")
-    _draw_bars(traces, methods, "trace", "trace")
+    _draw_bars(largest, methods, known, "lambda_max", "largest eigenvalue")
+    _draw_bars(traces, methods, known, "trace", "trace")
     traces.set_yticklabels([])
-    # Outside, where it cannot hide a line.
     figure.legend(
         loc="outside lower center", ncols=columns, frameon=False, fontsize=8, handlelength=3.5
     )
@@ -113,15 +112,15 @@ def make_figure(comparison: Comparison) -> Figure:
 
 
 def line_style(look: Look) -> dict[str, Any]:
-    """The colour and dashes of a line."""
     return {"color": look.colour, "linestyle": look.dash}
 
 
-def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
+def _draw_spectra(
+    axes: Axes, methods: Sequence[MethodCurvature], known: Mapping[str, Look]
+) -> None:
     top = len(methods[0].spectrum)
     ranks, step = range(1, top + 1), max(1, top // 10)
-    alone = "_" if top == 1 else ""  # a line through one point has no length
-    known = looks(method.row.name for method in methods)
+    alone = "_" if top == 1 else ""  # a line through one point is invisible
     for i, method in enumerate(methods):
         look = known[method.row.name]
         style = line_style(look)
@@ -134,7 +133,7 @@ def _draw_spectra(axes: Axes, methods: Sequence[MethodCurvature]) -> None:
             linewidth=2.0,
             marker=look.marker,
             markersize=4,
-            # Staggered, so that markers of close lines do not hide each other.
+            # Staggered so that the markers of close lines do not overlap.
             markevery=(i % min(5, step), step),
             label=_label(method),
             **style,
@@ -152,13 +151,12 @@ def _finish_spectra(axes: Axes, values: Sequence[float], top: int = 0) -> None:
     axes.set_xlabel("rank")
     axes.set_ylabel("eigenvalue")
     axes.set_xlim(0.5, (top or len(values)) + 0.5)
-    # One tick is enough: to have two, the locator would put fractions beside the 1.
+    # By default the locator wants two ticks, and adds fractions if there is one rank.
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(visible=True, color="#ddd", linewidth=0.6)
 
 
 def _draw_densities(axes: Axes, found: Sequence[tuple[Measured, Look]]) -> None:
-    """The density of the eigenvalues, a line for each run in the color of its method."""
     highest = 0.0
     for measured, look in found:
         curve = measured.density
@@ -172,8 +170,13 @@ def _draw_densities(axes: Axes, found: Sequence[tuple[Measured, Look]]) -> None:
     axes.grid(visible=True, color="#ddd", linewidth=0.6)
 
 
-def _draw_bars(axes: Axes, methods: Sequence[MethodCurvature], key: str, title: str) -> None:
-    known = looks(method.row.name for method in methods)
+def _draw_bars(
+    axes: Axes,
+    methods: Sequence[MethodCurvature],
+    known: Mapping[str, Look],
+    key: str,
+    title: str,
+) -> None:
     for i, method in enumerate(methods):
         value, colour = method.spread(key), known[method.row.name].colour
         axes.barh(i, value.mean, height=0.62, color=colour, alpha=0.35, edgecolor=colour)
@@ -194,4 +197,4 @@ def _label(method: MethodCurvature) -> str:
 
 def _clip(name: str) -> str:
     short = name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"
-    return short.replace("$", r"\$")  # no mathematics in a name
+    return short.replace("$", r"\$")  # matplotlib would typeset it as math

@@ -1,7 +1,8 @@
-"""What runs took: hours of the device that they were on."""
+"""Compute time of runs, in device hours."""
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -11,17 +12,27 @@ _KINDS = {"cpu": "CPU", "cuda": "GPU", "mps": "GPU", "xpu": "GPU"}
 DIGITS = 3
 """Decimals of hours, in sentences and tables alike."""
 UNKNOWN = "device"
-"""Of runs whose config does not say what they were on: imported ones, for example."""
+"""Device of runs whose config does not name one, such as imported runs."""
 
 
 def seconds_of(run: Run) -> float:
-    """Wall-clock of a run's updates and evaluations, as far as its records have them."""
+    """Wall-clock seconds of the updates and evaluations that a run has recorded."""
     total, before = 0.0, -1
     for record in run.records:
         total += (record.seconds_per_step or 0.0) * (record.step - before)
         total += record.evaluation_seconds or 0.0
         before = record.step
     return total
+
+
+def step_time(runs: Iterable[Run]) -> float | None:
+    """Median seconds per step over all evaluations.
+
+    Each run's first evaluation is left out, because its few steps include the setup.
+    """
+    records = (record for run in runs for record in run.records[1:] or run.records)
+    found = [r.seconds_per_step for r in records if r.seconds_per_step is not None]
+    return statistics.median(found) if found else None
 
 
 def device_of(run: Run) -> str:
@@ -33,7 +44,7 @@ def device_of(run: Run) -> str:
 
 
 def hours(runs: Iterable[Run]) -> dict[str, float]:
-    """Hours by the kind of device; a kind that took no time is left out."""
+    """Hours by device kind; kinds with no time are left out."""
     total: Counter[str] = Counter()
     for run in runs:
         total[device_of(run)] += seconds_of(run) / 3600  # type: ignore[assignment]
@@ -41,7 +52,7 @@ def hours(runs: Iterable[Run]) -> dict[str, float]:
 
 
 def hours_text(spent: Mapping[str, float]) -> str:
-    """Hours in words.
+    """Format device hours.
 
     Examples:
         >>> hours_text({"GPU": 6.06, "CPU": 0.0042})

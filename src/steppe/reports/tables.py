@@ -1,11 +1,10 @@
 """Tables from runs: per dataset, across datasets, optimizer by algorithm, cost.
 
-Accuracies are in percent and unrounded; errors are those of `cells.standard_error`.
+Accuracies are unrounded percentages; errors come from `cells.standard_error`.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from steppe.validation import mean
 from .cells import Cell, cell_of
 from .runs import Row, Run
 from .selection import SELECTIONS, Chosen
-from .spent import hours
+from .spent import hours, step_time
 
 ALL = "all"
-"""In place of a dataset's name, in tables across datasets."""
+"""Stands for the dataset name in tables across datasets."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +32,18 @@ class TableRow:
     row: Row
     cells: Mapping[str, Cell | None]
     runs: tuple[Run, ...]
-    """Those that the selection could choose from, and used to validate."""
+    """Runs available to the selection, including those used only for validation."""
     overall: Cell | None = None
-    """The mean over the targets that each trial has, as in the table of costs."""
+    """The mean over the targets that each trial has, as in the cost table."""
 
     @property
     def shown_average(self) -> Cell | None:
-        """The average, or else the mean of what there is, marked as partial."""
+        """The average; if a target is missing, the mean of the others, marked as partial."""
         return self.average or (self.overall and self.overall._replace(err=0.0, n=1, partial=True))
 
     @property
     def average(self) -> Cell | None:
-        """The mean of the cells; None where one is missing."""
+        """The mean of the cells; None if one is missing."""
         cells = [cell for cell in self.cells.values() if cell is not None]
         if not cells or len(cells) < len(self.cells):
             return None
@@ -54,18 +53,18 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
-    """Methods by columns."""
+    """Methods as rows, targets or datasets as columns."""
 
     dataset: str
     selection: str
     columns: tuple[str, ...]
     labels: tuple[str, ...]
-    """The columns' short names, to be shown."""
+    """Short column names for display."""
     rows: tuple[TableRow, ...]
 
 
 class Place(NamedTuple):
-    """What is chosen once: a number of a method."""
+    """Where a selection picks one run and step."""
 
     dataset: str
     row: Row
@@ -75,12 +74,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Selected:
-    """Runs, and what a selection chose among them."""
+    """Runs, and the ones that a selection picked."""
 
     runs: tuple[Run, ...]
     selection: str
     columns: Mapping[str, Mapping[str, frozenset[str]]]
-    """By dataset, in order: the target sets by name, domains joined by ``+``."""
+    """For each dataset, its target sets by name (domains joined by ``+``), in order."""
     chosen: Mapping[Place, Chosen]
 
     @property
@@ -95,13 +94,13 @@ class Selected:
         return {key: tuple(runs) for key, runs in grouped.items()}
 
     def rows(self, dataset: str | None = None) -> list[Row]:
-        """The methods that have runs (of a dataset), in the order of tables."""
+        """Methods that have runs (on a dataset), in table order."""
         found = {row for name, row in self.by_method if dataset in (None, name)}
         return sorted(found, key=lambda row: row.order)
 
     @cached_property
     def values(self) -> Mapping[tuple[str, Row], Mapping[int, Mapping[str, float]]]:
-        """By dataset and method: accuracies from 0 to 1 by trial, in order, and column."""
+        """For each dataset and method, accuracies in [0, 1] by trial (sorted) and column."""
         found: dict[tuple[str, Row], dict[int, dict[str, float]]] = defaultdict(dict)
         for place in sorted(self.chosen, key=lambda place: place.trial):
             trials = found[place.dataset, place.row]
@@ -110,14 +109,14 @@ class Selected:
 
 
 Runs = Sequence[Run] | Selected
-"""Runs to select from, or what was selected before."""
+"""Runs to select from, or the result of an earlier selection."""
 
 
 def select_runs(runs: Runs, selection: str) -> Selected:
-    """Apply a selection to every method, target set and trial.
+    """Apply a selection rule to every method, target set and trial.
 
-    The target sets of a dataset are those of the smallest size that any of its runs holds out. Runs
-    that hold out more are for leave-one-out validation only.
+    A dataset's target sets are those of the smallest size among its runs. Runs with more targets
+    are used only for leave-one-out validation.
     """
     if isinstance(runs, Selected):
         return runs
@@ -144,21 +143,18 @@ def select_runs(runs: Runs, selection: str) -> Selected:
 
 
 def _ordered(names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
-    """Names in the order of those that steppe knows, the others behind them."""
+    """Sort names that steppe knows in its order, and the rest after them by name."""
     place = {name: number for number, name in enumerate(known)}
     return tuple(sorted(names, key=lambda name: (place.get(name, len(place)), name)))
 
 
 def _spec(dataset: str) -> DatasetSpec | None:
-    # Not of a folder: its path may be another one's here.
+    # Folder datasets are excluded: on this machine the path may hold other data.
     return dataset_spec(dataset) if dataset in dataset_names() else None
 
 
 def target_sets(runs: Sequence[Run]) -> dict[str, frozenset[str]]:
-    """The target sets of a dataset's runs by name, in the dataset's order.
-
-    A target set that no run holds out has no place.
-    """
+    """The target sets that a dataset's runs hold out, by name, in the dataset's order."""
     spec = _spec(runs[0].dataset)
     fullest = max(runs, key=lambda run: (len(run.domains), run.order))
     domains = dict.fromkeys(spec.domains if spec else fullest.domains)
@@ -197,10 +193,10 @@ def dataset_tables(runs: Runs, selection: str = "train-val") -> list[Table]:
 
 
 def across_datasets(runs: Runs, selection: str = "train-val") -> Table:
-    """Datasets as columns: the mean over a trial's targets first, then mean and error over trials.
+    """Average each trial over its targets, then report mean and error over trials per dataset.
 
-    As in DomainBed's "Averages", a trial that lacks a target is the mean of those it has; such a
-    cell is marked as partial.
+    As in DomainBed's "Averages", a trial that lacks a target is averaged over the targets it has;
+    the cell is then marked as partial.
     """
     selected = select_runs(runs, selection)
     datasets = selected.datasets
@@ -213,7 +209,7 @@ def across_datasets(runs: Runs, selection: str = "train-val") -> Table:
 
 
 def _by_trial(selected: Selected, dataset: str, row: Row) -> dict[int, list[float]]:
-    """A method's accuracies on the targets of a dataset that a trial has."""
+    """A method's accuracies on a dataset's targets, for each trial that has any."""
     return {
         trial: values
         for trial, found in selected.values.get((dataset, row), {}).items()
@@ -229,7 +225,7 @@ def _dataset_cell(selected: Selected, dataset: str, row: Row) -> Cell | None:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Algorithms (with averaging) by optimizers, for a dataset or all of them."""
+    """Algorithms (with averaging) by optimizers, for one dataset or all of them."""
 
     dataset: str
     selection: str
@@ -242,13 +238,13 @@ class Matrix:
 def optimizer_by_algorithm(
     runs: Runs, selection: str = "train-val", dataset: str | None = None
 ) -> Matrix:
-    """The paper's Table 2: how every optimizer does under every algorithm and averaging.
+    """Accuracy of every optimizer under every algorithm and averaging, as in the paper's Table 2.
 
     Args:
         runs: in any order.
         selection: one of `SELECTIONS`.
-        dataset: one, whose cells are means over targets. Without it, means over all datasets, of
-            the trials that have them all.
+        dataset: average over the targets of this dataset (default: over all datasets, using only
+            trials that have every target).
     """
     selected = select_runs(runs, selection)
     if dataset is not None and dataset not in selected.datasets:
@@ -267,7 +263,7 @@ def optimizer_by_algorithm(
 
 
 def _over_datasets(selected: Selected, row: Row) -> list[float]:
-    """A method's mean over all targets of all datasets, of every trial that has them all."""
+    """A method's mean over all datasets, for every trial that has all targets."""
     complete = [
         {trial: mean(values) for trial, values in trials.items() if len(values) == len(columns)}
         for dataset, columns in selected.columns.items()
@@ -279,42 +275,42 @@ def _over_datasets(selected: Selected, row: Row) -> list[float]:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a method's steps cost on a dataset, beside what they bring."""
+    """A method's cost per step on a dataset, with its accuracy."""
 
     dataset: str
     row: Row
     runs: tuple[Run, ...]
     seconds_per_step: float
-    """The median over all evaluations but the first of each run, whose few steps pay for the
-    set-up."""
+    """From `spent.step_time`."""
     relative: float
-    """To SGD under the same algorithm and averaging; to the cheapest method where SGD is missing"""
+    """Step time relative to SGD under the same algorithm and averaging, or to the fastest method
+    if SGD is missing."""
     accuracy: Cell | None
 
     @property
     def hours(self) -> float | None:
-        """Of all its runs, on whatever device."""
+        """Total hours of all its runs, on any device."""
         return sum(hours(self.runs).values()) or None
 
     @property
     def passes(self) -> int | None:
-        """Forward and backward passes in a step, where the optimizer is known."""
+        """Forward and backward passes per step; None if the optimizer is unknown."""
         known = self.row.optimizer in optimizer_names()
         return optimizer_spec(self.row.optimizer).passes if known else None
 
     @property
     def memory_gb(self) -> float | None:
-        """The peak of any run, in GiB."""
+        """Peak memory over all runs, in GiB."""
         found = (record.memory_gb for run in self.runs for record in run.records)
         return max((memory for memory in found if memory is not None), default=None)
 
 
 def cost_table(runs: Runs, selection: str = "train-val") -> list[StepCost]:
-    """The paper's Table 3: time and memory against accuracy."""
+    """Time, memory and accuracy of every method, as in the paper's Table 3."""
     selected = select_runs(runs, selection)
     costs = []
     for dataset in selected.datasets:
-        times = {row: _seconds(selected.by_method[dataset, row]) for row in selected.rows(dataset)}
+        times = {row: step_time(selected.by_method[dataset, row]) for row in selected.rows(dataset)}
         known = {row: seconds for row, seconds in times.items() if seconds is not None}
         for row, seconds in known.items():
             base = known.get(row._replace(optimizer="sgd"), min(known.values()))
@@ -322,9 +318,3 @@ def cost_table(runs: Runs, selection: str = "train-val") -> list[StepCost]:
             own, accuracy = selected.by_method[dataset, row], _dataset_cell(selected, dataset, row)
             costs.append(StepCost(dataset, row, own, seconds, relative, accuracy))
     return costs
-
-
-def _seconds(runs: Sequence[Run]) -> float | None:
-    records = (record for run in runs for record in run.records[1:] or run.records)
-    found = [r.seconds_per_step for r in records if r.seconds_per_step is not None]
-    return statistics.median(found) if found else None

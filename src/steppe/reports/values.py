@@ -1,4 +1,4 @@
-"""Plain values, as JSON has them: read leniently, written strictly."""
+"""JSON values, read leniently and written strictly."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import orjson
 
 
 def parse(text: bytes) -> Any:
-    r"""Read JSON; NaN and Infinity are let through, as Python's own writer has them.
+    r"""Parse JSON, including the NaN and Infinity that Python's own writer emits.
 
-    Half a character (a lone surrogate), which stands for a byte of a name that is not UTF-8, is
-    spelled out as ``\udcff``: no file could be written with it.
+    Lone surrogates, which come from file names that are not UTF-8, become text such as
+    ``\udcff``, because they cannot be encoded when a report is written.
     """
     try:
         return orjson.loads(text)
@@ -34,7 +34,7 @@ def _spelled_out(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can hold: a number that is not finite becomes null.
+    """Convert to values that JSON can hold. Non-finite numbers become null.
 
     Examples:
         >>> plain({"lr": float("nan"), "betas": (0.9, float("inf"))})
@@ -50,12 +50,11 @@ def plain(value: Any) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """The text of a JSON file."""
     return json.dumps(plain(value), indent=2, allow_nan=False) + "\n"
 
 
 def finite(value: Any) -> bool:
-    """Whether a value from JSON is a number, and neither NaN nor too large to compute with."""
+    """Whether a JSON value is a number, not NaN, and small enough to compute with."""
     return type(value) in (float, int) and abs(value) < 1e300
 
 

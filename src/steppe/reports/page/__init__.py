@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs no network: tables, figures and their provenance."""
+"""The report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from steppe.reports.values import plain
 
 __all__ = ["render_page"]
 
-# One module in five files, in this order: each uses what the ones before it define.
+# One JavaScript module in five files; each uses definitions of the files before it.
 _SCRIPTS = ("base.js", "tables.js", "charts.js", "figures.js", "sections.js")
 
 
 def render_page(data: Mapping[str, Any]) -> str:
-    """Draws a report as one self-contained page, in ASCII.
+    """Render a report as one self-contained ASCII page.
 
-    The script, the styles and the data are part of the page. Its content security policy names the
-    script and the styles by their digests and forbids everything else, requests included.
+    The page embeds its script, styles and data. Its content security policy allows only this
+    script and these styles, by digest, and forbids all network requests.
 
     Args:
-        data: what `Report.page_data` returns. Lists may be empty and values `None`; numbers that
-            are not finite count as missing.
+        data: from `Report.page_data`. Lists may be empty and values `None`; non-finite numbers
+            count as missing.
 
     Examples:
         >>> page = render_page({"title": "</script> & co", "tables": []})
@@ -37,7 +37,7 @@ def render_page(data: Mapping[str, Any]) -> str:
     """
     script, style = "\n".join(map(_text, _SCRIPTS)), f"{_text('page.css')}\n{page_style()}\n"
     looks = {"known": list(KNOWN), "colours": len(COLOURS)}
-    # JSON that cannot end the script element it stands in, nor begin a comment there.
+    # Escaped so that the JSON cannot close the script element or open a comment in it.
     embedded = json.dumps(plain({**data, "palette": looks}), allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         embedded = embedded.replace(character, f"\\u{ord(character):04x}")
@@ -49,8 +49,8 @@ def render_page(data: Mapping[str, Any]) -> str:
         style_digest=_digest(style),
         data=embedded,
     )
-    # Character references also carry the lone surrogates of file names that are not UTF-8. Script
-    # and style know no references: they are ASCII, and the data is JSON in ASCII.
+    # Character references also handle lone surrogates from file names that are not UTF-8. The
+    # script, style and data cannot contain references, but they are already ASCII.
     return page.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 

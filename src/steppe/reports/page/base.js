@@ -1,17 +1,17 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 
-// Text, numbers, elements. Whatever comes from the data becomes a text node or the value of a
-// harmless attribute, never markup.
+// Text, numbers, elements. Data only ever becomes a text node or the value of a harmless attribute,
+// never markup.
 
 const DASH = "\u2013", MINUS = "\u2212", PLUS_MINUS = "\u00b1";
 const SVG = "http://www.w3.org/2000/svg";
 const list = (value) => (Array.isArray(value) ? value.filter((item) => item !== null) : []);
 const distinct = (values) => [...new Set(values)];
-// Beyond this the sums of a scale overflow.
+// Larger values overflow in the sums of a scale.
 const finite = (value) => typeof value === "number" && Math.abs(value) < 1e300;
 const minus = (written) => written.replace(/^-(?=[0.]*$)/, "").replace("-", MINUS);
 
-// As Python rounds: an exact tie goes to the even digit, where toFixed would go up (66.25).
+// Round like Python: an exact tie goes to the even digit, while toFixed rounds it up (66.25).
 function fixed(value, digits = 1) {
   if (!finite(value)) return DASH;
   const near = Math.abs(value).toFixed(digits), rest = Math.abs(value).toFixed(100).split(".")[1];
@@ -58,10 +58,8 @@ const h = (tag, attributes = {}, ...children) =>
 const s = (tag, attributes = {}, ...children) =>
   fill(document.createElementNS(SVG, tag), attributes, children);
 
-// A method has one look in every figure: a colour, a marker and a dash, so that colour is never
-// the only difference.
-
-// The names that have a look of their own, and how many looks there are: of `palette.py`.
+// A method has the same color, marker and dash in every figure, so that methods never differ in
+// color alone. `palette.py` defines which names have a fixed look, and the number of colors.
 const { known: KNOWN, colours: COLOURS } = data.palette;
 const DASHES = [null, "7 3", "2 3", "9 3 2 3"];
 const turned = (shape, turns) => shape.map(([x, y]) => {
@@ -75,7 +73,7 @@ const star = (points, inner) => around(2 * points, 1.35).map(([x, y], i) =>
 const PLUS = [[-0.4, -1.2], [0.4, -1.2], [0.4, -0.4], [1.2, -0.4], [1.2, 0.4], [0.4, 0.4],
   [0.4, 1.2], [-0.4, 1.2], [-0.4, 0.4], [-1.2, 0.4], [-1.2, -0.4], [-0.4, -0.4]];
 const TRIANGLE = [[0, -1.2], [1.15, 0.85], [-1.15, 0.85]];
-const MARKERS = [ // as `palette.py` has them
+const MARKERS = [ // in the order of `palette.py`
   turned(PLUS, 1 / 8), around(16, 1), [[-0.9, -0.9], [0.9, -0.9], [0.9, 0.9], [-0.9, 0.9]],
   [[0, -1.35], [1.1, 0], [0, 1.35], [-1.1, 0]], TRIANGLE, turned(TRIANGLE, 1 / 2), PLUS,
   turned(TRIANGLE, 3 / 4), turned(TRIANGLE, 1 / 4), around(5), around(6), star(5, 0.6),
@@ -106,7 +104,7 @@ function swatch(name) {
     s("path", { class: "marks", d: outline(marker, 12, 6, 4) }));
 }
 
-// As Python names the rows: the usual ones are left out.
+// Row names as in Python, without the default algorithm and averaging.
 function rowName(row) {
   const parts = [[row.algorithm, "ERM"], [row.optimizer, null], [row.averaging, "none"]];
   const named = parts.filter(([part, usual]) => part && part !== usual).map(([part]) => part);

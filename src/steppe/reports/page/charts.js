@@ -5,8 +5,8 @@ const wide = (values) => {
   return low > 0 && high / low >= 30;
 };
 
-// `log`, `zero` (to be included), `categories` (instead of values), `whole` (ticks at integers),
-// `apart` (pixels between ticks).
+// Options: `log`, `zero` (include it), `categories` (instead of values), `whole` (ticks at
+// integers), `apart` (pixels between ticks).
 function scale(values, from, to, { log, zero, categories, whole, apart = 75 }) {
   if (categories) {
     const step = (to - from) / Math.max(1, categories.length);
@@ -74,7 +74,7 @@ function frame(width, { label, x, y, height = Math.min(340, 180 + width / 4) }) 
   return { svg, box, x: sx.at, y: sy.at, step: sx.step };
 }
 
-// A chart is drawn for the width that it has, and again when that changes.
+// A chart is redrawn when its width changes.
 
 const charts = [];
 
@@ -111,8 +111,8 @@ function showTip(svg, x, y, title, entries, rest = null) {
   tip.style.top = `${scrollY + inside}px`;
 }
 
-// Pointer and keyboard choose among stops, [{ x, ... }] in the order of x: `pick` gives the index
-// for a place (-1: none there), `show` draws the stop into a layer of its own.
+// Pointer and keyboard move between stops, [{ x, ... }] sorted by x. `pick` returns the index of the
+// stop at a position (-1: none), and `show` draws the stop into a separate layer.
 function hovering(svg, stops, pick, show) {
   const layer = s("g", { class: "hover" });
   svg.append(layer);
@@ -155,7 +155,7 @@ function nearest(stops, distance, limit) {
   return best;
 }
 
-// Stops that are single points: a ring around the chosen one, and what it stands for.
+// Stops that are single points: draw a ring around the current one and show its values.
 function hoverPoints(svg, points) {
   const stops = points.sort((a, b) => a.x - b.x);
   const pick = (x, y) => nearest(stops, (stop) => Math.hypot(stop.x - x, stop.y - y), 28);
@@ -165,7 +165,7 @@ function hoverPoints(svg, points) {
   });
 }
 
-// Stops that are values of x: a line there, and every series' value.
+// Stops that are values of x: draw a vertical line and show the value of every series.
 const ENTRIES = 12;
 function hoverLines(svg, { box, x, y }, series, heading, write) {
   const at = new Map();
@@ -179,7 +179,7 @@ function hoverLines(svg, { box, x, y }, series, heading, write) {
     .map(([value, entries]) => ({ value, x: x(value), entries }));
   const pick = (px) => nearest(stops, (stop) => Math.abs(stop.x - px), Infinity);
   hovering(svg, stops, pick, (stop, layer, pointer) => {
-    // With many series, those next to the pointer.
+    // With many series, show those closest to the pointer.
     const away = (entry) => (pointer === null ? entry.y : Math.abs(entry.y - pointer));
     const near = [...stop.entries].sort((a, b) => away(a) - away(b)).slice(0, ENTRIES);
     const closest = pointer === null ? null : near[0];
@@ -202,8 +202,8 @@ function hoverLines(svg, { box, x, y }, series, heading, write) {
 
 const CROWD = 8;
 
-// Buttons that show and hide series. `update` takes [name, value] pairs: of a crowd, those with the
-// highest values are shown first.
+// Buttons that show and hide series. `update` takes [name, value] pairs; if there are many, only
+// those with the highest values are visible at first.
 function legend(changed) {
   const element = h("div", { class: "legend", role: "group", "aria-label": "series" });
   const hidden = new Set();
@@ -216,7 +216,7 @@ function legend(changed) {
   };
   function update(entries) {
     const names = distinct(entries.map(([name]) => name));
-    if (JSON.stringify(names) === known) { // the reader's choice stays
+    if (JSON.stringify(names) === known) { // keep the reader's choice
       changed();
       return;
     }
@@ -248,7 +248,7 @@ function legend(changed) {
   return { element, update, shown: (name) => !hidden.has(name) };
 }
 
-// A choice among options [{ label, ... }]; with a single one there is nothing to show.
+// A menu of options [{ label, ... }], hidden if there is only one.
 function choice(title, changed) {
   const menu = h("select", { change: changed }), element = h("label", {}, title, menu);
   let options = [];
@@ -293,11 +293,11 @@ function lines({ svg, x, y }, series, every) {
   }
 }
 
-// A series' points, without those that are missing; `gap` says that a line must not lead there.
+// The points of a series without the missing ones. `gap`: no line leads to this point.
 function pointsOf(xs, ys) {
   const points = [];
   let gap = true;
-  (xs ?? []).forEach((x, i) => { // not list(): the places of the missing ones count
+  (xs ?? []).forEach((x, i) => { // not list(), which would shift the indices
     const here = finite(x) && finite((ys ?? [])[i]);
     if (here) points.push(Object.assign([x, ys[i]], { gap }));
     gap = !here;
@@ -305,14 +305,14 @@ function pointsOf(xs, ys) {
   return points;
 }
 
-// Names beside their points, where there is room for them.
+// Names next to their points, if there is room.
 function labels(points, box) {
   const taken = points.map(({ x, y }) => [x - 7, y - 7, x + 7, y + 7]), nodes = [];
   for (const { x, y, name } of points) {
     const shown = clip(name, 110), length = Array.from(shown).length * 6.8;
     const places = [
       [x + 10, y + 4], [x - 10 - length, y + 4], [x - length / 2, y - 11], [x - length / 2, y + 20],
-    ].slice(0, points.length > 12 ? 1 : 4); // in a crowd, only where it is clear whose name it is
+    ].slice(0, points.length > 12 ? 1 : 4); // among many points, only the unambiguous position
     const found = places.map(([left, base]) => [left, base - 10, left + length, base + 3]).find(
       (a) => a[0] >= box.left && a[2] <= box.width && a[1] >= box.top && a[3] <= box.bottom &&
         taken.every((b) => a[2] < b[0] || b[2] < a[0] || a[3] < b[1] || b[3] < a[1]));

@@ -1,9 +1,9 @@
-// The figures. Each returns the nodes of its section, or null to be left out.
+// The figures. Each function returns the nodes of its section, or null to omit it.
 
-const ACCURACY = "accuracy on the target, %", VALIDATION = "accuracy on validation, %";
+const ACCURACY = "target accuracy (%)", VALIDATION = "validation accuracy (%)";
 const spread = (one) => (finite(one.err) ? one.err : 0);
 const reach = (one, mean) => [mean - spread(one), mean + spread(one)];
-// All x (0) or y (1) of some lines.
+// All x (0) or y (1) values of the series.
 const along = (series, at) => series.flatMap(({ points }) => points.map((point) => point[at]));
 // Options for the distinct values of a key: { label, items }.
 const grouped = (items, key) => distinct(items.map((item) => text(item[key]))).map((label) =>
@@ -113,8 +113,8 @@ function curves() {
   const part = choice("steps", drawn.redraw).set(
     [{ label: "all", from: -Infinity }, { label: "second half", from: 0.5 }]);
   refresh();
-  const caption = "Means over trials of the runs that were chosen. Point at the figure for values; " +
-    "a name shows or hides its line.";
+  const caption = "Means over trials of the selected runs. Hover for values; click a name to show " +
+    "or hide its line.";
   return [figure(caption, [place, kind, part], names, drawn)];
 }
 
@@ -183,7 +183,7 @@ function sensitivity() {
       x: { title: text(key), values: xs, log: wide(xs), categories },
       y: { title: label, values: shown.map(of) },
     });
-    // Side by side where they would hide each other.
+    // Side by side, so that points do not overlap.
     const shift = (i) => (categories ? (((i % 9) - 4) * plot.step) / 20 : 0);
     const points = shown.map((point, i) => ({
       name: point.name, x: plot.x(read(point)) + shift(i), y: plot.y(of(point)),
@@ -215,7 +215,7 @@ function sensitivity() {
       const numbers = values.every((value) => value === null || typeof value === "number");
       return { label: key, key, categories: numbers ? null : written, varies: written.length > 1 };
     });
-    // The learning rate first: it is what people look for, and matters most.
+    // The learning rate comes first because it matters most.
     const varied = options.filter(({ varies }) => varies)
       .sort((a, b) => (b.key === "lr") - (a.key === "lr"));
     parameter.set(varied.length ? varied : options);
@@ -228,7 +228,7 @@ function sensitivity() {
     { label: VALIDATION, of: (point) => point.validation },
   ]);
   refresh();
-  const caption = "One mark for each run of the search. Point at it for its hyperparameters.";
+  const caption = "One mark per run of the search. Hover for its hyperparameters.";
   return [figure(caption, [dataset, parameter, target, measure], names, drawn)];
 }
 
@@ -257,18 +257,18 @@ function flatness() {
     host.replaceChildren(...flatnessTable(items));
     names.update(items.map((row) => [text(row.name), -row.lambda_max]));
   };
-  // What runs were trained on comes first.
+  // Measurements on the training domains come first.
   const first = ({ label }) => (label === "train" ? 0 : 1);
   const on = choice("measured on", refresh).set(
     grouped(all, "on").sort((a, b) => first(a) - first(b)));
   refresh();
-  const caption = "Eigenvalues of the Hessian, largest first; a line for each run.";
+  const caption = "Eigenvalues of the Hessian, largest first; one line per run.";
   const spectra = all.some((row) => list(row.spectrum).some(finite));
   return [
-    nothing("Curvature of the loss at the weights that runs found; smaller is flatter." +
+    nothing("Curvature of the loss at the trained weights; smaller is flatter." +
       (all.some((row) => finite(row.trace_err))
-        ? ` ${PLUS_MINUS} is the standard error of the trace's estimate.` : "")),
-    // Without a spectrum there is still a table to choose.
+        ? ` ${PLUS_MINUS} is the standard error of the trace estimate.` : "")),
+    // Without spectra the menu still switches tables.
     spectra ? figure(caption, [on], names, drawn) : h("div", { class: "controls" }, on.element),
     host,
   ];
@@ -276,7 +276,7 @@ function flatness() {
 
 function flatnessTable(rows) {
   const alike = (of) => distinct(rows.map((row) => JSON.stringify(of(row) ?? null))).length === 1;
-  // On other images, domains or weights, and within other radii, numbers are no contest.
+  // Values from different images, domains, weights or radii do not compete.
   const comparable = alike((row) => row.conditions);
   const near = comparable && alike((row) => [row.rho, row.alpha]);
   const contest = (key) => (["zeroth", "first", "fad"].includes(key) ? near : comparable);
@@ -291,8 +291,8 @@ function flatnessTable(rows) {
       ? h("span", { class: "err" }, ` ${PLUS_MINUS} ${short(row.trace_err, 2)}`) : ""];
   }
   return [
-    ...(comparable ? [] : [nothing("Measured in different ways (images, domains, precision): " +
-      "compare with care.")]),
+    ...(comparable ? [] : [nothing("Measured under different conditions (images, domains, " +
+      "precision): compare with care.")]),
     table({ label: "flatness", columns, rows }),
   ];
 }

@@ -1,4 +1,4 @@
-"""What the page draws beside the tables: learning curves, and the runs of a search."""
+"""Data for the page's figures: learning curves and hyperparameter sensitivity."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from steppe.reports.tables import Selected
 from steppe.reports.values import finite
 
 POINTS = 2000
-"""Runs of one method that the page shows in a figure; of more, every second, third, ..."""
+"""Maximum number of runs per method in a figure; more are thinned evenly."""
 
 
 def curves(selected: Selected) -> list[dict[str, Any]]:
-    """Learning curves of the chosen runs: means over trials, in percent."""
+    """Learning curves of the selected runs: means over trials, in percent."""
     chosen: dict[tuple[str, str], dict[Row, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for place, found in selected.chosen.items():
         chosen[place.dataset, place.column][place.row].append(found.run)
@@ -52,8 +52,8 @@ def _series(row: Row, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def sensitivity(selected: Selected) -> list[dict[str, Any]]:
-    """The accuracy of every run that could have been chosen, by its hyperparameters."""
-    # Leave-one-out has no number for a run by itself; its training domains do.
+    """Accuracy and hyperparameters of every candidate run."""
+    # Leave-one-out does not validate single runs, so they use training-domain validation.
     rule = last_step if selected.selection == "oracle" else best_step
     found = []
     for dataset, sets in selected.columns.items():

@@ -1,4 +1,4 @@
-// What the page consists of.
+// The sections of the page.
 
 function answer() {
   const [lead, ...more] = list(data.answer).map(text);
@@ -9,14 +9,13 @@ function answer() {
 function results() {
   if (nothingDone) {
     return [h("p", { class: "note" },
-      "No finished runs yet. Make the report again when the first runs are done.")];
+      "No finished runs yet. Rerun the report when the first runs are done.")];
   }
   const parts = list(data.tables).flatMap((result) =>
     [h("h3", {}, text(result.dataset)), resultTable(result, text(result.dataset))]);
   return [
-    nothing(`Accuracy on the target in percent, mean ${PLUS_MINUS} standard error over trials. ` +
-      `The best of each column is bold; ${DASH} marks what is missing, ` +
-      "* a mean without some targets."),
+    nothing(`Target accuracy in %, mean ${PLUS_MINUS} standard error over trials. ` +
+      `The best of each column is bold. ${DASH}: missing. *: mean over some targets only.`),
     ...(data.across ? [h("h3", {}, "All datasets"), resultTable(data.across, "all datasets")] : []),
     ...parts,
     ...list(data.matrices).flatMap((matrix) => {
@@ -27,12 +26,12 @@ function results() {
   ];
 }
 
-// A table with a picture in it: all intervals share one axis, which is the table's last line.
+// A table with a chart in it. All intervals share one axis, drawn in the last line.
 function comparisons() {
   const rows = list(data.comparisons).filter((row) => finite(row.difference));
   if (!rows.length) return [nothing("No two methods share enough finished runs to be compared.")];
   const width = innerWidth < 640 ? 150 : 180;
-  // The interval that the result goes by: over seeds where there are enough of them.
+  // The interval that decides: over seeds if there are enough of them.
   const decides = (row) => (row.decided_over === "trials" && finite(row.seeds_low)
     ? [row.seeds_low, row.seeds_high] : [row.low, row.high]);
   const ends = rows.flatMap((row) => [...decides(row), row.difference]);
@@ -64,7 +63,7 @@ function comparisons() {
       title: interval, get: (row) => decides(row)[0],
       show: (row) => [decides(row).every(finite) ? decides(row).map(signed).join(" to ") : DASH],
     },
-    { title: "over", get: over, kind: "text", label: "what the interval is over" },
+    { title: "over", get: over, kind: "text", label: "units of the interval" },
     {
       title: "p (Holm)", get: (row) => row.p_adjusted,
       print: (value) => (finite(value) && value < 0.001 ? "< 0.001" : short(value, 2)),
@@ -80,20 +79,20 @@ function comparisons() {
     s("svg", { width, height: 22, "aria-hidden": "true", "text-anchor": "middle" }, ...ticks)),
   h("td", { colspan: 6 })));
   return [
-    nothing("Paired differences in points of accuracy. A filled marker: significant after Holm's " +
-      "correction; a hollow one: not."),
+    nothing("Paired differences in percentage points. Filled markers are significant after Holm's " +
+      "correction; hollow ones are not."),
     table({ label: "comparisons", columns, rows, foot }),
     data.multiplicity ? nothing(text(data.multiplicity.note)) : null,
   ];
 }
 
 const SELECTIONS = {
-  "train-val": "training-domain validation: the step and the hyperparameters with the best " +
-    "accuracy on held-out images of the source domains",
-  "leave-one-out": "leave-one-domain-out validation: the step and the hyperparameters that do " +
-    "best on source domains held out in turn",
-  oracle: "oracle: hyperparameters chosen at the last step with images of the target, which " +
-    "are not to be had in earnest",
+  "train-val": "training-domain validation: the step and hyperparameters with the best " +
+    "accuracy on validation images of the source domains",
+  "leave-one-out": "leave-one-domain-out validation: the step and hyperparameters with the best " +
+    "mean accuracy on left-out source domains",
+  oracle: "oracle: hyperparameters selected at the last step with images of the target, which " +
+    "are not available in practice",
 };
 
 function provenance() {
@@ -116,7 +115,7 @@ function provenance() {
   ];
 }
 
-const SECTIONS = [ // of the page, heading, of the data
+const SECTIONS = [ // id, heading, function, data
   ["answer", "Answer", answer, null],
   ["comparisons", "Comparisons", comparisons, data.comparisons],
   ["results", "Results", results, null],
@@ -155,11 +154,11 @@ function themeButton() {
   name();
 }
 
-for (const row of rows) look(rowName(row)); // colours in the order of the tables
+for (const row of rows) look(rowName(row)); // colors in table order
 document.getElementById("about").textContent = about();
 themeButton();
 for (const [id, title, make, source] of SECTIONS) {
-  if (nothingDone && source !== null && !list(source).length) continue; // one empty note is enough
+  if (nothingDone && source !== null && !list(source).length) continue; // one note is enough
   const nodes = make();
   if (nodes === null) continue;
   document.getElementById("report").append(

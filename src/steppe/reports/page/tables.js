@@ -1,6 +1,6 @@
-// Tables. A column has a title, `get` (the value that it is sorted by), and perhaps `print` (that
-// value as text), `show` (text or nodes instead), `best` ("high" or "low"), `partial` (whether
-// the value is a mean that lacks something), a label (the title in words), a kind and a hint.
+// Tables. A column has a `title` and `get` (the value to sort by). Optional: `print` (formats that
+// value), `show` (text or nodes instead), `best` ("high" or "low"), `partial` (whether the value is
+// a mean over some targets only), `label` (the title spelled out), `kind` and `hint`.
 
 function table({ label, caption, columns, rows, foot = null }) {
   const body = h("tbody"), lines = rows.map((row) => ({ row, node: h("tr") }));
@@ -11,13 +11,13 @@ function table({ label, caption, columns, rows, foot = null }) {
   });
   columns.forEach((column, at) => {
     const { get, print = text, show = (row) => [print(get(row))], partial = () => false } = column;
-    // Means of different targets are no contest.
+    // Means over different targets do not compete.
     const values = rows.filter((row) => !partial(row)).map(get).filter(finite);
     const [low, high] = extent(values);
     const contest = column.best && values.length > 1;
     const winner = contest ? print(column.best === "high" ? high : low) : null;
     for (const { row, node } of lines) {
-      // Equal as printed is equal: nobody should wonder why one 86.7 is bold and another is not.
+      // Values that print the same tie, so that two cells of 86.7 are either both bold or neither.
       const wins = finite(get(row)) && !partial(row) && print(get(row)) === winner;
       const cell = at === 0
         ? h("th", { scope: "row" }, ...show(row))
@@ -66,7 +66,7 @@ function table({ label, caption, columns, rows, foot = null }) {
       h("thead", {}, h("tr", {}, ...heads)), body, foot)));
 }
 
-// What may be wider than the page scrolls by itself, and says so.
+// Wide content scrolls on its own and shows a hint.
 const scrollers = [];
 function scrolling(label, content) {
   const inner = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
@@ -87,13 +87,13 @@ const withError = (mean, err, n) =>
   measured(mean, err, n).map((part) => part.textContent ?? part).join("");
 
 function measured(mean, err, n) {
-  // One run has no error to speak of.
+  // A single run has no standard error.
   if (!finite(mean) || !finite(err) || n === 0 || n === 1) return [fixed(mean)];
   return [fixed(mean), h("span", { class: "err" }, ` ${PLUS_MINUS} ${fixed(err)}`)];
 }
 
-// The columns that Python declares for a table, those that some row has a value for. A list is
-// sorted by its largest number.
+// The columns that Python declares for a table, if some row has a value for them. A list is sorted
+// by its largest number.
 function declared(name, rows) {
   const known = (value) => (Array.isArray(value) ? value.length : (value ?? null) !== null);
   const one = (value) => (finite(value) && !Number.isInteger(value) ? short(value) : text(value));
@@ -114,7 +114,7 @@ function declared(name, rows) {
   }).filter(({ key }) => rows.some((row) => known(row[key])));
 }
 
-// Columns of means over trials, `row.cells` by name.
+// Columns for means over trials, from `row.cells`.
 const cellColumns = (names) => list(names).map((name) => {
   const cell = (row) => (row.cells ?? {})[name] ?? {};
   return {
