@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from itertools import pairwise
 from pathlib import Path
@@ -182,7 +182,7 @@ class RunCommand(TyperCommand):
         for word, following in pairwise([*args, ""]):  # a plugin decides which options there are
             if word == "--plugin" or word.startswith("--plugin="):
                 load_plugins([following if word == "--plugin" else word.partition("=")[2]])
-        launchers_own = _launcher_options(taken={parameter.name for parameter in self.params})
+        launchers_own = _launcher_options()
         own, self.params = self.params, [*self.params, *launchers_own]
         try:
             rest = super().parse_args(ctx, args)
@@ -197,18 +197,13 @@ class RunCommand(TyperCommand):
         return rest
 
 
-def _launcher_options(taken: Container[str]) -> list[Any]:
+def _launcher_options() -> list[Any]:
     from steppe.sweeps import launchers
 
     kinds = {bool: bool, int: int, float: float, tuple: list[str]}
     found: dict[str, inspect.Parameter] = {}
     for spec in launchers.entries():
         for name, option in spec.options.items():
-            if name in taken:
-                raise UserError(
-                    f"launcher {spec.name!r} cannot have the option {name!r}: 'sweep run' has one "
-                    "of that name"
-                )
             kind = kinds.get(type(option.default), str)
             told = _option(name, kind, help=f"{spec.name}: {option.meaning}")
             found.setdefault(name, told)

@@ -60,6 +60,10 @@ class Crew:
         ]
 
 
+_TAKEN = {*Crew.__dataclass_fields__, "path", "launcher", "plugin", "help", "sweep", "crew", "show"}
+"""Options of `steppe sweep run` and parameters of `run_sweep`."""
+
+
 class Launcher(Protocol):
     """Starts workers; built with its own options as keywords."""
 
@@ -78,6 +82,13 @@ class LauncherSpec(AxisSpec):
     """One entry of the registry. An option has the type of its default; None: a text."""
 
     kind: ClassVar[str] = "launcher"
+
+    def __post_init__(self) -> None:
+        for name in _TAKEN & self.options.keys():
+            raise UserError(
+                f"launcher {self.name!r} cannot have an option {name!r}: 'steppe sweep run' "
+                "already uses that name. Rename it."
+            )
 
     def check(self, given: Mapping[str, Any]) -> None:
         for key in given.keys() - self.options.keys():
