@@ -28,7 +28,8 @@ from steppe.sweeps import (
     write_plan,
 )
 from steppe.sweeps.status import show
-from steppe.sweeps.store import claim, state_of
+from steppe.sweeps.store import state_of
+from steppe.sweeps.takeover import claim
 from steppe.sweeps.tidy import tidy
 from steppe.training import train
 from steppe.training.trainer import Trainer

@@ -38,7 +38,8 @@ from steppe.sweeps import (
     write_plan,
 )
 from steppe.sweeps.status import show
-from steppe.sweeps.store import Claim, claim
+from steppe.sweeps.store import Claim
+from steppe.sweeps.takeover import claim
 from steppe.sweeps.worker import _out_of_memory
 from steppe.training import RunDirectory, train
 from steppe.training.trainer import Trainer

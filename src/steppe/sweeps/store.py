@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import re
 import secrets
@@ -39,8 +38,6 @@ from steppe.sealed import seal, unseal
 
 if TYPE_CHECKING:
     from steppe.training import RunConfig
-
-log = logging.getLogger("steppe")
 
 STALE_SECONDS = 60.0
 """Without a sign of life for so long, a worker is taken for dead."""
@@ -339,61 +336,6 @@ class Claim:
     def release(self) -> bool:
         """Gives the run back; the next one goes on from where it is."""
         return self.job.note(self.number + 1, "released", attempt=self.number)
-
-
-def claim(job: Job, events: list[Event], **facts: Any) -> Claim | None:
-    """Takes a run, as these events left it; None if another worker was quicker."""
-    from .takeover import newest_step, take_over  # which read checkpoints, and need torch
-
-    number = next_number(events)
-    claims = [event for event in reversed(events) if event.kind in ("claim", DAMAGED)]
-    # Not always the last one: a worker may have died before it took over what was there.
-    earlier = [event for event in claims if is_folder(job.attempt(event.number))]
-    facts |= {"worker": worker_name(), "host": socket.gethostname(), "pid": os.getpid()}
-    facts["step"] = newest_step(job.attempt(earlier[0].number)) if earlier else None
-    if not job.note(number, "claim", **facts):
-        return None
-    taken = Claim(job, number)
-    for left_over in job.path.glob(f".attempt-*{COPYING}"):  # by those who had it before
-        shutil.rmtree(left_over, ignore_errors=True)
-    _remove(taken.folder)  # the number was nobody's so far, so what has its name is not a worker's
-    for event in earlier:
-        try:
-            take_over(job.attempt(event.number), taken.folder, _gone(event, events))
-            break
-        except ValueError as error:  # it stays there until the run is done
-            log.warning("%s: attempt %d cannot be resumed: %s", job.name, event.number, error)
-        except FileNotFoundError as error:
-            if not taken.held():  # it stalled, and whoever has the run now tidied its copy up
-                return None
-            log.warning("%s: attempt %d is gone: %s", job.name, event.number, error)
-    else:
-        if earlier:
-            log.warning("%s: starting over", job.name)
-    if not taken.folder.exists():
-        taken.folder.mkdir()
-    (taken.folder / "heartbeat").touch()
-    return taken
-
-
-def _remove(path: Path) -> None:
-    """Removes a file, a link or a folder, whichever it is; what a link leads to stays."""
-    if is_folder(path):
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _gone(claim: Event, events: list[Event]) -> bool:
-    """Whether the worker of a claim said itself that it is through.
-
-    One that fell silent may wake up. What others noted after its claim, that it was cancelled for
-    example, it may not know yet.
-    """
-    after = next((event for event in events if event.number == claim.number + 1), None)
-    if after is None or after.kind not in ("failed", "released"):
-        return False
-    return bool(after.facts.get("attempt") == claim.number)
 
 
 def worker_name() -> str:

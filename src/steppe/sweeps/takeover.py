@@ -2,16 +2,76 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
+import socket
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from steppe.training import RunDirectory, checkpoint
 
-from .store import COPYING
+from . import store
+from .store import COPYING, DAMAGED, Claim, Event, Job
+
+log = logging.getLogger("steppe")
 
 _FILES = ("config.json", "data.json", "log.txt", "records.jsonl")
+
+
+def claim(job: Job, events: list[Event], **facts: Any) -> Claim | None:
+    """Takes a run, as these events left it; None if another worker was quicker."""
+    number = store.next_number(events)
+    claims = [event for event in reversed(events) if event.kind in ("claim", DAMAGED)]
+    # Not always the last one: a worker may have died before it took over what was there.
+    earlier = [event for event in claims if store.is_folder(job.attempt(event.number))]
+    facts |= {"worker": store.worker_name(), "host": socket.gethostname(), "pid": os.getpid()}
+    facts["step"] = newest_step(job.attempt(earlier[0].number)) if earlier else None
+    if not job.note(number, "claim", **facts):
+        return None
+    taken = Claim(job, number)
+    for left_over in job.path.glob(f".attempt-*{COPYING}"):  # by those who had it before
+        shutil.rmtree(left_over, ignore_errors=True)
+    _remove(taken.folder)  # the number was nobody's so far, so what has its name is not a worker's
+    for event in earlier:
+        try:
+            take_over(job.attempt(event.number), taken.folder, _gone(event, events))
+            break
+        except ValueError as error:  # it stays there until the run is done
+            log.warning("%s: attempt %d cannot be resumed: %s", job.name, event.number, error)
+        except FileNotFoundError as error:
+            if not taken.held():  # it stalled, and whoever has the run now tidied its copy up
+                return None
+            log.warning("%s: attempt %d is gone: %s", job.name, event.number, error)
+    else:
+        if earlier:
+            log.warning("%s: starting over", job.name)
+    if not taken.folder.exists():
+        taken.folder.mkdir()
+    (taken.folder / "heartbeat").touch()
+    return taken
+
+
+def _remove(path: Path) -> None:
+    """Removes a file, a link or a folder, whichever it is; what a link leads to stays."""
+    if store.is_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _gone(claim: Event, events: list[Event]) -> bool:
+    """Whether the worker of a claim said itself that it is through.
+
+    One that fell silent may wake up. What others noted after its claim, that it was cancelled for
+    example, it may not know yet.
+    """
+    after = next((event for event in events if event.number == claim.number + 1), None)
+    if after is None or after.kind not in ("failed", "released"):
+        return False
+    return bool(after.facts.get("attempt") == claim.number)
 
 
 def newest_step(attempt: Path) -> str | None:

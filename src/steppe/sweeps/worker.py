@@ -26,7 +26,7 @@ from steppe.training import train
 from steppe.training.interrupts import Interrupts
 from steppe.training.processes import find_device
 
-from . import store
+from . import store, takeover
 from .store import Claim
 from .sweep import Sweep, read_plan
 from .tidy import tidy
@@ -107,7 +107,7 @@ class Worker:
                 job.note(events[-1].number + 1, "failed", error=error, traceback="")
                 left = True
             elif state in ("planned", "lost"):
-                claim = store.claim(job, events, device=self.device, memory=self._memory)
+                claim = takeover.claim(job, events, device=self.device, memory=self._memory)
                 if claim is not None:
                     return claim, True
                 left = True
