@@ -99,7 +99,7 @@ def test_without_a_terminal_a_line_tells_now_and_then_how_far_it_is(sweep, monke
 
     assert launch.run(sweep.path, "told", Crew()) is False
     lines = [line for line in capsys.readouterr().err.splitlines() if "; " in line]
-    told = f"{sweep.path}: 1 running; 0 of 1 runs (0%), 0.0 an hour, ? left"
+    told = f"{sweep.path}: 1 running; 0 of 1 runs (0%), 0.0 runs/h, ? left"
     assert lines == [told.replace("running", "planned"), told, told]
 
 
