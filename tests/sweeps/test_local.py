@@ -253,7 +253,7 @@ def test_a_run_that_kills_its_workers_has_failed(tmp_path: Path) -> None:
     os.utime(job.path / "events/00003.json", (old, old))
     assert Worker(sweep, "cpu").work() == 6
     assert [e.kind for e in job.events()] == [*["claim"] * 3, "failed", "claim", "done"]
-    assert "3 workers died" in job.events()[3].facts["error"]
+    assert "3 workers in a row died" in job.events()[3].facts["error"]
 
 
 def short_of_memory(fits: int, running, most):

@@ -170,8 +170,8 @@ RUN = {
         ({"runs": {"a": {**RUN, "steps": "9"}}}, "'steps' of run a is '9'"),
         ({"retries": "1"}, "'retries' of the plan is '1'"),
         ({"commands": None}, "'commands' of the plan is None"),
-        ({"version": "1"}, "version is '1'"),
-        ({"version": None}, "version is None"),
+        ({"version": "1"}, "version must be a number, got '1'"),
+        ({"version": None}, "version must be a number, got None"),
         ({"version": 99}, "newer steppe"),
     ],
 )

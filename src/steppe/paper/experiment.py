@@ -54,12 +54,12 @@ class Scale:
     Attributes:
         name: `full`, `small` or `smoke`.
         about: in a line.
-        share: the share of the paper's updates that a run makes.
-        trials: seeds of the split.
-        draws: hyperparameter samples per method; with 0, learning rates are tuned instead.
+        share: fraction of the paper's number of updates.
+        trials: number of trial seeds, which set the train/validation splits.
+        draws: hyperparameter samples per method; 0 tunes the learning rates instead.
         space: where defaults and draws come from; where learning rates are tuned, they start from
             those of the space `fair`.
-        factors: learning rates that are tried, as multiples of the optimizer's own default.
+        factors: learning rates to try, as multiples of the optimizer's default.
         tuning: the share of a run's updates that a try takes.
         evaluations: of a run, at most, besides the first.
         optimizers: those of the experiment's that are run; empty: all.

@@ -39,8 +39,8 @@ class Grid:
         optimizers: comma-separated names; see 'steppe list optimizers'.
         averaging: comma-separated names; see 'steppe list averaging'.
         trials: number of trial seeds, which set the train/validation splits.
-        draws: hyperparameter samples per method; sample 0 is the space's defaults. 0 uses
-            'steppe train''s settings.
+        draws: hyperparameter samples per method; sample 0 is the space's defaults. 0 uses the
+            settings of 'steppe train'.
         targets: held-out domains: `single` holds out each target of the dataset, `pairs` also each
             target with one more domain, which leave-one-out selection needs. Or comma-separated
             domains, each held out alone; join several with ``+`` to hold them out together.
