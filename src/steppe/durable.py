@@ -64,7 +64,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def full_disk_explained(path: Path) -> Iterator[None]:
+def full_disk_explained(path: Path, then: str = "continue with --resume") -> Iterator[None]:
     """Turn a failed write into an error that names the file and says how to continue."""
     try:
         yield
@@ -72,7 +72,7 @@ def full_disk_explained(path: Path) -> Iterator[None]:
         remedy = "Free some space" if error.errno in _FULL else "Fix it"
         raise RunError(
             f"{path} could not be written: {error.strerror or error}. Everything written before is "
-            f"intact. {remedy}, then continue with --resume."
+            f"intact. {remedy}, then {then}."
         ) from error
 
 

@@ -227,7 +227,7 @@ def test_a_failed_write_is_one_line_and_loses_nothing(tmp_path: Path, limit, ext
     assert not list(path.glob(".*"))
     if before is not None:
         assert read_plan(path) == before
-        assert "The plan is unchanged" in str(told.value)
+        assert "Everything written before is intact" in str(told.value)
     assert len(write_plan(more, path, extend=extend).names) == (72 if extend else 24)
 
 

@@ -32,9 +32,7 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the interrupted run in DIR.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the selected record as JSON.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Train one model on all domains except the held-out targets.
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -16,8 +15,8 @@ from steppe import __version__
 from steppe.algorithms import algorithm_spec
 from steppe.averaging import averaging_spec
 from steppe.domains import DatasetSpec, dataset_spec, import_plugins, seed_hash
-from steppe.durable import replace
-from steppe.errors import RunError, UserError, unknown
+from steppe.durable import full_disk_explained, replace
+from steppe.errors import UserError, unknown
 from steppe.optim import optimizer_spec
 from steppe.registry import Entry
 from steppe.sealed import seal
@@ -27,6 +26,7 @@ from steppe.training import RunConfig, configure, read_config
 from .sweep import AXES, FILE, VERSION, Sweep, read_plan
 
 RETRIES = 1
+_AGAIN = "plan again"
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def write_plan(
         "retries": old.retries if retries is None else retries,
         "runs": {**old.axes, **axes},
     }
-    with _unwritten_explained(path, path / FILE):  # last, so that an interrupted plan is not one
+    with full_disk_explained(path / FILE, _AGAIN):  # last, so that an interrupted plan is not one
         replace(path / FILE, seal(json.dumps(facts, indent=1)) + b"\n")
     return read_plan(path)
 
@@ -247,23 +247,10 @@ def _check_same(path: Path, name: str, config: RunConfig) -> None:
 def _write_config(path: Path, name: str, config: RunConfig) -> None:
     folder = path / "runs" / name
     file = folder / "config.json"
-    with _unwritten_explained(path, file):
+    with full_disk_explained(file, _AGAIN):
         folder.mkdir(parents=True, exist_ok=True)
         if folder.is_symlink():
             raise UserError(f"{folder} is a symbolic link: replace it with the folder itself")
         file.unlink(missing_ok=True)  # left by an interrupted plan; never follow a link
         with file.open("x") as opened:
             opened.write(config.to_json())
-
-
-@contextmanager
-def _unwritten_explained(path: Path, file: Path) -> Iterator[None]:
-    """Turn a failed write into an error that says what state the plan is in."""
-    try:
-        yield
-    except OSError as error:
-        left = "The plan is unchanged" if (path / FILE).exists() else "Nothing is planned yet"
-        raise RunError(
-            f"{error.filename or file} could not be written: {error.strerror}. {left}. Fix it and "
-            "plan again."
-        ) from error

@@ -57,6 +57,7 @@ KINDS: Mapping[str, Mapping[str, type]] = {
 }
 """Kinds of events, with the facts that readers rely on."""
 _EVENT = re.compile(r"([0-9]{5}|[1-9][0-9]{5,})\.json")
+_AGAIN = "run 'steppe sweep run' again"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -149,7 +150,7 @@ class Job:
         target = self.event_file(number)
         temporary = folder / f".{number:05d}.{worker_name()}"
         try:
-            with full_disk_explained(target):
+            with full_disk_explained(target, _AGAIN):
                 temporary.write_bytes(text)
             os.link(temporary, target)  # atomic on every file system, with its full content
         except FileExistsError:
@@ -166,7 +167,7 @@ class Job:
                 file = target.open("xb")
             except FileExistsError:
                 return False
-            with full_disk_explained(target), file:
+            with full_disk_explained(target, _AGAIN), file:
                 file.write(text)
         finally:
             temporary.unlink(missing_ok=True)
