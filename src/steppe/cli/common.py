@@ -76,7 +76,7 @@ Chosen = Annotated[
         show_default="best, or last if the run has no best",
     ),
 ]
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.")]
 
 
 def remark(line: object) -> None:

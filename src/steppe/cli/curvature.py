@@ -88,7 +88,7 @@ def curvature_measure(
 @app.command("compare")
 def curvature_compare(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Runs, sweeps, or folders of runs.")
+        list[Path], typer.Argument(metavar="RUN", help="Runs, sweeps, or folders of runs.")
     ],
     out: Annotated[
         Path,

@@ -220,14 +220,14 @@ def list_names(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="[KIND]",
+            metavar="KIND",
             help="optimizers, algorithms, averaging, datasets, backbones or experiments "
             "(default: show the number of each).",
         ),
     ] = "",
     name: Annotated[
         str,
-        typer.Argument(metavar="[NAME]", help="Entry to show with its options (default: all)."),
+        typer.Argument(metavar="NAME", help="Entry to show with its options (default: all)."),
     ] = "",
     plugin: Plugins = None,
     as_json: Json = False,

@@ -30,7 +30,7 @@ def predict(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
     images: Annotated[
         list[Path],
-        typer.Argument(metavar="IMAGES...", help="Image files, or folders of images."),
+        typer.Argument(metavar="IMAGES", help="Image files, or folders of images."),
     ],
     out: Annotated[
         Path | None,

@@ -20,7 +20,7 @@ import_app = typer.Typer(help="Import results of other programs.")
 
 def report(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Sweeps, runs, or folders of runs.")
+        list[Path], typer.Argument(metavar="DIR", help="Sweeps, runs, or folders of runs.")
     ],
     selection: Selection = "train-val",
     form: Annotated[
@@ -72,7 +72,7 @@ def compare(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN...",
+            metavar="RUN",
             help="Two or more runs or sweeps; the others are compared with the first.",
         ),
     ],

@@ -47,7 +47,7 @@ def reproduce(
     options: dict[str, Any],
     crew: dict[str, Any],
     name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="Experiment (default: list all experiments).")
+        str, typer.Argument(metavar="NAME", help="Experiment (default: list all experiments).")
     ] = "",
     scale: Annotated[
         Literal["full", "small", "smoke"], typer.Option(help="Size of the experiment.")
