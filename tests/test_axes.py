@@ -98,7 +98,7 @@ def test_a_registry_answers_in_any_case_and_protects_its_own_names() -> None:
     own = AxisSpec(name="Own", target=nn.Linear)
     table = Registry("thing", lambda: [own])
     assert table["OWN"] is own
-    with pytest.raises(UserError, match="thing 'own' is known already"):
+    with pytest.raises(UserError, match="thing 'own' already exists"):
         table.add(AxisSpec(name="own", target=nn.Linear))
     mine = [AxisSpec(name="mine", target=nn.Linear) for _ in range(2)]
     for spec in mine:  # as when a notebook's cell runs again
@@ -124,7 +124,7 @@ def test_a_registry_that_failed_to_fill_says_so_again() -> None:
     ("default", "good", "bad", "expected"),
     [
         (False, True, 1, "true or false"),
-        ("a", "b", 2, "a text"),
+        ("a", "b", 2, "text"),
         ((), ("x",), "x", "a list"),
         (1, 2, True, "a whole number"),
     ],

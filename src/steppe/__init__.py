@@ -1,7 +1,6 @@
 """Flatness-aware optimizers for PyTorch and a benchmark for domain generalization.
 
-Importing `steppe` costs nothing: torch and everything heavier are imported by the subpackages
-that need them, and those are imported when first used.
+Importing `steppe` is instant: subpackages, and torch with them, are imported on first use.
 """
 
 import importlib

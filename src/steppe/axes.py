@@ -1,9 +1,9 @@
-"""The entries of an axis: one file each, which says everything about its method.
+"""The entries of an axis, such as algorithms or optimizers: one file each.
 
-A file declares a class with a decorator, such as ``@register_algorithm("IRM", citation=...)``.
-steppe's own files are read without being imported: they need torch, and commands that only list
-names or read records do not. What a declaration uses (distributions, constants) must therefore come
-from modules that do without torch. A plugin's classes are registered when they are imported.
+A file registers its class with a decorator, such as ``@register_algorithm("IRM", citation=...)``.
+Importing the file needs torch, which commands that only list names or read records should not wait
+for. So steppe parses its own files instead, and declarations may only use distributions and
+constants from modules that do not import torch. Plugin classes are registered on import.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from steppe.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class AxisSpec:
-    """What every entry has.
+    """The facts that every entry has.
 
     Attributes:
-        name: what users call it.
-        target: the class, or ``module:class``, which is imported when it is needed.
-        citation: the paper it comes from.
+        name: what users type.
+        target: the class, or ``module:class``, imported when needed.
+        citation: its paper.
         summary: the first line of the class's docstring.
-        options: what its constructor declares.
-        further: other plain values that it takes, which a config has only where they are given.
+        options: the options that its constructor declares.
+        further: other plain constructor arguments; a config contains them only if they are set.
     """
 
     kind: ClassVar[str] = ""
@@ -62,10 +62,10 @@ class AxisSpec:
         return {name: option.default for name, option in self.options.items()}
 
     def check(self, given: Mapping[str, Any]) -> None:
-        """Refuses options that it does not have, or values that make no sense."""
+        """Raise an error for unknown options and invalid values."""
         for key, value in given.items():
             if not self.options:
-                raise UserError(f"{self.kind} {self.name!r} has no options: leave out {key!r}")
+                raise UserError(f"{self.kind} {self.name!r} has no options: remove {key!r}")
             if key not in self.options:
                 raise UserError(
                     unknown(f"option for {self.kind} {self.name!r}:", key, self.options)
@@ -78,11 +78,11 @@ C = TypeVar("C", bound=type)
 
 
 def registrar(registry: Registry[S], spec: type[S], name: str, **facts: Any) -> Callable[[C], C]:
-    """A decorator that registers a class; steppe's own files are read by `declared`."""
+    """A decorator that registers a plugin's class; `declared` finds steppe's own."""
 
     def decorate(cls: C) -> C:
-        # While a module of steppe's is imported or reloaded, it does not have this class yet. Once
-        # it has, somebody registers the class again: under another name, with other facts.
+        # While one of steppe's own modules is imported, it does not have this class yet. Once it
+        # does, the user is registering the class again, under another name.
         own = cls.__module__.startswith("steppe.")
         if not own or getattr(sys.modules[cls.__module__], cls.__name__, None) is cls:
             registry.add(spec.of(cls, name, **facts))
@@ -92,13 +92,13 @@ def registrar(registry: Registry[S], spec: type[S], name: str, **facts: Any) -> 
 
 
 def declared(spec: type[S], package: str, decorator: str, first: Iterable[str] = ()) -> Iterator[S]:
-    """The entries that the files of a package declare: those named `first`, then others by name.
+    """The entries that a package's files declare: those in `first`, then the others by name.
 
     Args:
-        spec: their type.
-        package: whose files are read.
-        decorator: what marks a class, called with its name and the facts of its entry.
-        first: names that come before the others, in this order.
+        spec: the type of the entries.
+        package: the package.
+        decorator: the decorator of their classes, called with a name and the entry's facts.
+        first: names that come first, in this order.
     """
     classes: _Classes = {}
     for path in sorted(Path(inspect.getfile(importlib.import_module(package))).parent.glob("*.py")):
@@ -120,7 +120,7 @@ def declared(spec: type[S], package: str, decorator: str, first: Iterable[str] =
 
 
 def _stub(name: str, classes: _Classes) -> type:
-    """A class with the docstring and the constructor's signature of one that is not imported."""
+    """A class with the docstring and constructor signature of one that is not imported."""
     node, names = classes[name]
     members: dict[str, Any] = {"__doc__": ast.get_docstring(node)}
     for method in node.body:
@@ -133,7 +133,7 @@ def _stub(name: str, classes: _Classes) -> type:
 
 
 class _Names(dict[str, Any]):
-    """The names of a module that is not imported; each is made when it is asked for."""
+    """The globals of a module that is not imported, each evaluated on first use."""
 
     def __init__(self, package: str, stem: str, tree: ast.Module) -> None:
         super().__init__(__name__=f"{package}.{stem}", __package__=package)
@@ -145,7 +145,7 @@ class _Names(dict[str, Any]):
                 self._makers |= {ast.unparse(target): node for target in node.targets}
 
     def __missing__(self, name: str) -> Any:
-        _run(self._makers[name], self)  # a KeyError: one of Python's own names
+        _run(self._makers[name], self)  # KeyError for a builtin
         return self[name]
 
 
@@ -153,5 +153,5 @@ _Classes = dict[str, tuple[ast.ClassDef, _Names]]
 
 
 def _run(node: ast.stmt, names: _Names) -> None:
-    """Carries a statement out; as in this file, annotations stay texts: they may need torch."""
+    """Execute a statement; annotations stay strings, because they may need torch."""
     exec(compile(ast.fix_missing_locations(ast.Module([node], [])), "<file>", "exec"), names)

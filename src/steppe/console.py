@@ -1,7 +1,7 @@
-"""What people see: lines, tables, and how far long work is.
+"""Terminal output: lines, tables, and progress.
 
-Only this module and `steppe.cli` import rich: what the others show, they build from what is here.
-Text goes through `printable`, and is never markup: names of files and domains come from anywhere.
+Only this module and `steppe.cli` import rich. All text goes through `printable` and is never
+interpreted as markup, because names of files and domains are not trusted.
 """
 
 import shutil
@@ -35,12 +35,12 @@ def stderr() -> Console:
 
 
 def text(value: object, style: str = "") -> Text:
-    """A text as it is: no markup, no control codes."""
+    """Literal text, without markup and control codes."""
     return Text(printable(str(value)), style=style)
 
 
 def say(console: Console | None, line: object) -> None:
-    """Prints a line as it is, however long: a terminal folds it, a file keeps it. None: nowhere."""
+    """Print a literal line without wrapping; do nothing if `console` is None."""
     if console is not None:
         console.print(printable(str(line)), highlight=False, markup=False, soft_wrap=True)
 
@@ -53,15 +53,15 @@ def table(
     labels: int = 1,
     plain: bool = False,
 ) -> Table:
-    """A table of plain texts.
+    """A table of plain text.
 
     Args:
-        headings: of its columns.
-        rows: their cells.
-        title: above it.
-        labels: so many columns are words, on the left and folded where the terminal is narrow; the
-            others are numbers, on the right.
-        plain: with a rule below the headings and no other lines.
+        headings: the columns' headings.
+        rows: the cells.
+        title: shown above the table.
+        labels: how many of the first columns are text, left-aligned and wrapped on a narrow
+            terminal. The others are numbers, right-aligned.
+        plain: draw only a rule below the headings.
     """
     made = Table(title=text(title) if title else None)
     if plain:
@@ -75,8 +75,8 @@ def table(
 
 
 def printed(tables: Sequence[Table]) -> str:
-    """Tables as they look on a terminal that is wide enough for them."""
-    # A line that a narrow terminal folds can be read; a number that was cut off cannot.
+    """Render tables at their full width."""
+    # A line that a narrow terminal wraps is readable; a truncated number is not.
     roomy = Console(width=100_000)
     natural = [Measurement.get(roomy, roomy.options, table).maximum for table in tables]
     console = Console(width=max(80, shutil.get_terminal_size((120, 40)).columns, *natural))
@@ -87,18 +87,17 @@ def printed(tables: Sequence[Table]) -> str:
 
 
 class Meter:
-    """How far long work is: a bar on a terminal, and elsewhere a line now and then.
+    """Progress: a bar on a terminal, and regular lines elsewhere.
 
-    The time left supposes that the rest goes as fast as what was done since the meter began; where
-    the caller knows better, its note takes that place.
+    The estimated time left assumes the average speed so far; a caller's note replaces it.
 
     Args:
-        title: what is being done.
-        total: how much there is, or None if nobody knows.
-        console: where it is shown; None: nowhere.
+        title: the current task.
+        total: the amount of work, or None if unknown.
+        console: where to show it; None shows nothing.
         unit: what is counted. A share goes from 0 to 1.
-        done: what was done before.
-        every: seconds between two lines, where there is no terminal.
+        done: the amount done before.
+        every: seconds between lines without a terminal.
 
     Examples:
         >>> import sys
@@ -154,17 +153,17 @@ class Meter:
         note: str = "",
         detail: str = "",
     ) -> None:
-        """So much is done in all.
+        """Set the total amount done.
 
         Args:
-            done: of the total.
-            total: if it has become known, or changed.
-            title: if something else is being done now; said at once.
-            note: in words, in place of the time left.
-            detail: in words, before it.
+            done: the amount done.
+            total: the new total, if it changed.
+            title: the new task, if it changed; shown at once.
+            note: text in place of the time left.
+            detail: text before it.
         """
         anew = title is not None and title != self.title
-        if done < self.done:  # it starts over, and so does the rate
+        if done < self.done:  # work started over
             self._first, self._began = done, time.monotonic()
         before, self.done, self.note, self.detail = self.done, done, note, detail
         self.total = self.total if total is None else total
@@ -179,13 +178,13 @@ class Meter:
             self.say(f"{self.title}: {self._state()}")
 
     def say(self, line: str) -> None:
-        """Prints a line, above the bar if there is one."""
+        """Print a line, above the bar if there is one."""
         self._said = time.monotonic()
         say(self._console, line)
 
     def _state(self) -> str:
         if self._unit == "share":
-            parts = [f"{100 * self.done:.0f} % done"]
+            parts = [f"{100 * self.done:.0f}% done"]
         else:
             values = [self.done] if self.total is None else [self.done, self.total]
             sized = self._unit == "bytes"

@@ -1,4 +1,4 @@
-"""Files that are on the disk when a block ends, and not only on their way to it."""
+"""Write files that survive a crash or power failure."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def durable(path: Path) -> Iterator[BinaryIO]:
-    """A new file that is on the disk when the block ends."""
+    """Open a new file that is synced to disk when the block ends."""
     with path.open("wb") as file:
         yield file
         file.flush()
@@ -30,8 +30,8 @@ def durable(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes renames in a folder survive a power cut."""
-    if os.name != "posix":  # elsewhere a folder cannot be opened
+    """Make renames in a folder survive a power failure."""
+    if os.name != "posix":  # other systems cannot open folders
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -41,15 +41,14 @@ def sync_folder(path: Path) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Writes a file in one piece: readers see the old one or the new one, whatever happens.
+    """Replace a file atomically: readers see either the old file or the new one.
 
-    A link is followed, the mode of the old file stays, and what is not a plain file
-    (``/dev/stdout``) is written to as it is. An `OSError` names `path`, also where the system names
-    nothing.
+    Follows links, keeps the old file's mode, and writes directly to anything that is not a regular
+    file, such as ``/dev/stdout``. An `OSError` always names `path`.
     """
     try:
         folder = os.path.realpath(path.parent)
-        # A name in these folders stands for what a process has open, which is not ours to replace.
+        # Entries of these folders are a process's open files, which must not be replaced.
         opened = folder in ("/dev", "/dev/fd") or re.fullmatch(r"/proc/.+/fd", folder)
         if path.exists() and (opened or not path.is_file()):
             path.write_bytes(data)
@@ -65,29 +64,29 @@ def replace(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def full_disk_explained(path: Path) -> Iterator[None]:
-    """Turns a failed write into an error that names the file and what is safe."""
+def full_disk_explained(path: Path, then: str = "continue with --resume") -> Iterator[None]:
+    """Turn a failed write into an error that names the file and says how to continue."""
     try:
         yield
     except OSError as error:
-        remedy = "make room" if error.errno in _FULL else "fix that"
+        remedy = "Free some space" if error.errno in _FULL else "Fix it"
         raise RunError(
-            f"{path} could not be written: {error.strerror or error}. What was written before is "
-            f"whole: {remedy}, then continue with --resume."
+            f"{path} could not be written: {error.strerror or error}. Everything written before is "
+            f"intact. {remedy}, then {then}."
         ) from error
 
 
 def temporary_name(path: Path) -> Path:
-    """What a file is called while `replace` writes it; shorter where there is no room for more."""
+    """The name of a file while `replace` writes it, truncated to what file systems allow."""
     return path.with_name(f".{os.fsdecode(os.fsencode(path.name)[:200])}.writing")
 
 
 @contextmanager
 def _temporary(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends, or is gone after an error.
+    """A new file that replaces `path` when the block ends, or is removed after an error.
 
-    What a killed writer left is used again, so that it does not pile up. Another writer that is at
-    work holds a lock on its own.
+    Reuses the file of a killed writer, so that such files do not pile up. An active writer holds a
+    lock on its file.
     """
     temporary = temporary_name(path)
     while not _take(descriptor := _open(temporary), temporary):
@@ -112,12 +111,12 @@ def _open(temporary: Path) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        temporary.unlink()  # a link that somebody left there leads elsewhere
+        temporary.unlink()  # a link could lead anywhere
         return os.open(temporary, flags, 0o666)
 
 
 def _take(descriptor: int, temporary: Path) -> bool:
-    """Whether nobody else writes to an open file, and it still has its name."""
+    """Lock an open file; return whether that succeeded and the file still has its name."""
     if fcntl is None:
         return True
     try:
@@ -125,5 +124,5 @@ def _take(descriptor: int, temporary: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.stat(temporary))
     except (BlockingIOError, FileNotFoundError):
         return False
-    except OSError:  # of a file system without locks
+    except OSError:  # the file system does not support locks
         return True

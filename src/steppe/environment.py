@@ -1,4 +1,4 @@
-"""What a measurement needs to be believed: the machine, the versions, the command."""
+"""The provenance of a measurement: machine, versions, command."""
 
 import datetime
 import os
@@ -18,7 +18,6 @@ PACKAGES = ("torch", "torchvision", "timm", "pillow", "pytorch_optimizer")
 
 
 def environment(device: torch.device, program: str = "steppe") -> dict[str, Any]:
-    """The machine, the versions and the command line of this program, as plain values."""
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": _command(program, sys.argv[1:]),
@@ -36,7 +35,7 @@ def environment(device: torch.device, program: str = "steppe") -> dict[str, Any]
 
 
 def _command(program: str, arguments: list[str]) -> str:
-    """Without where things lie on this machine or where the result goes."""
+    """The command line without this machine's folders and without --save."""
     words = [w for a in arguments for w in (a.split("=", 1) if a.startswith("--") else [a])]
     if "--save" in words:
         at = words.index("--save")

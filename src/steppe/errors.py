@@ -1,4 +1,4 @@
-"""The errors that are not bugs."""
+"""Errors that are not bugs."""
 
 import difflib
 import signal
@@ -6,51 +6,50 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A wrong value from the person at the keyboard; the message says what to do about it.
+    """A wrong value from the user; the message says what to do about it.
 
-    The command line prints it on one line and exits with 2. Every other exception is a bug and
-    keeps its traceback.
+    The command line prints it on one line and exits with 2.
     """
 
 
 class RunError(RuntimeError):
-    """A run stopped: its loss diverged, the disk is full, every checkpoint is damaged.
+    """A run failed: its loss diverged, the disk is full, or every checkpoint is damaged.
 
-    The command line prints it on one line and exits with 1; what the run has written stays.
+    The command line prints it on one line and exits with 1. The run's files stay.
     """
 
 
 class Diverged(RunError):
-    """The loss, or what is measured on the training domains, is no longer finite."""
+    """The loss, or a measurement on the training domains, is no longer finite."""
 
 
 class Interrupted(BaseException):
-    """A run was asked to stop by a signal, has saved its state and can be resumed.
+    """A signal stopped a run, which has saved its state and can be resumed.
 
-    Not an `Exception`, like KeyboardInterrupt: nothing but the outermost caller should catch it.
+    Like KeyboardInterrupt, not an `Exception`: only the outermost caller should catch it.
     """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.code = 128 + number
-        """The exit status that a shell gives a process ended by the signal."""
+        """The exit status that a shell reports for a process killed by the signal."""
 
     def __str__(self) -> str:
         return signal.Signals(self.args[0]).name
 
 
 def reason(error: Exception) -> str:
-    """What an error says, on one line, without the name of the file that a message begins with."""
+    """The message of an error on one line, without an OSError's file name."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return " ".join(text.split()) or type(error).__name__
 
 
 LONGEST = 80
-"""Characters of a value that a message shows."""
+"""Maximum length of a value in a message."""
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: as Python writes it, and never longer than a line.
+    """The `repr` of a value, shortened for a message.
 
     Examples:
         >>> print(shown("sketch"), shown(10**30_000), shown(list(range(1000))), sep="; ")
@@ -58,7 +57,7 @@ def shown(value: object) -> str:
     """
     try:
         text = repr(value)
-    except ValueError:  # Python refuses to write it
+    except ValueError:  # Python refuses to convert it
         return "a number of thousands of digits"
     except RecursionError:
         return "a value that is nested too deeply"
@@ -66,9 +65,9 @@ def shown(value: object) -> str:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for a name that is not in a table, with the closest one that is.
+    """Return the message for an unknown name, with the closest known one.
 
-    A name with a dot, such as optimizer.rho, is also found by what comes after it.
+    A known name with a dot, such as optimizer.rho, also matches by its last part.
 
     Examples:
         >>> unknown("search space", "fiar", ["fad", "domainbed", "fair"])

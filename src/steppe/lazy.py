@@ -1,8 +1,4 @@
-"""Packages whose names are imported when they are used.
-
-Commands that only read records need names of packages that otherwise bring torch; importing such a
-package costs nothing until one of its names is asked for.
-"""
+"""Packages that import their names on first use, so that reading records does not import torch."""
 
 import ast
 import importlib
@@ -13,10 +9,11 @@ from typing import Any
 
 
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """A package's ``__getattr__``, ``__dir__`` and ``__all__``.
+    """Return a lazy package's ``__getattr__``, ``__dir__`` and ``__all__``.
 
     Its names are those that its file imports under ``if TYPE_CHECKING:``, where type checkers and
-    readers look for them. None of them may be a submodule's: importing that one would hide it.
+    readers find them. No name may equal a submodule's, because importing the submodule would
+    replace it.
 
     Examples:
         >>> import sys

@@ -1,9 +1,9 @@
-"""Options, declared where they live: on the constructor of the class that has them.
+"""Options, declared on the constructor of the class that has them.
 
     def __init__(self, ..., rho: Annotated[float, Option(LogUniform(-2, 0))] = 0.05)
 
-says the default, what a search draws from and which values make sense; the class's docstring says
-what it means. Registries, search spaces, `--help`, docs and tests are derived from that.
+declares the default, the search distribution and the valid values; the class's docstring describes
+the meaning. Registries, search spaces, `--help`, docs and tests derive from this declaration.
 """
 
 import ast
@@ -18,13 +18,13 @@ from steppe.errors import UserError, shown
 from steppe.search import Distribution, Fixed, Hyperparameter
 
 _PLAIN = {"bool", "int", "float", "str", "None", "Hyper"}
-"""Types of values that a config can have; a `Hyper` may be a number."""
-_WORDS = {bool: "true or false", str: "a text", tuple: "a list"}
+"""Types that a config can hold; a `Hyper` may be a number."""
+_WORDS = {bool: "true or false", str: "text", tuple: "a list"}
 
 
 @dataclass(frozen=True)
 class Like:
-    """Drawn from what the optimizer's option of this name is drawn from."""
+    """The search distribution of the optimizer's option with this name."""
 
     option: str
 
@@ -34,18 +34,18 @@ class Like:
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """An option of an optimizer, algorithm, averaging or launcher.
 
     Attributes:
-        search: what a search draws it from; None: a search leaves it as it is.
-        low: the smallest number that makes sense.
-        above: the value that it must exceed, where there is no smallest one.
-        high: the largest number that makes sense.
-        choices: the values that it may have, if it is not a number.
-        drawn_as: the name under which DomainBed seeds the draw, where it is not the option's.
-        default: the constructor's. None: as the optimizer's option of that name. If it is a whole
-            number, a flag, a text or a list, so are the values.
-        meaning: in words, from the docstring.
+        search: the distribution that a search samples from; None does not search it.
+        low: the smallest valid number.
+        above: an exclusive lower bound, instead of `low`.
+        high: the largest valid number.
+        choices: the valid values, if it is not a number.
+        drawn_as: the name with which DomainBed seeds its samples, if not the option's.
+        default: the constructor's default, which also sets the type. None means the value of the
+            optimizer's option with the same name.
+        meaning: the description in the class's docstring.
     """
 
     search: Distribution | Like | None = None
@@ -63,12 +63,12 @@ class Option:
 
     @property
     def hyperparameter(self) -> Hyperparameter:
-        """Its default and distribution, for options that have their own."""
+        """Its default and its own distribution."""
         assert not isinstance(self.distribution, Like)
         return Hyperparameter(self.default, self.distribution)
 
     def check(self, where: str, value: Any) -> None:
-        """Refuses a value that makes no sense.
+        """Raise an error for an invalid value.
 
         Examples:
             >>> Option(default=1, low=1).check("averaging 'swad': every", 0)
@@ -95,7 +95,7 @@ class Option:
 
     @property
     def expected(self) -> str:
-        """The values that make sense, in words."""
+        """A description of the valid values."""
         if self.choices:
             return " or ".join(map(repr, self.choices))
         for other, words in _WORDS.items():
@@ -110,7 +110,7 @@ class Option:
 
 
 def declared_options(cls: type) -> dict[str, Option]:
-    """The options that a class declares, its parents' included where it hands keywords on."""
+    """The options that a class declares, with its parents' if it forwards keyword arguments."""
     found: dict[str, Option] = {}
     for ancestor, init in _constructors(cls):
         meanings = dict(arguments(inspect.getdoc(ancestor) or ""))
@@ -124,14 +124,14 @@ def declared_options(cls: type) -> dict[str, Option]:
 
 
 def further_options(cls: type) -> dict[str, Option]:
-    """Plain values that a constructor also takes; a config has them only where they are given."""
+    """Other plain arguments of a constructor; a config contains them only if they are set."""
     found: dict[str, Option] = {}
     declared = declared_options(cls)
     for ancestor, init in _constructors(cls):
         meanings = dict(arguments(inspect.getdoc(ancestor) or ""))
         for p in inspect.signature(init).parameters.values():
             words = set(re.findall(r"\w+", inspect.formatannotation(p.annotation)))
-            # What a parent takes by position is the child's to give.
+            # The child itself passes a parent's positional arguments.
             handed_on = ancestor is cls or p.kind is p.KEYWORD_ONLY
             if p.name in meanings and words <= _PLAIN and p.default is not p.empty and handed_on:
                 found.setdefault(p.name, Option(default=p.default, meaning=meanings[p.name]))
@@ -139,7 +139,7 @@ def further_options(cls: type) -> dict[str, Option]:
 
 
 def _constructors(cls: type) -> Iterator[tuple[type, Any]]:
-    """A class and its parents, as far as each hands keywords on to the next."""
+    """A class and its parents, as long as each forwards keyword arguments to the next."""
     for ancestor in cls.__mro__:
         init = vars(ancestor).get("__init__")
         if inspect.isfunction(init):
@@ -154,18 +154,18 @@ def _markers(annotation: Any, names: dict[str, Any]) -> Iterator[Option]:
     if isinstance(annotation, str):
         tree = ast.parse(annotation, mode="eval").body
         if isinstance(tree, ast.Subscript) and ast.unparse(tree.value).endswith("Annotated"):
-            assert isinstance(tree.slice, ast.Tuple)  # the type stays unread: it may need torch
+            assert isinstance(tree.slice, ast.Tuple)  # skip the type, which may need torch
             values = tuple(evaluate(node, names) for node in tree.slice.elts[1:])
     yield from (value for value in values if isinstance(value, Option))
 
 
 def evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
-    """The value of an expression in a file of ours, or of a plugin that was imported."""
+    """Evaluate an expression from one of steppe's files or an imported plugin."""
     return eval(compile(ast.Expression(node), "<declaration>", "eval"), names)
 
 
 def arguments(docstring: str) -> Iterator[tuple[str, str]]:
-    """What the section `Args` of a docstring says, by name."""
+    """Name and description of each entry in a docstring's `Args` or `Attributes` section."""
     section = re.search(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)*)", docstring, re.M)
     entry = r"^    (\w+): ((?:.*\n?)(?:     .*\n?)*)"
     for found in re.finditer(entry, section[1] if section else "", re.M):

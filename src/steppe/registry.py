@@ -1,8 +1,4 @@
-"""A table of names and what stands behind them: one for every axis, and for launchers.
-
-A name is found in any case of letters. A wrong one is answered with the nearest that exists, and a
-plugin adds entries as steppe's own files do.
-"""
+"""The registry behind every axis. Names are case-insensitive, and plugins can add entries."""
 
 from __future__ import annotations
 
@@ -22,11 +18,11 @@ E = TypeVar("E", bound=Entry)
 
 
 class Registry(Generic[E]):
-    """Entries by name, in the order in which they were added.
+    """Entries by name, in the order of registration.
 
     Args:
-        kind: what they are, for messages.
-        entries: a function that returns the first ones, called when a name is first asked for.
+        kind: what an entry is called in messages.
+        entries: returns the initial entries; called on first use.
 
     Examples:
         >>> from steppe.search import spaces
@@ -43,9 +39,9 @@ class Registry(Generic[E]):
         self._added: set[str] = set()
 
     def add(self, entry: E) -> E:
-        """Adds an entry, or replaces one that was added: a notebook's cell may run again."""
+        """Add an entry, or replace one that was added before, as when a notebook cell reruns."""
         if entry.name in self and entry.name.lower() not in self._added:
-            raise UserError(f"{self.kind} {entry.name!r} is known already: choose another name")
+            raise UserError(f"{self.kind} {entry.name!r} already exists: choose another name")
         self._added.add(entry.name.lower())
         self._table[entry.name.lower()] = entry
         return entry

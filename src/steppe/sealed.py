@@ -1,7 +1,7 @@
-"""JSON objects that carry a checksum, so that no flipped bit passes for another value.
+"""JSON objects with a checksum, which detects flipped bits.
 
-The checksum is the last entry, a CRC-32 of all the text before it. Objects without one, which
-earlier versions wrote, stay valid.
+The checksum is the last entry, a CRC-32 of all text before it. Objects without one, from earlier
+versions, are valid too.
 """
 
 import re
@@ -16,11 +16,11 @@ _SEAL = re.compile(rb',\s*"crc32":\s*"([0-9a-f]{8})"\s*\}\s*$')
 
 
 class Broken(ValueError):
-    """A text that differs from its checksum."""
+    """A JSON object differs from its checksum."""
 
 
 def seal(text: str) -> bytes:
-    """Adds the checksum to the text of a JSON object that has at least one entry.
+    """Add a checksum to a JSON object that has at least one entry.
 
     Examples:
         >>> seal('{"step": 3}')
@@ -31,9 +31,9 @@ def seal(text: str) -> bytes:
 
 
 def broken(line: bytes) -> bool:
-    """Whether a line that `seal` wrote differs from its checksum; one without a checksum does not.
+    """Whether a line from `seal` differs from its checksum, without parsing it.
 
-    Quick: it looks where the checksum of a line is, and parses nothing.
+    A line without a checksum is not broken.
 
     Examples:
         >>> line = seal('{"step": 3}')
@@ -46,10 +46,11 @@ def broken(line: bytes) -> bool:
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """Reads a JSON object, less its checksum.
+    """Parse a JSON object, and check and remove its checksum.
 
     Raises:
-        ValueError: it is not a JSON object, or, as `Broken`, differs from its checksum.
+        Broken: it differs from its checksum.
+        ValueError: it is not a JSON object.
     """
     found = _SEAL.search(data)
     if found and int(found[1], 16) != zlib.crc32(data[: found.start()]):

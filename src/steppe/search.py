@@ -1,9 +1,9 @@
-"""Search distributions, and the three spaces that defaults and draws come from.
+"""Search distributions, and the three search spaces.
 
-A space holds a default and a range for each hyperparameter: `fair` is ours, tuned per optimizer,
-and is what everything uses by default; `fad` is the table of the FAD paper (appendix B);
-`domainbed` is DomainBed's own. Each has one version for fine-tuning and one for training from
-scratch. What belongs to no single method is here; each method declares the rest in its own file.
+A space has a default and a distribution for each hyperparameter. `fair`, the default, is tuned per
+optimizer; `fad` is the FAD paper's (appendix B); `domainbed` is DomainBed's. Each has one version
+for fine-tuning and one for training from scratch. This file has the hyperparameters that methods
+share; each method declares its own in its file.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Value = float | int
 
 @dataclass(frozen=True)
 class LogUniform:
-    """The base to a power drawn from U(low_exp, high_exp), cut to an integer if asked.
+    """The base raised to a power from U(low_exp, high_exp), optionally truncated to an integer.
 
-    One call of ``rng.uniform`` and the same arithmetic as DomainBed, hence the same draws.
+    One call to ``rng.uniform`` and DomainBed's arithmetic give DomainBed's samples.
 
     Examples:
         >>> LogUniform(-5, -3.5)
@@ -50,7 +50,7 @@ class LogUniform:
         return self._value(float(rng.uniform(self.low_exp, self.high_exp)))
 
     def contains(self, value: Value) -> bool:
-        """Whether `value` can be drawn."""
+        """Whether `value` can be sampled."""
         return self.low <= value <= self.high and (not self.integer or value == int(value))
 
     def _value(self, exponent: float) -> Value:
@@ -64,7 +64,7 @@ class LogUniform:
 
 @dataclass(frozen=True)
 class Uniform:
-    """A number from U(low, high), cut to an integer if asked; drawn as DomainBed does.
+    """A number from U(low, high), optionally truncated to an integer; sampled as in DomainBed.
 
     Examples:
         >>> Uniform(0, 0.5)
@@ -89,7 +89,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a few values, each as likely as the others.
+    """One of several values with equal probability.
 
     Examples:
         >>> Choice((0.0, 0.1, 0.5))
@@ -99,8 +99,8 @@ class Choice:
     values: tuple[Value, ...]
 
     def sample(self, rng: RandomState) -> Value:
-        # The index is drawn, not the value: RandomState consumes the same random bits for both,
-        # and the values keep their Python type.
+        # Sampling the index consumes the same random bits as sampling the value, which would lose
+        # its Python type.
         return self.values[int(rng.choice(len(self.values)))]
 
     def contains(self, value: Value) -> bool:
@@ -117,7 +117,7 @@ class Fixed:
     value: Value
 
     def sample(self, rng: RandomState) -> Value:
-        return self.value  # the generator is left as it is
+        return self.value  # without advancing the generator
 
     def contains(self, value: Value) -> bool:
         return value == self.value
@@ -131,13 +131,13 @@ Distribution = LogUniform | Uniform | Choice | Fixed
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """The default (trial 0 of a search) and the distribution of all other trials."""
+    """The default (sample 0 of a search) and the distribution of all other samples."""
 
     default: Value
     distribution: Distribution
 
     def scaled(self, factor: float) -> Hyperparameter:
-        """Return it with its default and its logarithmic range multiplied by a factor.
+        """Multiply the default and the log-uniform range by a factor.
 
         Examples:
             >>> Hyperparameter(1e-3, LogUniform(-4, -2)).scaled(10)
@@ -145,7 +145,7 @@ class Hyperparameter:
         """
         old = self.distribution
         if not isinstance(old, LogUniform):
-            raise TypeError(f"only a LogUniform can be scaled, not {old}")
+            raise TypeError(f"can only scale a LogUniform distribution, got {old}")
         shift = math.log(factor, old.base)
         moved = replace(old, low_exp=old.low_exp + shift, high_exp=old.high_exp + shift)
         return Hyperparameter(self.default * factor, moved)
@@ -153,13 +153,14 @@ class Hyperparameter:
 
 @dataclass(frozen=True)
 class Space:
-    """What a space says about a run, whichever optimizer it uses.
+    """The hyperparameters of a space that do not depend on the optimizer.
 
     Attributes:
-        lr: None where each optimizer has its own.
-        momentum: for the optimizers that have one.
-        weight_decay: None where an optimizer may have its own.
-        batch_size: per training domain; a matter of the run, as is `dropout`.
+        lr: None if each optimizer has its own.
+        momentum: for optimizers that have one.
+        weight_decay: None if an optimizer may have its own.
+        batch_size: per training domain.
+        dropout: before the classifier.
     """
 
     lr: Hyperparameter | None
@@ -170,7 +171,7 @@ class Space:
 
 
 class Spaces(NamedTuple):
-    """A space by name: its version for fine-tuning, and the one for training from scratch."""
+    """The two versions of a space."""
 
     name: str
     finetuning: Space
@@ -178,23 +179,22 @@ class Spaces(NamedTuple):
 
 
 DEFAULT_SPACE = "fair"
-FROM_SCRATCH = 20.0  # learning rates for training from scratch, over those for fine-tuning
+FROM_SCRATCH = 20.0  # ratio of learning rates for training from scratch to those for fine-tuning
 
 PAPER_WEIGHT_DECAY = Hyperparameter(1e-4, LogUniform(-6, -3))
 # Decoupled decay shrinks a weight by lr * weight_decay: the paper's 1e-4 at lr 5e-5 is below half a
 # unit in float32's last place and does nothing. This is torch's default for AdamW.
 DECOUPLED_DECAY = Hyperparameter(1e-2, LogUniform(-3, -1))
 
-# Learning rates of the space `fair`, for fine-tuning; docs/guide/defaults.md has what they were
-# measured against. Steps of the Adam family have the size of the learning rate whatever the
-# gradient, so they share a range, the paper's own. SGD moves by the gradient itself and fine-tunes
-# ResNets at 1e-3 to 1e-2.
+# Learning rates of the space `fair` for fine-tuning; docs/guide/defaults.md has the measurements.
+# Steps of the Adam family have the size of the learning rate whatever the gradient, so they share
+# the paper's range. SGD's steps scale with the gradient; it fine-tunes ResNets at 1e-3 to 1e-2.
 ADAM_LR = Hyperparameter(5e-5, LogUniform(-5, -3.5))
-ADAM_LR_FROM_SCRATCH = 3e-3  # with 1e-3 the Adam family is two points behind on Doodles
+ADAM_LR_FROM_SCRATCH = 3e-3  # at 1e-3 the Adam family loses two points on Doodles
 SGD_LR = Hyperparameter(1e-3, LogUniform(-4, -2))
 
-# SAM's and GAM's in the FAD paper's appendix B, which prints what is searched but no defaults for
-# rho, alpha and beta: those are ours. (It prints FAD's three sets under the name of GAM.)
+# SAM's and GAM's distributions in the FAD paper's appendix B, which gives no defaults for rho,
+# alpha and beta: those are ours. (It lists FAD's three sets under GAM's name.)
 RHO = Choice((0.01, 0.05, 0.1, 0.2, 0.5, 1.0))
 GAM_ALPHA = Choice((0.1, 0.2, 0.5, *map(float, range(1, 11))))
 
@@ -208,18 +208,18 @@ _PAPER = Space(
     batch_size=Hyperparameter(32, LogUniform(3, 5.5, base=2.0, integer=True)),
     dropout=_NO_DROPOUT,
 )
-# DomainBed's for images of 224 x 224 pixels. It knows only Adam, so the momentum is ours.
+# DomainBed's for 224 x 224 images. It has only Adam, so the momentum is ours.
 _DOMAINBED = replace(
     _PAPER,
     momentum=Hyperparameter(0.9, Fixed(0.9)),
     weight_decay=Hyperparameter(0.0, LogUniform(-6, -2)),
     dropout=Hyperparameter(0.0, Choice((0.0, 0.1, 0.5))),
 )
-# Ours. The paper gives every optimizer Adam's learning rates, at most 3.2e-4, which undertrains SGD
-# within 5,000 steps; here each optimizer has its own, and the rest is the paper's.
+# Ours. The paper gives every optimizer Adam's learning rates, at most 3.2e-4, which undertrain SGD
+# in 5,000 steps. Here each optimizer has its own; the rest is the paper's.
 _FAIR = replace(_PAPER, lr=None, weight_decay=None)
 
-_SMALL_IMAGES = replace(  # what DomainBed has for them; their network has no dropout
+_SMALL_IMAGES = replace(  # DomainBed's; its network for small images has no dropout
     _DOMAINBED,
     lr=Hyperparameter(1e-3, LogUniform(-4.5, -2.5)),
     weight_decay=Hyperparameter(0.0, Fixed(0.0)),
@@ -237,14 +237,14 @@ spaces = Registry(
 
 
 def get_space(name: str, pretrained: bool = True) -> Space:
-    """Return a search space by name: for fine-tuning, or for training from scratch."""
+    """Return a search space, for fine-tuning or for training from scratch."""
     return spaces[name].finetuning if pretrained else spaces[name].from_scratch
 
 
 def run_space(space: str = DEFAULT_SPACE, pretrained: bool = True) -> dict[str, Hyperparameter]:
-    """Return what a space draws for the run as a whole: batch size (per domain) and dropout.
+    """Return the hyperparameters of a run itself: batch size (per domain) and dropout.
 
-    DomainBed narrows the batch size to 2^U(3, 5) on DomainNet; that is the dataset's to say.
+    On DomainNet, DomainBed narrows the batch size to 2^U(3, 5), which the dataset declares.
 
     Examples:
         >>> run_space("domainbed")["dropout"]

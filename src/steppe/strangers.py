@@ -1,4 +1,4 @@
-"""Files, names and texts that somebody else may have made, and hints that show a command."""
+"""Untrusted files, names and text, and shell commands for hints."""
 
 import json
 import os
@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import Any
 
 LIMIT = 2**30
-"""Bytes that no file of text has."""
+"""Size limit of text files, in bytes."""
 
 
 def read(path: Path | str, limit: int = LIMIT) -> bytes:
-    """Reads a file whole; an OSError where it is not a plain one or has more than `limit` bytes."""
+    """Read a regular file; OSError if it is another kind of file or larger than `limit`."""
     with plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             why = f"{size:,} bytes, more than the {limit:,} expected"
             raise OSError(None, why, os.fspath(path))
-        # Python makes room for all that is asked for; what /proc has is said to be empty.
+        # Python allocates the requested size up front. Files in /proc report a size of 0.
         return file.read(size or min(limit, 2**20))
 
 
 def plain(path: Path | str) -> BufferedReader:
-    """Opens a plain file; an OSError where it is a FIFO or a device, which may never end."""
-    # Not to wait for whoever writes to a FIFO.
+    """Open a regular file; OSError for a FIFO or device, which may never end."""
+    # Do not wait for a FIFO's writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -38,7 +38,7 @@ def plain(path: Path | str) -> BufferedReader:
 
 
 def parse(data: bytes | str) -> Any:
-    """Reads JSON.
+    """Parse JSON.
 
     Raises:
         ValueError: it is not JSON, is nested too deeply, or has a number of thousands of digits.
@@ -53,14 +53,14 @@ def parse(data: bytes | str) -> Any:
         raise ValueError("a number has thousands of digits") from None
 
 
-# Control codes but for tab and newline; bidirectional marks; line separators; half characters.
+# Control codes except tab and newline; bidirectional marks; line separators; lone surrogates.
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def is_name(text: object) -> bool:
-    r"""Whether a text is one name of a file or folder, and leads nowhere else.
+    r"""Whether a text is a single file name, which cannot lead to another folder.
 
     Examples:
         >>> [is_name(text) for text in ("PACS-fad-trial0", "..", "a/b", "/tmp", "", "a\x00b")]
@@ -70,13 +70,13 @@ def is_name(text: object) -> bool:
         return False
     try:
         os.fsencode(text)
-    except UnicodeEncodeError:  # half a character, which JSON can hold and no file system has
+    except UnicodeEncodeError:  # a lone surrogate, valid in JSON but not in file names
         return False
     return not any(mark in text for mark in ("/", "\\", "\0"))
 
 
 def printable(text: object) -> str:
-    r"""A text without control codes, which a terminal would obey, and without half characters.
+    r"""Escape control codes, which a terminal would interpret, and lone surrogates.
 
     Examples:
         >>> print(printable("a\x1b[31mred\nb"))
@@ -87,7 +87,7 @@ def printable(text: object) -> str:
 
 
 def command(*words: object) -> str:
-    """A command as one types it, for hints; a name with a blank or a quote is quoted.
+    """A shell command for a hint, quoted where needed.
 
     Examples:
         >>> command("steppe", "sweep", "run", "my sweeps")

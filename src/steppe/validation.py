@@ -1,7 +1,7 @@
-"""How validation ranks the steps of a run: one rule, for the run's own best and for reports.
+"""The rule by which validation ranks a run's steps, shared by training and reports.
 
-The two must agree to the last bit. If they added up differently, the weights saved as best could be
-those of another step than the one in the table.
+The two must agree to the last bit: otherwise a run could save the weights of another step than the
+one in the table.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ import numpy as np
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean, added up as numpy does it for DomainBed: bits decide ties.
+    """The mean, bit-identical to numpy's, which DomainBed uses: rounding decides ties.
 
-    Python's own `sum` rounds differently from 3.12 on.
+    Python's `sum` rounds differently since 3.12.
     """
-    if len(values) >= 8:  # numpy adds in another order from there
+    if len(values) >= 8:  # numpy adds in another order
         return float(np.mean(values))
     total = 0.0
     for value in values:
@@ -23,7 +23,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def first_best(values: Sequence[float | None]) -> int | None:
-    """The index of the first highest value; None stands for no value, and is never chosen.
+    """The index of the first maximum, ignoring None.
 
     Examples:
         >>> first_best([None, 0.5, 0.75, 0.75])

@@ -144,7 +144,7 @@ def test_bad_options_are_refused(spec: AlgorithmSpec):
             assert str(refusal.value).startswith(message + "a whole" if whole else message)
             assert f"at least {option.low:g}" in str(refusal.value)
     known = f"unknown option for algorithm '{spec.name}': 'rho'"
-    none = f"algorithm '{spec.name}' has no options: leave out 'rho'"
+    none = f"algorithm '{spec.name}' has no options: remove 'rho'"
     with pytest.raises(UserError, match=known if spec.options else none):
         build(spec, rho=0.05)
 
@@ -209,6 +209,6 @@ def test_the_fewest_domains_and_images_are_enough(spec: AlgorithmSpec):
 
 
 def test_a_known_name_is_refused():
-    with pytest.raises(UserError, match="algorithm 'Erm' is known already: choose another name"):
+    with pytest.raises(UserError, match="algorithm 'Erm' already exists: choose another name"):
         register_algorithm("Erm")(type("Mine", (ERM,), {"__module__": "mine"}))
     assert algorithm_names() == tuple(spec.name for spec in SPECS)

@@ -87,5 +87,5 @@ def test_unknown_names_and_options():
         averaging_spec("swad").check({"n_converges": 3})
     with pytest.raises(UserError, match="averaging 'sma': 'every'"):
         averaging_spec("sma").check({"every": 3})
-    with pytest.raises(UserError, match="averaging 'none' has no options: leave out 'start'"):
+    with pytest.raises(UserError, match="averaging 'none' has no options: remove 'start'"):
         build_averaging("none", nn.Linear(2, 2), start=3)

@@ -54,7 +54,7 @@ def test_measure_compare_and_report(
         "trace",
         "flatness",
     ]
-    assert re.fullmatch(r"flatness: \d+ % done, 0:\d\d:\d\d left", lines[-1])
+    assert re.fullmatch(r"flatness: \d+% done, 0:\d\d:\d\d left", lines[-1])
     fad = invoke("curvature", "--top", 3, "--rho", 0.2, *QUICK, runs / "fad", "--json")
     plain = json.loads(fad.stdout)
     (found,) = load_measurements(runs / "fad").values()

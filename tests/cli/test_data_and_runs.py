@@ -298,7 +298,7 @@ def test_ensemble(tmp_path: Path) -> None:
     found = json.loads(steppe("evaluate", "--ensemble", *runs, "--json").stdout)["75"]
     assert [member["run"] for member in found["members"]] == [str(run) for run in runs]
     assert 0 <= found["ensemble"]["accuracy"] <= 1
-    with pytest.raises(UserError, match="2 runs were given: add --ensemble"):
+    with pytest.raises(UserError, match="got 2 runs: add --ensemble"):
         steppe("evaluate", *runs)
 
 

@@ -75,7 +75,7 @@ def test_options_that_follow_the_optimizers_say_so(steppe):
     [
         (("optimizer",), "did you mean 'optimizers'?"),
         (("optimizers", "fda"), "did you mean 'fad'?"),
-        (("backbones", "nothing-of-the-kind"), "no backbone has 'nothing-of-the-kind'"),
+        (("backbones", "nothing-of-the-kind"), "no backbone name contains 'nothing-of-the-kind'"),
     ],
 )
 def test_a_wrong_name_is_answered_with_the_nearest(steppe, words, said):

@@ -72,7 +72,7 @@ def test_ensemble_and_cancelled_runs(sweep: Path) -> None:
     assert len(found[0]["runs"]) == 2
     assert "models" in steppe("sweep", "ensemble", sweep, "--device", "cpu")
     assert "0 runs cancelled" in steppe("sweep", "cancel", sweep)
-    assert "0 runs will be tried again" in steppe("sweep", "retry", sweep)
+    assert "0 runs can be retried" in steppe("sweep", "retry", sweep)
 
 
 def test_domainbeds_results(tmp_path: Path) -> None:

@@ -494,10 +494,10 @@ def test_the_time_left_is_that_of_what_was_done(monkeypatch: pytest.MonkeyPatch)
         now += 31
         report(Progress(0.0, 0, "back"))
     assert out.getvalue().splitlines() == [
-        "a: 0 % done",
-        "b: 25 % done, 0:00:30 left",
-        "b: 50 % done, half way, 0:00:41 left",
-        "b: 50 % done, back, 0:01:12 left",
+        "a: 0% done",
+        "b: 25% done, 0:00:30 left",
+        "b: 50% done, half way, 0:00:41 left",
+        "b: 50% done, back, 0:01:12 left",
     ]
 
 
@@ -508,7 +508,7 @@ def test_a_bar_on_a_terminal() -> None:
         Phases({"trace": 1.0}, meter).begin("trace")(Progress(0.5, 0, "trace 3 ± 1"))
         assert meter._bar is not None
         meter._bar.refresh()
-    assert "50 % done, trace 3 ± 1, 0:00:00 left" in out.getvalue()
+    assert "50% done, trace 3 ± 1, 0:00:00 left" in out.getvalue()
 
 
 def test_a_record_holds_plain_finite_numbers(run: Path) -> None:

@@ -83,7 +83,7 @@ def test_an_experiment_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert [line[1].text for line in table.lines] == ["rho 0.01", "rho 0.05", "rho 0.1"]
         assert table.headings[-1] == "ms/step"
         register_experiment(EXPERIMENTS["radius"])  # as when a notebook's cell runs again
-        with pytest.raises(UserError, match="experiment 'table1' is known already"):
+        with pytest.raises(UserError, match="experiment 'table1' already exists"):
             register_experiment(EXPERIMENTS["Table1"])
     finally:
         EXPERIMENTS._table.pop("radius", None)

@@ -24,7 +24,7 @@ from steppe.errors import RunError, UserError
 from steppe.reports import build_report, load_runs
 from steppe.sweeps import Job, look, read_plan, write_plan
 from steppe.sweeps.status import show
-from steppe.sweeps.store import claim
+from steppe.sweeps.takeover import claim
 from steppe.training import RunDirectory, checkpoint
 
 from . import scenarios

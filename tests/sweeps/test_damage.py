@@ -28,7 +28,8 @@ from steppe.sweeps import (
     write_plan,
 )
 from steppe.sweeps.status import show
-from steppe.sweeps.store import claim, state_of
+from steppe.sweeps.store import state_of
+from steppe.sweeps.takeover import claim
 from steppe.sweeps.tidy import tidy
 from steppe.training import train
 from steppe.training.trainer import Trainer
@@ -326,7 +327,7 @@ def test_nothing_is_done_behind_a_link(sweep: Sweep, job: Job, tmp_path: Path, l
     somebody_elses_work(tmp_path / "mine")
     link(job, tmp_path / "mine")
     before = outside(tmp_path)
-    with pytest.raises(UserError, match="is a link"):
+    with pytest.raises(UserError, match="is a symbolic link"):
         act(sweep)
     assert outside(tmp_path) == before
 
@@ -356,7 +357,7 @@ def test_a_done_run_without_a_result_has_failed_and_can_be_retried(sweep: Sweep,
     shutil.rmtree(job.result)
     found = look(sweep)
     assert (found.counts["done"], found.counts["failed"]) == (0, 1)
-    assert found.failures[0].error == "it was done, but its result is missing"
+    assert found.failures[0].error == "the run finished, but its result is missing"
     assert retry(sweep, (job.name,)) == [job.name]
     assert Worker(sweep, "cpu").work() == 1
     assert look(sweep).complete

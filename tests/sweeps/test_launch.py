@@ -5,10 +5,12 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from steppe.cli import app
@@ -97,8 +99,26 @@ def test_without_a_terminal_a_line_tells_now_and_then_how_far_it_is(sweep, monke
 
     assert launch.run(sweep.path, "told", Crew()) is False
     lines = [line for line in capsys.readouterr().err.splitlines() if "; " in line]
-    told = f"{sweep.path}: 1 running; 0 of 1 runs (0%), 0.0 an hour, ? left"
+    told = f"{sweep.path}: 1 running; 0 of 1 runs (0%), 0.0 runs/h, ? left"
     assert lines == [told.replace("running", "planned"), told, told]
+
+
+def test_an_option_that_sweep_run_already_has_is_refused_when_it_is_registered(monkeypatch):
+    monkeypatch.setattr(launchers, "_entries", dict(launchers._table))
+    taken = {option.name for option in get_command(app).commands["sweep"].commands["run"].params}
+    assert {"path", "workers", "launcher", "plugin"} <= taken
+    for name in taken | {"crew", "show", "help"}:
+
+        class Shadowing:
+            def __init__(self, **options) -> None: ...
+
+        option = Parameter(
+            name, Parameter.KEYWORD_ONLY, default=1, annotation=Annotated[int, Option()]
+        )
+        Shadowing.__init__.__signature__ = Signature([option])
+        with pytest.raises(UserError, match=f"'shadowing' cannot have an option '{name}'"):
+            register_launcher("shadowing")(Shadowing)
+    assert "shadowing" not in launchers
 
 
 def test_an_option_of_another_launcher_is_refused(sweep):

@@ -38,7 +38,8 @@ from steppe.sweeps import (
     write_plan,
 )
 from steppe.sweeps.status import show
-from steppe.sweeps.store import Claim, claim
+from steppe.sweeps.store import Claim
+from steppe.sweeps.takeover import claim
 from steppe.sweeps.worker import _out_of_memory
 from steppe.training import RunDirectory, train
 from steppe.training.trainer import Trainer
@@ -252,7 +253,7 @@ def test_a_run_that_kills_its_workers_has_failed(tmp_path: Path) -> None:
     os.utime(job.path / "events/00003.json", (old, old))
     assert Worker(sweep, "cpu").work() == 6
     assert [e.kind for e in job.events()] == [*["claim"] * 3, "failed", "claim", "done"]
-    assert "3 workers died" in job.events()[3].facts["error"]
+    assert "3 workers in a row died" in job.events()[3].facts["error"]
 
 
 def short_of_memory(fits: int, running, most):
@@ -451,7 +452,7 @@ def test_workers_that_die_at_once_are_given_up(tmp_path: Path, monkeypatch) -> N
 
     monkeypatch.setattr(local, "_start", start)
     monkeypatch.setattr(supervise, "LOOK_SECONDS", 0.0)
-    with pytest.raises(RunError, match="died again and again: .*workers says why; fix it, then: "):
+    with pytest.raises(RunError, match=r"keep dying .*workers\). Fix the cause and rerun: "):
         run_sweep(sweep, crew=Crew(2))
     assert Counter(Counter(started).values()) == {1 + supervise.RESTARTS: 2}
 
@@ -490,7 +491,7 @@ def test_a_sweep_extended_while_it_runs(tmp_path: Path, monkeypatch) -> None:
     # Whoever waits with the plan as it was sees all of it.
     assert look(sweep).counts["done"] == 12
     assert look(sweep).complete
-    with pytest.raises(UserError, match="already, with steps=2 instead of 30"):
+    with pytest.raises(UserError, match="already has .*, with steps=2 instead of 30"):
         write_plan(GRID, sweep.path, extend=True)
     assert read_plan(sweep.path).retries == 1
 

@@ -267,7 +267,9 @@ def test_a_cluster_that_is_not_there_is_named_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")  # the port of 'discard'
     # Ray itself would try for minutes.
     monkeypatch.setattr("ray.init", lambda *args, **options: pytest.fail("Ray was asked"))
-    with pytest.raises(UserError, match="no Ray cluster can be used at '127.0.0.1:9'.*refused"):
+    with pytest.raises(
+        UserError, match="cannot connect to a Ray cluster at '127.0.0.1:9'.*refused"
+    ):
         run_sweep(sweep, "ray")
 
 

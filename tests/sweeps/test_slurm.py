@@ -88,19 +88,19 @@ def test_workers_that_share_a_gpu_share_a_task(sweep, workers, per_gpu, sbatch, 
 
 def test_the_number_of_workers_is_bounded_and_follows_what_is_left(tmp_path):
     many = write_plan(Grid(("RotatedDigits",), trials=1, draws=4), tmp_path / "many")
-    assert ": 16 workers (no GPU is asked for" in submit(many, dry_run=True)
+    assert ": 16 workers (without GPUs" in submit(many, dry_run=True)
     for name in many.names[:20]:
         Job(many.folder(name)).note(1, "cancelled")
-    assert ": 4 workers (no GPU is asked for" in submit(many, dry_run=True)
+    assert ": 4 workers (without GPUs" in submit(many, dry_run=True)
     for name in many.names[20:]:
         Job(many.folder(name)).note(1, "cancelled")
-    assert submit(many).endswith("nothing is left to be run")
+    assert submit(many).endswith("no runs are left")
 
 
 def test_what_cannot_be_submitted_is_said(tmp_path, sweep, monkeypatch):
-    with pytest.raises(UserError, match="--sbatch=time=1 is no option of sbatch"):
+    with pytest.raises(UserError, match="--sbatch=time=1 is not an sbatch option"):
         submit(sweep, sbatch=("time=1",))
-    with pytest.raises(UserError, match="is no option of sbatch"):
+    with pytest.raises(UserError, match="is not an sbatch option"):
         submit(sweep, sbatch=("--comment=a\nrm -rf .",))
     odd = write_plan(GRID, tmp_path / 'a "sweep"')
     with pytest.raises(UserError, match="choose a folder without quotes"):
@@ -112,7 +112,7 @@ def test_what_cannot_be_submitted_is_said(tmp_path, sweep, monkeypatch):
     fake = tmp_path / "sbatch"
     fake.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition: x' >&2\nexit 1\n")
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
-    with pytest.raises(UserError, match="sbatch refused .*: sbatch: error: invalid partition: x"):
+    with pytest.raises(UserError, match="sbatch rejected .*: sbatch: error: invalid partition: x"):
         submit(sweep)
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from steppe.sweeps import Grid, look, store, write_plan
-from steppe.sweeps.store import Claim, Job, claim, state_of
+from steppe.sweeps.store import Claim, Job, state_of
+from steppe.sweeps.takeover import claim
 from steppe.training import RunDirectory, make_config, train
 from tests.limits import seconds
 from tests.training.test_resume import assert_same_run

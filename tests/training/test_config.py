@@ -40,7 +40,7 @@ WRONG = [
     ({"optimizer": {"name": "fad", "rho": "0,1"}}, "optimizer 'fad'"),
     ({"optimizer": {"name": "sgd", "lr": len}}, "optimizer.lr"),
     ({"algorithm": "IRN"}, "unknown algorithm 'IRN'"),
-    ({"algorithm": {"name": "ERM", "lambda": 1}}, "no options: leave out 'lambda'"),
+    ({"algorithm": {"name": "ERM", "lambda": 1}}, "no options: remove 'lambda'"),
     ({"algorithm": 5}, "algorithm=5"),
     ({"averaging": "swaad"}, "unknown averaging 'swaad', did you mean 'swad'"),
     ({"averaging": {"name": "swad", "evry": 3}}, "'evry'"),

@@ -201,7 +201,7 @@ def check_full_disk(how, tmp_path, reference, message):
         assert code == 1, err
         last = assert_one_line(err)
         assert f"{name} could not be written: {message}" in last
-        assert "make room, then continue with --resume" in last
+        assert "Free some space, then continue with --resume" in last
         assert not out
         assert_failed_whole(seen / name / "failed", reference, *whole)
         assert second[0] == 0, second

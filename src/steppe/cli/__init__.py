@@ -1,7 +1,7 @@
-"""The command line: parses, calls, prints; no logic.
+"""The command line: parses arguments, calls the library, prints results.
 
-Exit codes: 0 success; 1 a run that failed, data with problems, a missing extra, or a bug; 2 a
-user's mistake; 130 interrupted by Ctrl-C, 143 by SIGTERM.
+Exit codes: 0 success; 1 a failed run, damaged data, a missing extra, or a bug; 2 a user error; 130
+interrupted by Ctrl-C; 143 terminated by SIGTERM.
 """
 
 import io
@@ -18,9 +18,9 @@ from steppe.strangers import printable
 from .extras import missing
 
 try:
-    import rich  # noqa: F401  (typer runs without it, the commands do not)
+    import rich  # noqa: F401  (the commands need it, typer does not)
     import typer
-except ModuleNotFoundError as error:  # a plain `pip install steppe` brings torch and nothing else
+except ModuleNotFoundError as error:  # a plain `pip install steppe` installs only torch
     raise SystemExit(missing(error)) from None
 
 from . import curvature, data, listing, predict, reports, reproduce, runs, sweep
@@ -31,7 +31,7 @@ app = typer.Typer(
     help="Flatness-aware optimizers and a domain-generalization benchmark.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,  # a bug is reported with a traceback that can be pasted
+    pretty_exceptions_enable=False,  # so that users can paste a bug's traceback
 )
 
 
@@ -74,7 +74,7 @@ for name, group in (
 def main() -> None:
     """Run the command line; the `steppe` script and `python -m steppe` call this."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of files may be no text
+        if isinstance(stream, io.TextIOWrapper):  # file names may not be valid text
             stream.reconfigure(errors="backslashreplace")
     try:
         with _printed():
@@ -84,7 +84,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is None:
             what = " ".join(["steppe", *sys.argv[1:2]])
-            _fail(f"'{what}' stopped: {error.strerror or error}", code=1)
+            _fail(f"'{what}' failed: {error.strerror or error}", code=1)
         _fail(f"{error.filename}: {error.strerror}", code=2)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "steppe":
@@ -100,17 +100,14 @@ def main() -> None:
 
 @contextmanager
 def _printed() -> Iterator[None]:
-    """Has all output out when the block ends, and not only when Python does.
-
-    A reader that has seen enough (``| head``) ends the command without a word.
-    """
+    """Flush standard output at the end of the block, and exit silently if its reader is gone."""
     try:
         yield
     finally:
         try:
             sys.stdout.flush()
         except OSError as error:
-            # Python would try again to write what is left.
+            # Otherwise Python would try to flush again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if isinstance(error, BrokenPipeError):
                 sys.exit(1)

@@ -1,4 +1,4 @@
-"""Options and helpers that several commands share."""
+"""Options and helpers shared by several commands."""
 
 from __future__ import annotations
 
@@ -25,15 +25,12 @@ def load_plugins(modules: list[str] | None) -> list[str] | None:
 
 
 def writable(path: Path | None) -> Path | None:
-    """Finds out before the work, not after it, whether its result can be stored.
-
-    Makes the folder, and leaves the file as it is: it is written when there is something to write.
-    """
+    """Check that a result can be stored before computing it; create its folder, not the file."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        # A plain file is replaced by a rename, for which its folder counts; others are written to.
+        # Replacing a regular file needs write access to its folder; other files are written to.
         plain = path.is_file() or not path.exists()
         needed = Path(os.path.realpath(path)).parent if plain else path
         if not os.access(needed, os.W_OK):
@@ -41,28 +38,33 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Root = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="The data folder: $STEPPE_DATA or ./data.")
+    Path | None,
+    typer.Option(metavar="DIR", help="Data folder (default: $STEPPE_DATA or ./data)."),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1, ...")]
 Plugins = Annotated[
     list[str] | None,
     typer.Option(
         "--plugin",
         callback=load_plugins,
-        help="A module that registers something of your own, such as a dataset.",
+        help="Module that registers your own datasets, optimizers or other entries; repeatable.",
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any key of the config: optimizer.rho=0.1."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set any config key, such as optimizer.rho=0.1; repeatable.",
+    ),
 ]
 Which = Annotated[
     str,
     typer.Option(
         metavar="last|best|step:N",
-        help="The weights after the last step, those validated best, or those after step N.",
+        help="Which weights: after the last step, best by validation, or after step N.",
     ),
 ]
 Chosen = Annotated[
@@ -70,20 +72,20 @@ Chosen = Annotated[
     typer.Option(
         "--which",
         metavar="best|last|step:N",
-        help="The weights validated best, those after the last step, or those after step N.",
-        show_default="best, or last where a run has no best",
+        help="Which weights: best by validation, after the last step, or after step N.",
+        show_default="best, or last if the run has no best",
     ),
 ]
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.")]
 
 
 def remark(line: object) -> None:
-    """Prints a line beside the results, which may be piped."""
+    """Print a line to stderr, so that results can be piped."""
     print(printable(line), file=sys.stderr)
 
 
 def talk() -> Console:
-    """What steppe logs goes to the terminal, above a progress bar if there is one."""
+    """Send steppe's log to the terminal, above any progress bar."""
     from steppe.console import say, stderr
 
     console = stderr()
@@ -92,7 +94,7 @@ def talk() -> Console:
         def emit(self, record: logging.LogRecord) -> None:
             say(console, self.format(record))
 
-    # Of several processes, one talks; the others only when something is wrong.
+    # Only the first of several processes reports progress; the others report errors.
     handler = Handler(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger = logging.getLogger("steppe")

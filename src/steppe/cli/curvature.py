@@ -1,4 +1,4 @@
-"""`steppe curvature`: how flat the minimum of a run is."""
+"""`steppe curvature`: measure the flatness of a run's minimum."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from .options import fields, with_options
 
 
 class _MeasuresUnlessTold(TyperGroup):
-    """`curvature RUN` is `curvature measure RUN`; a run called compare is ./compare."""
+    """Makes `curvature RUN` mean `curvature measure RUN`; write ./compare for a run named so."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
@@ -25,14 +25,14 @@ class _MeasuresUnlessTold(TyperGroup):
 
 app = typer.Typer(
     cls=_MeasuresUnlessTold,
-    help="Measure how flat a run's minimum is: 'steppe curvature RUN' (the options: 'steppe "
-    "curvature measure --help'); then compare runs.",
+    help="Measure how flat a run's minimum is ('steppe curvature RUN'; options: 'steppe curvature "
+    "measure --help'), or compare measured runs.",
 )
 _Domains = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="A domain to measure on, may be repeated (default: those the run was trained on).",
+        help="Domain to measure on; repeatable (default: the run's training domains).",
     ),
 ]
 _SETTINGS = [
@@ -53,11 +53,10 @@ def curvature_measure(
     root: Root = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a run's loss around its weights: eigenvalues and trace of the Hessian, flatness.
+    """Measure the loss around a run's weights: Hessian eigenvalues, trace, flatness.
 
-    The result goes to RUN/curvature/NAME.json and is shown by 'steppe report RUN --format html'.
-    --density also draws the spectral density beside the spectrum, into NAME.svg there. With --json,
-    a line for each run.
+    Writes RUN/curvature/NAME.json, which 'steppe report RUN --format html' shows. With --density,
+    also draws the spectral density to NAME.svg. With --json, prints one line per run.
     """
     from steppe.console import Meter, say, stdout
     from steppe.measure import measure_run
@@ -83,30 +82,30 @@ def curvature_measure(
         stdout().print(measured_table(measured))
         for note in remarks(measured):
             print(printable(f"note: {note}"))
-        print(printable(f"{where}: written after {measured.seconds:.0f} s"))
+        print(printable(f"{where}: written in {measured.seconds:.0f} s"))
 
 
 @app.command("compare")
 def curvature_compare(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Runs, sweeps, or folders of runs.")
+        list[Path], typer.Argument(metavar="RUN", help="Runs, sweeps, or folders of runs.")
     ],
     out: Annotated[
         Path,
-        typer.Option(metavar="FILE", callback=writable, help="The figure: .svg, .png or .pdf."),
+        typer.Option(metavar="FILE", callback=writable, help="Figure file: .svg, .png or .pdf."),
     ] = Path("curvature.svg"),
     domain: _Domains = None,
     target: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Only runs that hold out exactly this target, may be repeated (default: all).",
+            help="Only runs that hold out exactly this target; repeatable (default: all).",
         ),
     ] = None,
     which: Which = "last",
     as_json: Json = False,
 ) -> None:
-    """Draw the spectra of measured runs by method, their largest eigenvalues and traces."""
+    """Plot the spectra of measured runs by method, with their largest eigenvalues and traces."""
     from steppe.console import printed
     from steppe.reports import curvature, load_runs, spectra
     from steppe.reports.render import to_terminal

@@ -10,12 +10,12 @@ from steppe.strangers import command, printable
 
 from .common import Json, Plugins, Root
 
-app = typer.Typer(help="Datasets: what is known, fetching, checking, packing.")
+app = typer.Typer(help="List, download, check and pack datasets.")
 _Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="A dataset's name, or a folder DOMAIN/CLASS/IMAGE.")
+    str, typer.Argument(metavar="NAME", help="Dataset name or folder DOMAIN/CLASS/IMAGE.")
 ]
 _Jobs = Annotated[
-    int | None, typer.Option(min=1, help="Processes that decode (default: one per core).")
+    int | None, typer.Option(min=1, help="Decoding processes (default: one per core).")
 ]
 
 
@@ -25,7 +25,7 @@ def data_list(
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """List the datasets that are known, and where each was found."""
+    """List all datasets, and which of them are on this machine."""
     from steppe.domains import data_folder, listing
 
     rows = listing.find_all(root or data_folder())
@@ -33,16 +33,16 @@ def data_list(
         print(json.dumps(rows, indent=2))
         return
     stdout().print(listing.table(rows))
-    print("'--json' has where they were found; 'steppe data get NAME' fetches one.")
+    print("Add --json for their folders. Download one with 'steppe data get NAME'.")
 
 
 @app.command("get")
 def data_get(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A dataset's name.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Dataset name.")],
     root: Root = None,
     plugin: Plugins = None,
 ) -> None:
-    """Download a dataset and lay it out, resuming where an earlier attempt stopped."""
+    """Download and unpack a dataset, resuming an interrupted download."""
     from steppe.domains import data_folder, dataset_spec
     from steppe.domains.get import get
 
@@ -60,7 +60,7 @@ def data_check(
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Check a dataset's layout, counts and every image; exit with 1 if anything is wrong."""
+    """Check a dataset's layout, image counts and every image; exit with 1 on any problem."""
     from steppe.domains import check, data_folder, dataset_spec
 
     home = root or data_folder()
@@ -77,17 +77,17 @@ def data_check(
 def data_pack(
     name: _Name,
     size: Annotated[
-        int, typer.Option(min=1, help="Shrink images whose shorter side is longer.")
+        int, typer.Option(min=1, help="Shrink larger images to this length of the shorter side.")
     ] = 256,
-    force: Annotated[bool, typer.Option("--force", help="Replace a pack that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing pack.")] = False,
     root: Root = None,
     jobs: _Jobs = None,
     plugin: Plugins = None,
 ) -> None:
-    """Decode every image once, into memory-mapped files that runs then use."""
+    """Decode every image once, to memory-mapped files that runs read from then on."""
     from steppe.domains import data_folder, load, packing
 
     home = root or data_folder()
     dataset = load(name, home, packed=False)
     path = packing.make(dataset, home, size, force=force, jobs=jobs, console=stderr())
-    print(printable(f"{path}: runs on {dataset.spec.name} use it from now on"))
+    print(printable(f"{path}: written; runs on {dataset.spec.name} use it from now on"))

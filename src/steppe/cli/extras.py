@@ -1,12 +1,10 @@
-"""The packages that only an extra brings."""
+"""Missing packages, and the extras that install them."""
 
-# Import name -> extra; everything else comes with `dg`.
+# Import name -> extra; `dg` installs all others.
 EXTRAS = {
-    "curvlinops": "dev",
     "mlflow": "loggers",
     "onnx": "onnx",
     "onnxscript": "onnx",
-    "pyhessian": "dev",
     "ray": "ray",
     "tensorboard": "loggers",
     "wandb": "loggers",
@@ -14,7 +12,7 @@ EXTRAS = {
 
 
 def missing(error: ModuleNotFoundError) -> str:
-    """What to say to a person whose command needs a package that is not there."""
+    """The message for a command that needs a missing package."""
     package = (error.name or "a package").partition(".")[0]
     extra = EXTRAS.get(package, "dg")
     return f"steppe: this command needs {package}: pip install 'steppe[{extra}]'"

@@ -1,4 +1,4 @@
-"""`steppe list`: the names on every axis, what each costs, and the options of one."""
+"""`steppe list`: the entries of every axis, with cost, citation and options."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from steppe.training.zoo import BACKBONES
 from .common import Json, Plugins
 
 MATCHES = 40
-"""Names of timm's that are shown at most."""
+"""Maximum number of timm names to show."""
 _SHARED = {
     "lr": "learning rate",
     "weight_decay": "weight decay",
     "momentum": "momentum of SGD",
 }
-"""What options mean that the optimizers have in common."""
+"""Meanings of the options that optimizers share."""
 Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Something that has names.
+    """A list of named entries.
 
     Attributes:
-        name: what users call it.
-        axis: the key of a config that takes one of the names; empty: none does.
-        registry: what knows the names.
-        facts: what is told of an entry; its name, a summary and a citation first.
-        columns: those of the facts that a table shows, and their headings.
-        hint: what to do with a name.
+        name: of the list.
+        axis: the config key that takes an entry's name, if any.
+        registry: the entries.
+        facts: returns an entry's facts: name, summary and citation first.
+        columns: the facts that the table shows, with their headings.
+        hint: how to use a name.
         numbers: how many of the last columns are numbers.
     """
 
@@ -59,7 +59,7 @@ class Kind:
 
 
 def _options(spec: AxisSpec) -> dict[str, Facts]:
-    # What makes sense for the others, their meaning says.
+    # The meaning of the other options describes their values.
     others = {name: _told(one) | {"values": None} for name, one in spec.further.items()}
     return {**{name: _told(option) for name, option in spec.options.items()}, **others}
 
@@ -74,7 +74,7 @@ def _told(option: Option) -> Facts:
 
 
 def _plain(text: str) -> str:
-    r"""A docstring's text without the marks of code and mathematics.
+    r"""Remove code and math markup from a docstring's text.
 
     Examples:
         >>> _plain(r"direction $g_0 + \alpha\,(g_3 - g_2)$ within `rho`")
@@ -220,19 +220,19 @@ def list_names(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="[KIND]",
+            metavar="KIND",
             help="optimizers, algorithms, averaging, datasets, backbones or experiments "
-            "(default: how many there are of each).",
+            "(default: show the number of each).",
         ),
     ] = "",
     name: Annotated[
         str,
-        typer.Argument(metavar="[NAME]", help="Show one entry, with its options (default: all)."),
+        typer.Argument(metavar="NAME", help="Entry to show with its options (default: all)."),
     ] = "",
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """List optimizers, algorithms, ... with cost and citation, or the options of one of them."""
+    """List optimizers, algorithms, datasets and more, or show the options of one entry."""
     if not kind:
         counts = {one.name: len(one.registry) for one in KINDS.entries()}
         if as_json:
@@ -294,7 +294,7 @@ def _show_one(kind: Kind, name: str, as_json: bool) -> None:
     elif kind.axis in ("algorithm", "averaging"):
         print("It has no options.")
     if others:
-        print(f"The other options of {others} can be set as well.")
+        print(f"You can also set the other options of {others}.")
 
 
 _OPTION = {
@@ -311,7 +311,7 @@ def _search_timm(text: str, as_json: bool) -> None:
     found = timm.list_models(f"*{text}*")
     if not found:
         known = ", ".join(BACKBONES)
-        raise UserError(f"no backbone has {text!r} in its name. Known: {known}, and timm's")
+        raise UserError(f"no backbone name contains {text!r}. Known: {known}, and timm's")
     tagged = timm.list_models(f"*{text}*", pretrained=True)  # as in vit_small_patch16_224.dino
     trained = {name.partition(".")[0] for name in tagged}
     rows = [{"name": name, "library": "timm", "pretrained": name in trained} for name in found]
@@ -319,21 +319,21 @@ def _search_timm(text: str, as_json: bool) -> None:
         print(json.dumps(rows, indent=2))
         return
     shown = [[name, "yes" if name in trained else "no"] for name in found[:MATCHES]]
-    _table(["backbone of timm", "has pretrained weights"], shown)
+    _table(["timm backbone", "pretrained weights"], shown)
     if len(rows) > MATCHES:
-        print(f"and {len(rows) - MATCHES:,} more: give more of the name, or --json")
+        print(f"and {len(rows) - MATCHES:,} more: narrow the search, or use --json")
 
 
 def _table(headings: list[str], rows: list[list[str]], numbers: int = 0) -> None:
     from steppe.console import printed, stdout, table
 
     made = table(headings, rows, labels=len(headings) - numbers, plain=True)
-    made.columns[0].no_wrap = True  # to be typed as it stands
+    made.columns[0].no_wrap = True  # so that users can copy it
     console = stdout()
     if console.is_terminal:
         console.print(made)
     else:
-        print(printed([made]), end="")  # a line for each, for programs such as grep
+        print(printed([made]), end="")  # one line per entry, for programs such as grep
 
 
 def _cell(value: Any) -> str:

@@ -1,11 +1,11 @@
-"""Options that are declared elsewhere: keys of a run's config, fields of a class, a launcher's."""
+"""Options derived from declarations elsewhere: config keys, dataclass fields, launchers."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from itertools import pairwise
 from pathlib import Path
@@ -22,43 +22,45 @@ from steppe.training.config import AXES, MACHINE, RUN, Named, RunConfig
 
 from .common import load_plugins
 
-_PANELS = {str(RUN): "Which run", str(MACHINE): "How it is carried out"}
+_PANELS = {str(RUN): "Run", str(MACHINE): "Execution"}
 _DEFAULTS: Mapping[str, str | bool] = {
     "dataset": False,
     "targets": False,
     "sources": "all others",
-    "draw": "none is drawn",
+    "draw": "no sampling",
     "optimizer": "adam",
     "space": DEFAULT_SPACE,
-    "weights": "imagenet; none for the datasets of small images",
-    "freeze_bn": "true, unless --weights none",
+    "weights": "imagenet; none for small-image datasets",
+    "freeze_bn": "true, except with --weights none",
     "root": "$STEPPE_DATA or ./data",
-    "workers": "chosen from the machine",
+    "workers": "depends on the machine",
 }
-"""Of keys whose default is not the field's own."""
+"""Displayed defaults of keys whose default is not the field's own."""
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names that commas separate."""
+    """Split comma-separated names."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def numbers(text: str) -> tuple[float, ...] | None:
-    """Different positive numbers that commas separate; None where the text is empty."""
+    """Parse comma-separated numbers, distinct and positive; None if the text is empty."""
     try:
         found = tuple(float(word) for word in names(text))
         if len(set(found)) == len(found) and all(0 < n < math.inf for n in found):
             return found or None
     except ValueError:
         pass
-    raise typer.BadParameter(f"{text}: give different positive numbers with commas, as in 0.3,1,3")
+    raise typer.BadParameter(
+        f"expected distinct positive numbers separated by commas, such as 0.3,1,3; got {text}"
+    )
 
 
 _LISTS = {tuple[str, ...]: names, tuple[float, ...]: numbers}
 
 
 def _option(name: str, kind: Any, flag: str = "", **facts: Any) -> inspect.Parameter:
-    """An option that is None where it is not given; `show_default` says what that stands for."""
+    """An option with default None, whose meaning `show_default` describes."""
     default = facts.pop("show_default", False)
     if default:
         facts["help"] = f"{facts['help'].rstrip('.')} (default: {default})."
@@ -71,7 +73,7 @@ def _option(name: str, kind: Any, flag: str = "", **facts: Any) -> inspect.Param
 
 
 def keys(*wanted: str) -> list[inspect.Parameter]:
-    """Keys of a run's config; it refuses what a value cannot be."""
+    """Options for config keys; the config itself validates their values."""
     found = []
     for key in wanted:
         field = RunConfig.model_fields[key]
@@ -99,13 +101,13 @@ SHORTCUTS = [
     _option(
         name,
         float,
-        help=f"{meaning}, for optimizer.{name}",
-        show_default="the optimizer's: 'steppe list optimizers NAME'",
+        help=f"{meaning}; short for --set optimizer.{name}=",
+        show_default="see 'steppe list optimizers NAME'",
         rich_help_panel="Training",
     )
-    for name, meaning in {"lr": "Learning rate", "rho": "Radius of the perturbation"}.items()
+    for name, meaning in {"lr": "Learning rate", "rho": "Perturbation radius"}.items()
 ]
-"""Options of the optimizer that are asked for most."""
+"""The most frequent optimizer options."""
 
 
 def overriding(shortcuts: Mapping[str, Any], overrides: Iterable[str] | None) -> list[str]:
@@ -119,7 +121,6 @@ def overriding(shortcuts: Mapping[str, Any], overrides: Iterable[str] | None) ->
 
 
 def _datasets(key: str) -> str:
-    """A dataset's own value, and which most of them have."""
     usual = getattr(DatasetSpec, key, None)
     plain = isinstance(usual, bool | int | str)
     return f"the dataset's, usually {_default(usual)}" if plain else "the dataset's"
@@ -133,11 +134,11 @@ def _default(value: Any, key: str = "") -> str | bool:
 
 
 def fields(cls: type, *wanted: str, default: str = "", **facts: Any) -> list[inspect.Parameter]:
-    """Fields of a dataclass, whose docstring says what they mean; lists have commas."""
+    """Options for fields of a dataclass, with help texts from its docstring."""
     hints, meanings = get_type_hints(cls), dict(arguments(inspect.getdoc(cls) or ""))
     found = []
     for name in wanted:
-        meaning = meanings.get(name, name).replace("`", "")  # python -OO has none
+        meaning = meanings.get(name, name).replace("`", "")  # python -OO drops docstrings
         own = getattr(cls, name, None)
         shown = default or (",".join(own) if isinstance(own, tuple) else _default(own))
         more: dict[str, Any] = {
@@ -154,7 +155,7 @@ def fields(cls: type, *wanted: str, default: str = "", **facts: Any) -> list[ins
 def with_options(
     **groups: Iterable[inspect.Parameter],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command groups of options; what was given of each arrives as a dictionary."""
+    """Add groups of options to a command, which gets the given values of each as a dictionary."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -176,13 +177,13 @@ def with_options(
 
 
 class RunCommand(TyperCommand):
-    """A command that also has the options of every launcher, and puts them in ``context.obj``."""
+    """A command that adds every launcher's options and stores their values in ``context.obj``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for word, following in pairwise([*args, ""]):  # a plugin decides which options there are
+        for word, following in pairwise([*args, ""]):  # plugins may add options
             if word == "--plugin" or word.startswith("--plugin="):
                 load_plugins([following if word == "--plugin" else word.partition("=")[2]])
-        launchers_own = _launcher_options(taken={parameter.name for parameter in self.params})
+        launchers_own = _launcher_options()
         own, self.params = self.params, [*self.params, *launchers_own]
         try:
             rest = super().parse_args(ctx, args)
@@ -197,23 +198,18 @@ class RunCommand(TyperCommand):
         return rest
 
 
-def _launcher_options(taken: Container[str]) -> list[Any]:
+def _launcher_options() -> list[Any]:
     from steppe.sweeps import launchers
 
     kinds = {bool: bool, int: int, float: float, tuple: list[str]}
     found: dict[str, inspect.Parameter] = {}
     for spec in launchers.entries():
         for name, option in spec.options.items():
-            if name in taken:
-                raise UserError(
-                    f"launcher {spec.name!r} cannot have the option {name!r}: 'sweep run' has one "
-                    "of that name"
-                )
             kind = kinds.get(type(option.default), str)
             told = _option(name, kind, help=f"{spec.name}: {option.meaning}")
             found.setdefault(name, told)
 
-    app = typer.Typer(add_completion=False)  # makes options of a signature
+    app = typer.Typer(add_completion=False)  # turns a signature into options
     app.command()(with_options(given=found.values())(lambda given: None))
     made: Any = typer.main.get_command(app)
     return list(made.params)

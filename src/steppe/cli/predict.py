@@ -23,44 +23,41 @@ if TYPE_CHECKING:
     from steppe.training import Prediction, TrainedModel
 
 _EVERY = 64
-"""Images between two looks at the progress: a look at every one would cost more than the image."""
+"""Images between progress updates: updating for every image would cost more than the image."""
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
     images: Annotated[
         list[Path],
-        typer.Argument(metavar="IMAGES...", help="Image files, or folders with images in them."),
+        typer.Argument(metavar="IMAGES", help="Image files, or folders of images."),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             callback=writable,
-            help="Where to write the predictions: CSV, or JSON if it ends in .json.",
-            show_default="CSV on the standard output",
+            help="Output file: JSON if it ends in .json, otherwise CSV.",
+            show_default="CSV to stdout",
         ),
     ] = None,
     which: Chosen = None,
     device: Device = "auto",
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Images that the model sees at once.")
-    ] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 64,
     workers: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Processes that read images ahead.",
-            show_default="for a GPU as many as there are cores, for a CPU none",
+            help="Processes that read images.",
+            show_default="one per core on a GPU, none on a CPU",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict the classes of images without labels.
+    """Predict the classes of unlabeled images.
 
-    A row for each image: its file, the most probable class, the probability, and the domains that
-    the model was trained on. A file that cannot be read is named on the standard error stream; the
-    others are predicted, and the exit code is 1.
+    Writes one row per image: the file, the most likely class, its probability, and the model's
+    training domains. Unreadable files are reported on stderr and skipped; the exit code is then 1.
     """
     from steppe.console import Meter
     from steppe.training import find_images, load_model, predict_images
@@ -74,9 +71,9 @@ def predict(
     model = load_model(run, which, device)
     used = weights(which, [(model.which, model.step)])
     remark(f"{run}: {used}, trained on {', '.join(model.trained_on)}")
-    # Rows that appear on a terminal are progress enough, and a bar would run through them.
+    # Rows on a terminal show the progress, and a bar would cut through them.
     rows_shown = out is None and not as_json and sys.stdout.isatty()
-    to = io.StringIO() if out is not None else sys.stdout  # a bar takes over sys.stdout
+    to = io.StringIO() if out is not None else sys.stdout  # before the bar redirects sys.stdout
     with Meter("predicting", len(files), console=None if rows_shown else console) as meter:
         found = predict_images(model, files, batch_size=batch_size, workers=workers)
         watched = _watched(found, meter, len(files))
@@ -89,7 +86,7 @@ def predict(
 
 
 def _watched(found: Iterable[Prediction], meter: Meter, total: int) -> Iterator[Prediction]:
-    """Shows how far predictions are, and names the files that cannot be read."""
+    """Update the progress, and report unreadable files."""
     for done, one in enumerate(found, start=1):
         if one.problem is not None:
             remark(one.problem)
@@ -99,8 +96,8 @@ def _watched(found: Iterable[Prediction], meter: Meter, total: int) -> Iterator[
 
 
 def _write_csv(model: TrainedModel, found: Iterable[Prediction], to: TextIO) -> int:
-    """Writes a row for each prediction as it comes; gives the number of files without one."""
-    # A terminal obeys control codes in a file's name; a file keeps the name as it is.
+    """Write each prediction as it arrives; return the number of unreadable files."""
+    # A terminal would interpret control codes in a file's name; a file keeps the name unchanged.
     escaped = str if isinstance(to, io.StringIO) else printable
     writer = csv.writer(to, lineterminator="\n")
     writer.writerow(("file", "class", "probability", "trained_on"))

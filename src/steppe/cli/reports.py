@@ -1,4 +1,4 @@
-"""`steppe report`, and results of other programs for it."""
+"""`steppe report`, `steppe compare` and `steppe import`."""
 
 import sys
 from pathlib import Path
@@ -13,39 +13,41 @@ from .common import Json, Plugins, remark, writable
 
 Selection = Annotated[
     Literal["train-val", "leave-one-out", "oracle"],
-    typer.Option(help="How a step and hyperparameters are chosen."),
+    typer.Option(help="Model selection: how to choose the step and hyperparameters."),
 ]
-import_app = typer.Typer(help="Results of other programs.")
+import_app = typer.Typer(help="Import results of other programs.")
 
 
 def report(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Sweeps, runs, or folders of runs.")
+        list[Path], typer.Argument(metavar="DIR", help="Sweeps, runs, or folders of runs.")
     ],
     selection: Selection = "train-val",
     form: Annotated[
         Literal["terminal", "markdown", "latex", "csv", "json", "html"],
-        typer.Option("--format", help="What to write."),
+        typer.Option("--format", help="Output format."),
     ] = "terminal",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", callback=writable, help="Write it here instead of printing."),
+        typer.Option(metavar="FILE", callback=writable, help="Output file (default: stdout)."),
     ] = None,
     best: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", callback=writable, help="Write the chosen configs as JSON."),
+        typer.Option(
+            metavar="FILE", callback=writable, help="Also write the selected configs, as JSON."
+        ),
     ] = None,
     reference: Annotated[
         list[str] | None,
         typer.Option(
             metavar="METHOD",
-            help="Compare all methods with this one, such as sgd; may be repeated. "
-            "Default: the best and the cheapest.",
+            help="Method to compare all others with, such as sgd; repeatable (default: the best "
+            "and the cheapest).",
         ),
     ] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Make tables of many runs: the mean over trials of what the selection chooses."""
+    """Build result tables from many runs: means over trials of the selected models."""
     from steppe import reports
     from steppe.reports.values import dumps
 
@@ -58,7 +60,7 @@ def report(
         replace(out, text.encode())
         remark(f"{out}: {len(made.selected.runs):,} runs")
     else:
-        shown = printable(text) if form == "csv" else text  # the others escape names themselves
+        shown = printable(text) if form == "csv" else text  # other formats escape names themselves
         print(shown, end="" if text.endswith("\n") else "\n")
     if best is not None:
         replace(best, dumps(made.best).encode())
@@ -70,15 +72,14 @@ def compare(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN...",
-            help="Two or more runs or sweeps; the first is the "
-            "one that the others are compared with.",
+            metavar="RUN",
+            help="Two or more runs or sweeps; the others are compared with the first.",
         ),
     ],
     selection: Selection = "train-val",
     as_json: Json = False,
 ) -> None:
-    """Compare runs or sweeps: paired differences where targets and trial seeds are the same."""
+    """Compare runs or sweeps, paired by target and trial seed."""
     from steppe.reports.beside import compare_runs
     from steppe.reports.values import dumps
 
@@ -95,14 +96,14 @@ def compare(
 
 @import_app.command("domainbed")
 def import_domainbed(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A folder with DomainBed's runs.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="Where steppe's are written.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of DomainBed runs.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Output folder.")],
 ) -> None:
-    """Read DomainBed's output folders, so that 'steppe report' can make tables of them."""
+    """Convert DomainBed's output folders to runs that 'steppe report' reads."""
     from steppe import reports
 
     imported = reports.import_domainbed(source, target)
     for problem in imported.problems:
         remark(f"steppe: {problem}")
     show = command("steppe", "report", target)
-    print(printable(f"{target}: {imported.n:,} runs; see them with: {show}"))
+    print(printable(f"{target}: imported {imported.n:,} runs; see them with: {show}"))

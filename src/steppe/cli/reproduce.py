@@ -1,4 +1,4 @@
-"""`steppe reproduce` and `steppe demo`: experiments, from their plan to their tables."""
+"""`steppe reproduce` and `steppe demo`: run experiments, from plan to tables."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ def demo(
         typer.Option(metavar="DIR", help="Output folder (default: a temporary directory)."),
     ] = None,
 ) -> None:
-    """Compare the optimizers on built-in data, each domain held out in turn: minutes on a CPU."""
+    """Compare optimizers on built-in data, leave-one-domain-out; takes minutes on a CPU."""
     reproduce(name="demo", out=out or Path(tempfile.mkdtemp(prefix="steppe-demo-")))
 
 
@@ -47,37 +47,40 @@ def reproduce(
     options: dict[str, Any],
     crew: dict[str, Any],
     name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="An experiment; without one, they are listed.")
+        str, typer.Argument(metavar="NAME", help="Experiment (default: list all experiments).")
     ] = "",
     scale: Annotated[
-        Literal["full", "small", "smoke"], typer.Option(help="How much of it is run.")
+        Literal["full", "small", "smoke"], typer.Option(help="Size of the experiment.")
     ] = "small",
     datasets: Annotated[
-        str, typer.Option(help="Names or folders, with commas (default: the scale's).")
+        str,
+        typer.Option(help="Comma-separated dataset names or folders (default: the scale's)."),
     ] = "",
     optimizers: Annotated[
         str,
-        typer.Option(help="Of the experiment's, with commas, or all (default: the scale's)."),
+        typer.Option(
+            help="Comma-separated subset of the experiment's optimizers, or all (default: the "
+            "scale's)."
+        ),
     ] = "",
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The sweep's folder: reproduce/NAME-SCALE.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Sweep folder (default: reproduce/NAME-SCALE)."),
     ] = None,
     overrides: Overrides = None,
     launcher: Annotated[
-        Literal["local", "ray"], typer.Option(help="What starts the workers.")
+        Literal["local", "ray"], typer.Option(help="Where to start the workers.")
     ] = "local",
     only_plan: Annotated[
         bool,
-        typer.Option(
-            "--plan", help="Only plan the runs, to be carried out by 'steppe sweep run DIR'."
-        ),
+        typer.Option("--plan", help="Only plan the runs; start them with 'steppe sweep run DIR'."),
     ] = False,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Run a table or figure of the paper, and show the paper's numbers beside ours.
+    """Reproduce a table or figure of the paper, and show the paper's numbers beside ours.
 
-    It is a sweep: interrupted at any moment, the same command goes on with it.
+    If interrupted, rerun the same command to continue.
     """
     from steppe import paper
     from steppe.console import say
@@ -99,15 +102,13 @@ def reproduce(
     )
     folder = out or Path("reproduce") / f"{name}-{scale}"
     typed = command("steppe", *sys.argv[1:])
-    begun = (folder / "sweep.json").exists()  # and perhaps done: its tables need no images
+    begun = (folder / "sweep.json").exists()  # if all runs are done, the tables need no images
     _look_for_images(order, warn=only_plan or begun or launcher == "ray")
     if only_plan:
         sweep, rates = paper.plan(order, folder, typed)
         show_plan(sweep, estimate=False)
         if rates is None:
-            print(
-                "learning rates are still to be tuned; the same command plans the others after that"
-            )
+            print("These runs tune the learning rates. When they are done, rerun this command.")
         return
 
     def carry_out(sweep: "Sweep") -> None:
@@ -127,7 +128,7 @@ def reproduce(
 
 
 def _look_for_images(order: "Order", warn: bool) -> None:
-    """Finds out before anything is planned whether the images are there."""
+    """Check for the images before planning anything."""
     from steppe.domains import load
     from steppe.errors import UserError
     from steppe.paper.order import first_configs
@@ -138,7 +139,7 @@ def _look_for_images(order: "Order", warn: bool) -> None:
         except UserError as error:
             if not warn:
                 raise
-            remark(f"steppe: not on this machine, workers need it: {error}")
+            remark(f"steppe: missing on this machine, but workers need it: {error}")
 
 
 def _show(found: "Results", as_json: bool) -> None:

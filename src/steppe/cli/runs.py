@@ -21,23 +21,22 @@ _UNSET = ("version", "resolved", "data")
     given=keys(*(key for key in RunConfig.model_fields if key not in _UNSET)), shortcuts=SHORTCUTS
 )
 def train(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Run folder.")],
     given: dict[str, Any],
     shortcuts: dict[str, Any],
     config: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="A config.json to start from.")
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="config.json with initial settings."),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where the run in DIR was interrupted.")
+        bool, typer.Option("--resume", help="Resume the interrupted run in DIR.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the selected record as JSON, for programs.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
-    """Train one model: some domains held out, the others trained on.
+    """Train one model on all domains except the held-out targets.
 
-    Several GPUs or processes: torchrun --nproc-per-node N -m steppe train ...
+    On several GPUs: torchrun --nproc-per-node N -m steppe train ...
     """
     from steppe import training
     from steppe.console import say
@@ -45,7 +44,7 @@ def train(
 
     run = training.RunDirectory(out)
     if resume and not run.exists() and not given and config is None:
-        raise UserError(f"{out} is not a run: nothing to resume")
+        raise UserError(f"{out} is not a run: there is nothing to resume")
     resumed = run.config() if resume and run.exists() else None
     draw, space = given.pop("draw", None), given.pop("space", None)
     chosen = training.configure(
@@ -58,7 +57,7 @@ def train(
     )
     console = talk()
     records = training.train(chosen, out, resume=resume, display=Display(console))
-    if os.environ.get("RANK", "0") != "0":  # one of several processes, and not the one that talks
+    if os.environ.get("RANK", "0") != "0":  # only the first of several processes prints
         return
     best = training.select(records)
     if as_json:
@@ -67,7 +66,7 @@ def train(
     validated = training.validation_accuracy(best) is not None
     title = "best by validation" if validated else "last (no validation images)"
     if best.get("averaged") and not records[0].get("averaged"):
-        title = "the average"  # made at the end, of what the other records are of
+        title = "the average"  # computed at the end, from the weights of the other records
     print(printable(f"{title}: {summary(best)}"))
     say(console, f"{out}: done")
 
@@ -75,13 +74,14 @@ def train(
 def evaluate(
     runs: Runs,
     ensemble: Annotated[
-        bool, typer.Option("--ensemble", help="Also sum the logits of all runs: with sma, EoA.")
+        bool,
+        typer.Option("--ensemble", help="Sum the logits of all runs (with sma, this is EoA)."),
     ] = False,
     data: Annotated[
         str | None,
         typer.Option(
-            help="A folder DOMAIN/CLASS/IMAGE or CLASS/IMAGE, or a dataset's name (default: the "
-            "run's own target domains).",
+            help="Folder DOMAIN/CLASS/IMAGE or CLASS/IMAGE, or dataset name (default: the run's "
+            "target domains).",
         ),
     ] = None,
     which: Chosen = None,
@@ -89,7 +89,7 @@ def evaluate(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Evaluate a run's model, or an ensemble of several, on every image of some domains."""
+    """Evaluate a run's model, or an ensemble of several runs, on all images of some domains."""
     from steppe.console import stdout
     from steppe.training import evaluate_ensemble, evaluate_run
     from steppe.training.progress import ensemble_table, score_table, weights
@@ -102,7 +102,7 @@ def evaluate(
         members = [(m.which, m.step) for value in found.values() for m in value.members]
         shown = ensemble_table(found, names, f"{weights(which, members)}, all images")
     elif len(runs) > 1:
-        raise UserError(f"{len(runs)} runs were given: add --ensemble, or evaluate one at a time")
+        raise UserError(f"got {len(runs)} runs: add --ensemble, or evaluate one at a time")
     else:
         scores = evaluate_run(runs[0], data, which=which, device=device, root=home)
         plain = {domain: value.to_json() for domain, value in scores.items()}
@@ -116,21 +116,21 @@ def evaluate(
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
     out: Annotated[
         Path,
         typer.Argument(
             metavar="FILE",
             callback=writable,
-            help="The file to write. Its ending chooses the format: .safetensors has the weights "
-            "for timm or torchvision; .pt2 (torch.export) and .onnx the whole network.",
+            help="Output file. Its extension sets the format: .safetensors contains the weights "
+            "for timm or torchvision; .pt2 (torch.export) and .onnx contain the whole network.",
         ),
     ],
     which: Chosen = None,
 ) -> None:
-    """Write a run's network as one file that other programs load.
+    """Export a run's network to a file for other programs.
 
-    Classes, preprocessing and provenance are in the file's metadata.
+    The file's metadata contains the classes, preprocessing and provenance.
     """
     from steppe.training import export_run
     from steppe.training.progress import weights

@@ -1,4 +1,4 @@
-"""A mistyped command is answered with the nearest one, wherever it is."""
+"""Suggest the closest command for a mistyped one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .listing import KINDS
 
 
 class Commands(TyperGroup):
-    """The commands; the nearest to a wrong name may be one below another, or one of the lists."""
+    """The top-level commands. Suggestions include subcommands and the lists of `steppe list`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         typed = args[0]

@@ -1,4 +1,4 @@
-"""`steppe sweep`: many runs, on one machine or a cluster."""
+"""`steppe sweep`: many runs on one machine or a cluster."""
 
 import json
 import sys
@@ -18,14 +18,14 @@ from .options import SHORTCUTS, RunCommand, fields, keys, names, overriding, wit
 if TYPE_CHECKING:
     from steppe.sweeps import Sweep
 
-app = typer.Typer(help="Sweeps: many runs, on one machine or a cluster.")
+app = typer.Typer(help="Plan, run and monitor many runs on one machine or a cluster.")
 Workers = fields(Crew, "workers", "per_gpu", min=1)
-_Sweep = Annotated[Path, typer.Argument(metavar="DIR", help="The sweep's folder.")]
+_Sweep = Annotated[Path, typer.Argument(metavar="DIR", help="Sweep folder.")]
 _Runs = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[RUN]...", help="Names of runs (default: all that apply)."),
+    typer.Argument(metavar="RUN", help="Names of runs (default: all to which this applies)."),
 ]
-# What a sweep varies, or a worker decides, is not an option of all its runs.
+# A sweep varies these, or a worker sets them, so they are not options of all runs.
 _VARIED = (
     *("dataset", "targets", "sources", "algorithm", "optimizer", "averaging", "trial_seed", "seed"),
     *("draw", "space", "device", "version", "resolved", "data"),
@@ -47,20 +47,20 @@ def sweep_plan(
     grid: dict[str, Any],
     options: dict[str, Any],
     shortcuts: dict[str, Any],
-    datasets: Annotated[str, typer.Option(help="Names or folders, with commas.")],
+    datasets: Annotated[str, typer.Option(help="Comma-separated dataset names or folders.")],
     overrides: Overrides = None,
     retries: Annotated[
-        int | None, typer.Option(min=0, help="How often a failed run is tried again (default: 1).")
+        int | None, typer.Option(min=0, help="How often to retry a failed run (default: 1).")
     ] = None,
     extend: Annotated[
-        bool, typer.Option("--extend", help="Add to the sweep that DIR has.")
+        bool, typer.Option("--extend", help="Add runs to the existing sweep in DIR.")
     ] = False,
     estimate: Annotated[
-        bool, typer.Option(help="Time a pass on this machine, to estimate the cost.")
+        bool, typer.Option(help="Time a pass on this machine to estimate the cost.")
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """Plan a sweep: a run for every target, algorithm, optimizer, averaging, trial and draw."""
+    """Plan a sweep: one run per target, algorithm, optimizer, averaging, trial and draw."""
     from steppe.sweeps import write_plan
 
     texts = tuple(overriding(shortcuts, overrides))
@@ -90,13 +90,14 @@ def sweep_run(
     path: _Sweep,
     crew: dict[str, Any],
     launcher: Annotated[
-        str, typer.Option(help="What starts the workers: local, ray, slurm, or a plugin's.")
+        str, typer.Option(help="Where to start workers: local, ray, slurm, or a plugin's launcher.")
     ] = "local",
     plugin: Annotated[
-        list[str] | None, typer.Option("--plugin", help="A module that registers a launcher.")
+        list[str] | None,
+        typer.Option("--plugin", help="Module that registers your own launcher; repeatable."),
     ] = None,
 ) -> None:
-    """Carry a sweep out: start workers, and wait for its end (Slurm: only submit them)."""
+    """Run a sweep: start workers and wait until all runs are done (Slurm: only submit)."""
     from steppe.sweeps import launch
 
     if launch.run(path, launcher, Crew(**crew), **context.obj) is False:
@@ -109,9 +110,11 @@ def sweep_work(
     path: _Sweep,
     crew: dict[str, Any],
     device: Device = "auto",
-    limit: Annotated[int | None, typer.Option(min=1, help="Runs to take, at most.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of runs (default: no limit).")
+    ] = None,
 ) -> None:
-    """Take runs from a sweep, one after the other, until none is left: what launchers start."""
+    """Execute a sweep's runs one by one until none is left; launchers start this command."""
     from steppe.sweeps import work
 
     talk()
@@ -123,10 +126,12 @@ def sweep_work(
 def sweep_status(
     path: _Sweep,
     crew: dict[str, Any],
-    watch: Annotated[bool, typer.Option("--watch", help="Look again, until it is over.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Keep updating until the sweep is over.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show how far a sweep is: counts, speed, the time that is left, what failed."""
+    """Show a sweep's progress: counts, throughput, time left, failures."""
     from steppe.console import stdout
     from steppe.sweeps import read_plan, status
 
@@ -141,26 +146,26 @@ def sweep_status(
 
 @app.command("retry")
 def sweep_retry(path: _Sweep, runs: _Runs = None) -> None:
-    """Let runs that failed or were cancelled be tried again."""
+    """Make failed and cancelled runs available again."""
     from steppe.sweeps import read_plan, retry
 
     changed = retry(read_plan(path), tuple(runs or ()))
     start = command("steppe", "sweep", "run", path)
-    print(f"{len(changed):,} runs will be tried again; start them with: {start}")
+    print(f"{len(changed):,} runs can be retried; start them with: {start}")
 
 
 @app.command("cancel")
 def sweep_cancel(path: _Sweep, runs: _Runs = None) -> None:
-    """Take runs out of a sweep that are planned or at work; 'retry' brings them back."""
+    """Cancel planned and running runs; 'steppe sweep retry' brings them back."""
     from steppe.sweeps import cancel, read_plan
 
     changed = cancel(read_plan(path), tuple(runs or ()))
-    print(f"{len(changed):,} runs cancelled; those at work stop within seconds")
+    print(f"{len(changed):,} runs cancelled; running ones stop within seconds")
 
 
 @app.command("ensemble")
 def sweep_ensemble(path: _Sweep, device: Device = "auto", as_json: Json = False) -> None:
-    """Evaluate, for every method and target, the ensemble of all its trials and draws."""
+    """Evaluate the ensemble of all trials and draws, for every method and target."""
     from steppe.console import Meter, stderr, stdout
     from steppe.sweeps import ensemble, read_plan
 

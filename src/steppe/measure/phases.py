@@ -23,9 +23,9 @@ class Phases:
         >>> meter = Meter("all of it", 1.0, unit="share", console=Console(file=sys.stdout))
         >>> phases = Phases({"eigenvalues": 3.0, "trace": 1.0}, meter)
         >>> _ = phases.begin("eigenvalues")
-        eigenvalues: 0 % done
+        eigenvalues: 0% done
         >>> _ = phases.begin("trace")
-        trace: 75 % done...
+        trace: 75% done...
     """
 
     def __init__(self, costs: Mapping[str, float], meter: Meter) -> None:

@@ -20,20 +20,20 @@ class Settings:
         domains: names of domains of the run's dataset. Of a domain that the run was trained on, the
             images of its training split are used, of others all. None: the training split of all
             domains that it was trained on.
-        top: how many eigenvalues of the Hessian, the largest first.
-        images: how many to draw, over all domains; 0: all.
-        which: the weights after the last step (``last``), those validated best (``best``), or those
-            of the checkpoint after step N (``step:N``).
-        rho: the radius of the paper's flatness (default: that of the run's optimizer, or 0.05).
-        alpha: the share of the zeroth order in R_FAD (default: that of FAD, or 0.5). GAM's `alpha`
-            is another thing: the weight of its first-order term.
-        tol: the residual of the eigenvalues to reach, relative to the largest.
-        trace_rtol: the standard error of the trace to reach, relative to it.
-        batch_size: images in a batch: fewer need less memory (default: as many as have the numbers
-            of 64 color images of 224 x 224 pixels).
-        density: whether to estimate the spectral density too, and draw it.
-        seed: of the images drawn and of the random vectors.
-        precision: of the computation, ``float32`` or ``float64``.
+        top: number of Hessian eigenvalues, largest first.
+        images: number of images to sample across all domains; 0 uses all.
+        which: weights to measure: after the last step (``last``), the best by validation
+            (``best``), or after step N (``step:N``).
+        rho: radius of the paper's flatness (default: the run's optimizer's, or 0.05).
+        alpha: weight of zeroth-order flatness in R_FAD (default: the run's FAD's, or 0.5). Not
+            GAM's `alpha`, the weight of its first-order term.
+        tol: target residual of the eigenvalues, relative to the largest.
+        trace_rtol: target standard error of the trace, relative to it.
+        batch_size: images per batch; smaller batches need less memory (default: as many pixels as
+            64 color images of 224 x 224).
+        density: also estimate and draw the spectral density.
+        seed: seed of the sampled images and random vectors.
+        precision: ``float32`` or ``float64``.
     """
 
     domains: Sequence[str] | None = None

@@ -1,4 +1,4 @@
-"""Sweeps: many runs, planned, carried out by any number of workers, and watched."""
+"""Sweeps: plan many runs, execute them with any number of workers, and monitor them."""
 
 from typing import TYPE_CHECKING
 
@@ -22,5 +22,5 @@ if TYPE_CHECKING:
     from .store import Claim as Claim, Event as Event, Job as Job
     from .sweep import Sweep as Sweep, read_plan as read_plan
     from .worker import Worker as Worker, work as work
-else:  # not for type checkers, which would take any name for one of the package
+else:  # hidden from type checkers, which would otherwise accept any attribute
     __getattr__, __dir__, __all__ = attach(__name__)

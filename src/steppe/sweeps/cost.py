@@ -1,4 +1,4 @@
-"""What a sweep will cost: runs, passes, and time as this machine would take it."""
+"""The estimated cost of a sweep: runs, passes, and time on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .store import Job
 from .sweep import Sweep
 
 _IMAGES = {"cpu": 4, "cuda": 64}
-"""Images in the pass that is timed."""
+"""Batch size of the timed pass."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a sweep will cost, on a device that was timed."""
-
     runs: int
     passes: int
     seconds: float | None
@@ -48,10 +46,11 @@ class Cost:
 
 
 def estimate(sweep: Sweep, measured: bool = True) -> Cost:
-    """Adds up the passes of all runs, and times one of each kind.
+    """Count the passes of all runs, and time one pass per network.
 
-    A run makes `steps` updates, each of as many forward and backward passes as its optimizer takes;
-    algorithms with several objectives make more, and evaluations are not counted.
+    A run makes `steps` updates, and each update makes the optimizer's number of forward and
+    backward passes. The estimate ignores evaluations and the extra passes of algorithms with
+    several objectives.
     """
     kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, axes in sweep.axes.items():
@@ -83,12 +82,12 @@ def estimate(sweep: Sweep, measured: bool = True) -> Cost:
 
 
 def _seconds_per_image(config: RunConfig, channels: int, device: torch.device) -> float:
-    """Of a forward and backward pass in float32."""
+    """Time a forward and backward pass in float32."""
     network = build_network(
         config.backbone, n_classes=10, image_size=config.image_size, channels=channels
     ).to(device)
     n, threads = _IMAGES[device.type], torch.get_num_threads()
-    torch.set_num_threads(1)  # as workers do
+    torch.set_num_threads(1)  # the workers' default
     images = torch.zeros(n, channels, config.image_size, config.image_size, device=device)
     labels = torch.zeros(n, dtype=torch.int64, device=device)
     times = []
@@ -104,7 +103,7 @@ def _seconds_per_image(config: RunConfig, channels: int, device: torch.device) -
 
 def table(cost: Cost) -> console.Table:
     one = "CPU core" if cost.device == "cpu" else cost.device
-    headings = ("dataset", "optimizer", "runs", "passes", f"on one {one}, about")
+    headings = ("dataset", "optimizer", "runs", "passes", f"estimated time on one {one}")
     rows = [*cost.parts, Part("all", "", cost.runs, cost.passes, cost.seconds)]
     shown = console.table(headings, map(_row, rows), labels=2)
     shown.rows[-2].end_section = True

@@ -1,4 +1,4 @@
-"""Ensembles of a sweep's runs: with moving averages, EoA."""
+"""Ensembles of a sweep's runs; with moving averages of weights, this is EoA."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ FILE = "ensembles.json"
 
 @dataclass(frozen=True)
 class Ensemble:
-    """The finished runs of a sweep that differ only in trial and draw, as one model."""
+    """The ensemble of finished runs that differ only in trial and draw.
+
+    Attributes:
+        axes: the settings that its runs share.
+        runs: their names.
+        scores: for each target domain.
+    """
 
     axes: dict[str, str]
-    """What they have in common."""
     runs: tuple[str, ...]
     scores: dict[str, EnsembleScores]
-    """By target domain."""
 
     def to_json(self) -> dict[str, Any]:
         scores = {domain: value.to_json(self.runs) for domain, value in self.scores.items()}
@@ -37,10 +41,10 @@ class Ensemble:
 
 
 def ensembles(sweep: Sweep, device: str = "auto") -> Iterator[Ensemble]:
-    """Evaluate the ensemble of every target, algorithm, optimizer and averaging.
+    """Evaluate an ensemble for every combination of target, algorithm, optimizer and averaging.
 
-    All finished runs of all trials and draws take part, each with the weights that were validated
-    best, on all images of the targets.
+    Each ensemble contains all finished trials and draws, with their best weights by validation, and
+    is evaluated on all images of the targets.
     """
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, axes in sweep.axes.items():
@@ -49,7 +53,7 @@ def ensembles(sweep: Sweep, device: str = "auto") -> Iterator[Ensemble]:
             groups[key].append(name)
     if not groups:
         look = command("steppe", "sweep", "status", sweep.path)
-        raise UserError(f"{sweep.path} has no finished runs yet: see {look}")
+        raise UserError(f"{sweep.path} has no finished runs yet. Check its progress: {look}")
     for key, names in groups.items():
         folders = [Job(sweep.folder(name)).result for name in names]
         found = evaluate_ensemble(folders, which="best", device=device)
@@ -62,7 +66,7 @@ def save(sweep: Sweep, found: list[Ensemble]) -> None:
 
 
 def table(found: list[Ensemble]) -> console.Table:
-    """The ensembles next to the mean of their members; in percent."""
+    """Accuracies of the ensembles and the mean accuracies of their members, in %."""
     rows = []
     for ensemble in found:
         scores = ensemble.scores.values()

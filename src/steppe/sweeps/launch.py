@@ -1,12 +1,12 @@
-"""Launchers: each starts workers in its own way, and nothing but workers.
+"""Launchers start the workers of a sweep: on this machine, on Ray, on Slurm.
 
-A launcher is one file with one class, which declares its name and its own options:
+A launcher is a class in a file of its own, which declares its name and options:
 
     @register_launcher("local")
     class Local:
         def start(self, sweep, crew, show): ...
 
-What all launchers share, how many workers and how each of them works, is the `Crew`.
+`Crew` holds the settings that all launchers share.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ from .tidy import tidy
 C = TypeVar("C", bound=type)
 Show = Callable[[Status], None]
 LINE_SECONDS, STILL_SECONDS = 10.0, 300.0
-"""Between two lines where there is no terminal: if a run began or ended, and if none did."""
+"""Time between status lines without a terminal: after a change, and without one."""
 
 
 @dataclass(frozen=True)
 class Crew:
-    """The workers that a launcher is asked for.
+    """The workers to start.
 
     Attributes:
-        workers: how many workers (default: one for each GPU or core; on Slurm at most 16).
+        workers: number of workers (default: one per GPU or core; on Slurm at most 16).
         per_gpu: workers that share a GPU.
-        threads: CPU threads of each worker; use the same number everywhere, because results depend
-            on it.
-        stale: seconds of silence after which a worker is taken for dead.
+        threads: CPU threads per worker. Results depend on it, so use the same number everywhere.
+        stale: seconds without a heartbeat after which a worker is considered dead.
     """
 
     workers: int | None = None
@@ -53,31 +52,41 @@ class Crew:
     stale: float = STALE_SECONDS
 
     def command(self, sweep: Path, device: str) -> list[str]:
-        """What starts one worker."""
+        """The command line of one worker."""
         return [
             *(sys.executable, "-m", "steppe", "sweep", "work", str(sweep)),
             *("--device", device, "--threads", str(self.threads), "--stale", f"{self.stale:g}"),
         ]
 
 
+_TAKEN = {*Crew.__dataclass_fields__, "path", "launcher", "plugin", "help", "sweep", "crew", "show"}
+"""Options of `steppe sweep run` and parameters of `run_sweep`."""
+
+
 class Launcher(Protocol):
-    """Starts workers; built with its own options as keywords."""
+    """The interface of a launcher; its own options are keyword arguments of its constructor."""
 
     def start(self, sweep: Sweep, crew: Crew, show: Show) -> Status | str:
-        """Start the workers of a sweep; while it waits for them, give its status to `show`.
+        """Start the workers of a sweep; while waiting for them, pass the status to `show`.
 
         Returns:
-            The status when the sweep is over; or, where workers were only submitted, what to tell
-            the user.
+            The final status; or, if the workers were only submitted, a message for the user.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSpec(AxisSpec):
-    """One entry of the registry. An option has the type of its default; None: a text."""
+    """A registered launcher. Its options have the types of their defaults; None means text."""
 
     kind: ClassVar[str] = "launcher"
+
+    def __post_init__(self) -> None:
+        for name in _TAKEN & self.options.keys():
+            raise UserError(
+                f"launcher {self.name!r} cannot have an option {name!r}: 'steppe sweep run' "
+                "already uses that name. Rename it."
+            )
 
     def check(self, given: Mapping[str, Any]) -> None:
         for key in given.keys() - self.options.keys():
@@ -96,10 +105,10 @@ launchers = Registry(
 
 
 def register_launcher(name: str) -> Callable[[C], C]:
-    """Add a launcher of your own: a decorator for its class, in a module named with ``--plugin``.
+    """Register your own launcher: a class decorator for a module that you pass to ``--plugin``.
 
-    What its constructor annotates with `steppe.options.Option` are its options, on the command line
-    too; the section `Args` of the class's docstring says what they mean.
+    Constructor parameters annotated with `steppe.options.Option` become the launcher's options, on
+    the command line too. Describe them in the `Args` section of the class's docstring.
     """
     return registrar(launchers, LauncherSpec, name)
 
@@ -111,17 +120,17 @@ def run_sweep(
     show: Show = lambda status: None,
     **options: Any,
 ) -> Status | str:
-    """Carry a sweep out with the workers of a launcher; others may work on it at the same time.
+    """Run a sweep; other workers may work on it at the same time.
 
     Args:
         sweep: the sweep.
         launcher: one of `launchers`.
-        crew: how many workers, and how each of them works.
-        show: called with the status, again and again.
+        crew: the workers to start.
+        show: called regularly with the status.
         **options: the launcher's own.
 
     Returns:
-        As `Launcher.start`.
+        The same as `Launcher.start`.
     """
     spec, crew = launchers[launcher], crew or Crew()
     spec.check(options)
@@ -131,7 +140,7 @@ def run_sweep(
 
 
 def run(path: Path, launcher: str, crew: Crew, **options: Any) -> bool | None:
-    """As `run_sweep`, with the status on the terminal; whether all is done, None: not known yet."""
+    """Run a sweep and show its status; return whether every run is done, or None if submitted."""
     sweep, console = read_plan(path), stderr()
     with Live(console=console, auto_refresh=False, transient=True) as live:
         said, before = -math.inf, ""

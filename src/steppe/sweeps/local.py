@@ -1,4 +1,4 @@
-"""Workers on this machine: one for every CPU slot, or several for every GPU."""
+"""Workers on this machine: one or more per GPU, or one per core."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from steppe.errors import UserError
 
 from .launch import Crew, Show, register_launcher
 from .status import Status
-from .supervise import RESTARTS, died_again_and_again, supervise
+from .supervise import RESTARTS, kept_dying, supervise
 from .sweep import Sweep
 
 
 @register_launcher("local")
 class Local:
-    """Workers on this machine, one for each GPU or core; one that dies is started again."""
+    """Run workers on this machine, one per GPU or core, and restart those that die."""
 
     def start(self, sweep: Sweep, crew: Crew, show: Show) -> Status:
         logs = sweep.path / "workers"
@@ -35,14 +35,14 @@ class Local:
 
 
 def devices(crew: Crew) -> list[str]:
-    """The device of each worker: all GPUs, or as many CPU slots as there are cores."""
     gpus = torch.cuda.device_count()
     if not gpus:
         return ["cpu"] * (crew.workers or cores())
     slots = [f"cuda:{gpu}" for _ in range(crew.per_gpu) for gpu in range(gpus)]
     if crew.workers and crew.workers > len(slots):
         raise UserError(
-            f"--workers {crew.workers} is more than {gpus} GPUs have room for: raise --per-gpu"
+            f"--workers {crew.workers} needs more than {gpus} GPUs at --per-gpu {crew.per_gpu}: "
+            "raise --per-gpu"
         )
     return slots[: crew.workers or len(slots)]
 
@@ -54,14 +54,14 @@ class _Slot:
     process: subprocess.Popen[bytes] | None = None
     deaths: int = 0
     done: int = 0
-    """Runs of the sweep that were done at the last death."""
+    """Runs of the sweep that were done when the worker last died."""
 
     @property
     def at_work(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     def dead_for_good(self, done: int) -> bool:
-        """Whether one that died is not started again, when so many runs of the sweep are done."""
+        """Count a death, given the number of done runs; return whether to give the slot up."""
         self.deaths = self.deaths + 1 if done == self.done else 1
         self.done = done
         return self.deaths > RESTARTS
@@ -77,7 +77,7 @@ class _Slots:
         for slot in self.slots:
             if not slot.at_work:
                 if slot.process is not None and slot.process.returncode == 0:
-                    # Runs were given back, or added to the plan, after it had left.
+                    # Runs were released, or added to the plan, after it exited.
                     untaken -= 1
                     if untaken < 0:
                         continue
@@ -86,7 +86,7 @@ class _Slots:
                 slot.process = _start(slot.command, slot.log)
             alive += 1
         if not alive and any(slot.process and slot.process.returncode for slot in self.slots):
-            raise died_again_and_again(self.sweep, f": {self.sweep.path / 'workers'} says why")
+            raise kept_dying(self.sweep, f" (see the logs in {self.sweep.path / 'workers'})")
         return alive > 0
 
     def stop(self, immediately: bool) -> None:
@@ -104,7 +104,7 @@ class _Slots:
 def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as file:
-        # In a session of its own: Ctrl-C reaches it from here, once.
+        # A session of its own, so that the worker gets Ctrl-C once, from this process.
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Plans a sweep: every run of a grid, with its full config in a folder of its own."""
+"""Plan a sweep: every run of a grid gets a folder with its full config."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -16,8 +15,8 @@ from steppe import __version__
 from steppe.algorithms import algorithm_spec
 from steppe.averaging import averaging_spec
 from steppe.domains import DatasetSpec, dataset_spec, import_plugins, seed_hash
-from steppe.durable import replace
-from steppe.errors import RunError, UserError, unknown
+from steppe.durable import full_disk_explained, replace
+from steppe.errors import UserError, unknown
 from steppe.optim import optimizer_spec
 from steppe.registry import Entry
 from steppe.sealed import seal
@@ -27,28 +26,29 @@ from steppe.training import RunConfig, configure, read_config
 from .sweep import AXES, FILE, VERSION, Sweep, read_plan
 
 RETRIES = 1
+_AGAIN = "plan again"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is varied: one run for every combination.
+    """A grid of runs: one for every combination.
 
     Attributes:
         datasets: names, or folders DOMAIN/CLASS/IMAGE.
-        algorithms: names.
-        optimizers: names.
-        averaging: names.
-        trials: seeds of the split, counted from 0.
-        draws: hyperparameter samples per method; sample 0 is the space's defaults. With 0, runs
-            have the settings of 'steppe train'.
-        targets: what is held out: each target of the dataset (`single`), or also each with one
-            more domain (`pairs`), which leave-one-domain-out selection needs; or domains, with
-            commas: each of these in turn, or several at once where ``+`` joins them.
-        space: where defaults and draws come from: fair (tuned per optimizer), fad (the paper's) or
-            domainbed.
-        overrides: ``key=value`` texts for every run.
+        algorithms: comma-separated names; see 'steppe list algorithms'.
+        optimizers: comma-separated names; see 'steppe list optimizers'.
+        averaging: comma-separated names; see 'steppe list averaging'.
+        trials: number of trial seeds, which set the train/validation splits.
+        draws: hyperparameter samples per method; sample 0 is the space's defaults. 0 uses the
+            settings of 'steppe train'.
+        targets: held-out domains: `single` holds out each target of the dataset, `pairs` also each
+            target with one more domain, which leave-one-out selection needs. Or comma-separated
+            domains, each held out alone; join several with ``+`` to hold them out together.
+        space: search space for defaults and samples: fair (tuned per optimizer), fad (the paper's)
+            or domainbed.
+        overrides: ``key=value`` settings for every run.
         options: other config keys for every run, such as `root`.
-        tag: ends the names of the runs, so that a sweep can have several grids of the same axes.
+        tag: suffix of the runs' names, so that a sweep can have several grids of the same axes.
     """
 
     datasets: tuple[str, ...]
@@ -65,7 +65,7 @@ class Grid:
 
 
 def target_sets(spec: DatasetSpec, targets: str) -> list[tuple[str, ...]]:
-    """What a sweep holds out of a dataset, in a fixed order.
+    """The sets of target domains that a sweep holds out, in a fixed order.
 
     Examples:
         >>> len(target_sets(dataset_spec("PACS"), "single"))
@@ -88,16 +88,19 @@ def target_sets(spec: DatasetSpec, targets: str) -> list[tuple[str, ...]]:
     if targets == "pairs":
         sets += [held_out | {d} for held_out in sets for d in spec.domains if d not in held_out]
     if any(len(held_out) >= len(spec.domains) for held_out in sets):
-        raise UserError(f"{spec.name} has too few domains to hold out {targets}")
+        raise UserError(
+            f"targets {targets!r} would leave no domain of {spec.name} to train on: it has "
+            f"{len(spec.domains)}"
+        )
     unique = dict.fromkeys(sets)
     return [tuple(d for d in spec.domains if d in held_out) for held_out in unique]
 
 
 def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
-    """The runs of a grid: a readable name and the config of each.
+    """The runs of a grid, each with a readable name and its config.
 
-    Seeds are DomainBed's: a hash of dataset, algorithm, targets, draw and trial. Optimizers and
-    averaging are not in it, so that runs which differ in nothing else are paired.
+    Seeds are DomainBed's: a hash of dataset, algorithm, targets, draw and trial. The hash leaves
+    out optimizer and averaging, so that runs that differ only in these are paired.
     """
     import_plugins(grid.options.get("plugins", ()))
     get_space(grid.space)
@@ -131,9 +134,12 @@ def _known(names: Sequence[str], find: Callable[[str], Entry]) -> list[str]:
     found = [find(name).name for name in names]
     for name in found:
         if found.count(name) > 1:
-            raise UserError(f"{name!r} is given twice")
+            raise UserError(f"{name!r} is listed twice: remove one")
     if not found:
-        raise UserError("an axis of the sweep is empty: name at least one of each")
+        raise UserError(
+            "a sweep needs at least one dataset, algorithm, optimizer and averaging, got an empty "
+            "list"
+        )
     return found
 
 
@@ -169,11 +175,11 @@ def write_plan(
     """Write a plan: `sweep.json`, and a folder with `config.json` for every run.
 
     Args:
-        grid: what is varied; or several grids, which together name no run twice.
+        grid: the runs; several grids must not share a run name.
         path: the sweep's folder.
-        retries: how often a run that failed is tried again; once unless given.
-        command: what was typed, for the record.
-        extend: add to the plan that the folder has; runs that it has already stay as they are.
+        retries: how often to retry a failed run (default: once).
+        command: the command line, for the record.
+        extend: add to an existing plan; its runs stay as they are.
     """
     old = _plan_so_far(path, extend)
     seen: set[str] = set()
@@ -184,7 +190,7 @@ def write_plan(
         before = len(new)
         for name, config in jobs(one):
             if name in seen:
-                raise UserError(f"two runs would both be called {name}: plan them in two sweeps")
+                raise UserError(f"two runs would be named {name}: plan them in separate sweeps")
             seen.add(name)
             if name in old.axes:
                 _check_same(path, name, config)
@@ -195,7 +201,7 @@ def write_plan(
         return old
     for name, config in new.items():
         _write_config(path, name, config)
-    os.sync()  # at once: thousands of files, one by one, would take minutes
+    os.sync()  # once: syncing thousands of files one by one would take minutes
     commands = old.facts["commands"]
     facts = {
         "version": VERSION,
@@ -205,59 +211,46 @@ def write_plan(
         "retries": old.retries if retries is None else retries,
         "runs": {**old.axes, **axes},
     }
-    with _unwritten_explained(path, path / FILE):  # last: a plan that was cut off is no plan
+    with full_disk_explained(path / FILE, _AGAIN):  # last, so that an interrupted plan is not one
         replace(path / FILE, seal(json.dumps(facts, indent=1)) + b"\n")
     return read_plan(path)
 
 
 def _plan_so_far(path: Path, extend: bool) -> Sweep:
-    """The plan that a folder has, or an empty one."""
+    """The folder's plan, or an empty one."""
     if (path / FILE).exists():
         if not extend:
             raise UserError(
-                f"{path} holds a sweep already: add --extend to add runs to it, or choose another "
-                "folder"
+                f"{path} already contains a sweep: pass --extend to add runs to it, or choose "
+                "another folder"
             )
         return read_plan(path)
-    # (Runs alone are what a plan leaves that was cut off.)
+    # An interrupted plan leaves nothing but runs.
     if path.exists() and any(p.name != "runs" and p.name[0] != "." for p in path.iterdir()):
-        raise UserError(f"{path} is not empty and holds no sweep: choose another folder")
+        raise UserError(f"{path} is not empty and not a sweep: choose another folder")
     return Sweep(path, {}, RETRIES, {"grids": [], "commands": []})
 
 
 def _check_same(path: Path, name: str, config: RunConfig) -> None:
-    """Refuses a run that the plan has already with other settings, whatever version and space."""
+    """Raise an error if the plan already has this run with other settings."""
     before = read_config(path / "runs" / name / "config.json")
     for key in RunConfig.model_fields:
         labels = key in ("version", "space", "resolved")
         if not labels and getattr(config, key) != getattr(before, key):
             raise UserError(
-                f"{path} has {name} already, with {key}={getattr(before, key)} instead of "
-                f"{getattr(config, key)}: plan what differs in another folder. If defaults have "
-                "changed since, --space domainbed or fad, or --set, gives the old ones."
+                f"{path} already has {name}, with {key}={getattr(before, key)} instead of "
+                f"{getattr(config, key)}: plan runs with other settings in another folder. If a "
+                "default has changed since, pass the old value with --set or --space."
             )
 
 
 def _write_config(path: Path, name: str, config: RunConfig) -> None:
     folder = path / "runs" / name
     file = folder / "config.json"
-    with _unwritten_explained(path, file):
+    with full_disk_explained(file, _AGAIN):
         folder.mkdir(parents=True, exist_ok=True)
         if folder.is_symlink():
-            raise UserError(f"{folder} is a link: put the folder itself there")
-        file.unlink(missing_ok=True)  # of a plan that was cut off; a link is not followed
+            raise UserError(f"{folder} is a symbolic link: replace it with the folder itself")
+        file.unlink(missing_ok=True)  # left by an interrupted plan; never follow a link
         with file.open("x") as opened:
             opened.write(config.to_json())
-
-
-@contextmanager
-def _unwritten_explained(path: Path, file: Path) -> Iterator[None]:
-    """Turns a failed write into an error that says what is left."""
-    try:
-        yield
-    except OSError as error:
-        left = "The plan is as it was" if (path / FILE).exists() else "Nothing is planned yet"
-        raise RunError(
-            f"{error.filename or file} could not be written: {error.strerror}. {left}: fix that, "
-            "then plan again."
-        ) from error

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster: a task for every slot, started again where a node is lost."""
+"""Workers on a Ray cluster: one task per slot, restarted when a node is lost."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from steppe.options import Option
 
 from .launch import Crew, Show, register_launcher
 from .status import Status
-from .supervise import RESTARTS, died_again_and_again, supervise
+from .supervise import RESTARTS, kept_dying, supervise
 from .sweep import Sweep
 
-_OBJECT_STORE_BYTES = 100 * 2**20  # workers exchange nothing but the word that they are done
+_OBJECT_STORE_BYTES = 100 * 2**20  # enough: tasks return nothing
 _KNOCK_SECONDS = 10
 _STOP_SECONDS = 10
 _SHARES = 10**4
-"""Ray counts parts of a GPU in ten-thousandths."""
+"""Ray divides a GPU into ten-thousandths."""
 
 
 @register_launcher("ray")
 class Ray:
-    """Tasks on a Ray cluster, or on one it starts here; those of a lost node start again elsewhere.
+    """Run workers as tasks of a Ray cluster, and restart those of lost nodes elsewhere.
 
-    Nodes that join get workers. Every node must see the sweep's folder and the data at the same
+    New nodes get workers too. Every node must see the sweep's folder and the data at the same
     paths.
 
     Args:
-        address: of a Ray cluster, or auto for one on this machine (default: $RAY_ADDRESS, or a
-            cluster that is started here for the sweep).
+        address: Ray cluster, or auto for the one running on this machine (default: $RAY_ADDRESS, or
+            a temporary local cluster).
     """
 
     def __init__(self, *, address: Annotated[str | None, Option()] = None) -> None:
@@ -43,7 +43,7 @@ class Ray:
     def start(self, sweep: Sweep, crew: Crew, show: Show) -> Status:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if not self.address:
-            # Bound to loopback, as Ray is on other systems; read when it is imported.
+            # Bind to loopback, as Ray does on other systems. Ray reads this when it is imported.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         import ray
 
@@ -51,7 +51,7 @@ class Ray:
         if mine:
             _connect(self.address)
         try:
-            # It catches signals after `ray.init`, which sets handlers of its own.
+            # After `ray.init`, which installs signal handlers of its own.
             return supervise(sweep, crew, show, _Tasks(sweep, crew))
         finally:
             if mine:
@@ -68,22 +68,22 @@ def _connect(address: str) -> None:
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        if host and port.isdecimal():  # fails at once: Ray itself tries for minutes
+        if host and port.isdecimal():  # fails at once, where Ray would retry for minutes
             socket.create_connection((host.strip("[]"), int(port)), _KNOCK_SECONDS).close()
         ray.init(address, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"no Ray cluster can be used at {address!r} ({reason}): start one with "
-            "'ray start --head', or leave --address and $RAY_ADDRESS out to use this machine"
+            f"cannot connect to a Ray cluster at {address!r} ({reason}): start one with "
+            "'ray start --head', or omit --address and unset $RAY_ADDRESS to use this machine"
         ) from None
 
 
 def slots(per_gpu: int, threads: int) -> tuple[int, bool]:
-    """How many workers the cluster has room for, and whether they have GPUs."""
+    """The number of workers that the cluster can hold, and whether they get GPUs."""
     import ray
 
-    known: Any = ray.nodes  # which has no types
+    known: Any = ray.nodes  # untyped
     nodes = [node["Resources"] for node in known() if node["Alive"]]
     gpus = any(node.get("GPU") for node in nodes)
     room = 0
@@ -104,20 +104,19 @@ class _Tasks:
         if not (crew.workers or room):
             raise UserError(
                 f"no node of the Ray cluster has {crew.threads} CPUs{' and a GPU' if gpus else ''} "
-                "for a worker: lower --threads, or give --workers to wait for nodes that have"
+                "for a worker: lower --threads, or pass --workers to wait for larger nodes"
             )
         self._logs = sweep.path.resolve() / "workers"
         self._logs.mkdir(exist_ok=True)
         self._task = ray.remote(
             num_cpus=crew.threads,
-            # Rounded down: seven sevenths must fit.
+            # Rounded down, so that seven sevenths fit.
             num_gpus=math.floor(_SHARES / crew.per_gpu) / _SHARES if gpus else 0,
-            max_calls=1,  # a process for each worker, as elsewhere
-            # Started again by `tend`: Ray itself would start one that crashes again for ever.
-            max_retries=0,
+            max_calls=1,  # one process per worker, as with other launchers
+            max_retries=0,  # `tend` restarts them; Ray would restart a crashing worker forever
             scheduling_strategy="SPREAD",
         )(_work)
-        # Elsewhere a worker inherits them; paths and plugins may depend on them.
+        # Workers of other launchers inherit these; paths and plugins may depend on them.
         variables = {k: v for k, v in os.environ.items() if k.startswith("STEPPE_")}
         device = "cuda" if gpus else "cpu"
         self._arguments = self._logs.parent, device, crew, os.getcwd(), variables
@@ -130,8 +129,8 @@ class _Tasks:
             if error := self._error(task):
                 self._deaths += 1
                 if self._deaths > RESTARTS * max(wanted, 1):
-                    why = f", the last of {error}; {self._logs} may say more"
-                    raise died_again_and_again(self._sweep, why)
+                    why = f" (last error: {error}; see the logs in {self._logs})"
+                    raise kept_dying(self._sweep, why)
         while len(self._tasks) < wanted:
             self._tasks.append(self._task.remote(*self._arguments))
         return True
@@ -139,12 +138,12 @@ class _Tasks:
     def stop(self, immediately: bool) -> None:
         self._wait(0 if immediately else _STOP_SECONDS)
         for task in self._tasks:
-            self._ray.cancel(task)  # it hears Ctrl-C
-        # When all runs are over, what does not answer is a node that nobody needs.
+            self._ray.cancel(task)  # raises KeyboardInterrupt in the worker
+        # Once all runs are over, no one needs a node that does not answer.
         self._wait(None if immediately else _STOP_SECONDS)
 
     def _wait(self, timeout: float | None) -> list[Any]:
-        """Waits for all tasks; returns those that have ended, and forgets them."""
+        """Wait for all tasks; return those that ended, and forget them."""
         if not self._tasks:
             return []
         number = len(self._tasks)
@@ -152,10 +151,10 @@ class _Tasks:
         return ended
 
     def _error(self, task: Any) -> str | None:
-        """What a task that has ended died of."""
+        """Why an ended task died, or None if it did not."""
         try:
             self._ray.get(task)
-        except UserError as error:  # a second try would not help
+        except UserError as error:  # would fail again
             raise UserError(str(getattr(error, "cause", error))) from None
         except self._ray.exceptions.RayError as error:
             return str(error).strip().rpartition("\n")[-1].rstrip(".")
@@ -163,16 +162,16 @@ class _Tasks:
 
 
 def _work(path: Path, device: str, crew: Crew, here: str, variables: dict[str, str]) -> None:
-    """A worker, in a process that Ray started."""
+    """Run a worker in a process that Ray started."""
     from .worker import work
 
     os.environ.update(variables)
-    with suppress(FileNotFoundError):  # nothing depends on it, or what does will say so
+    with suppress(FileNotFoundError):  # if a relative path needs it, that path's error says so
         os.chdir(here)
     if not (path / "sweep.json").exists():
         raise UserError(
-            f"{path} is not to be seen from {socket.gethostname()}, a node of the Ray cluster: "
-            "use a folder that every node sees at the same path"
+            f"{path} does not exist on {socket.gethostname()}, a node of the Ray cluster: use a "
+            "folder that every node sees at the same path"
         )
     log = logging.getLogger("steppe")
     log.setLevel(logging.INFO)
@@ -180,5 +179,5 @@ def _work(path: Path, device: str, crew: Crew, here: str, variables: dict[str, s
     log.addHandler(logging.FileHandler(path / "workers" / file))  # the process ends with the task
     try:
         work(path, device, crew.threads, crew.stale)
-    except (Interrupted, KeyboardInterrupt):  # asked to by `stop`, which only waits for the end
+    except (Interrupted, KeyboardInterrupt):  # from `stop`, which only waits for the task to end
         log.info("stopped")

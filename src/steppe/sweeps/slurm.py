@@ -1,4 +1,4 @@
-"""Workers on a Slurm cluster: an array job, written as a script that can be read and kept."""
+"""Workers on a Slurm cluster: an array job, submitted as a script that stays in the sweep."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from .status import look
 from .sweep import Sweep
 
 WORKERS = 16
-"""At most so many by default."""
+"""Default limit on the number of workers."""
 _GRACE_SECONDS = 60
-"""Before a job's time is up, for a worker to save its run and give it back."""
+"""Time for a worker to save and release its run before the job's time limit."""
 _GPU_OPTIONS = ("--gres", "--gpus", "-G", "--tres-per")
 _ONE = """
-# It takes runs until none is left. SIGTERM, from scancel or a minute before the job's
-# time is up, has it save its run and give it back to the others.
+# The worker takes runs until none is left. On SIGTERM (from scancel, or a minute before
+# the time limit), it saves its run and releases it to other workers.
 exec {worker}
 """
 _SEVERAL = """
-# {number} workers share the GPU. They take runs until none is left. SIGTERM, from
-# scancel or a minute before the job's time is up, has them save their runs and give them
-# back to the others.
+# {number} workers share the GPU and take runs until none is left. On SIGTERM (from scancel,
+# or a minute before the time limit), they save their runs and release them to other workers.
 pids=""
 trap 'kill -TERM $pids 2>/dev/null' TERM
 for _ in $(seq {number}); do
@@ -42,7 +41,7 @@ for _ in $(seq {number}); do
 done
 status=0
 for pid in $pids; do
-  # A trap ends `wait`: it waits again for as long as the worker is there.
+  # The trap interrupts `wait`, so wait again while the worker exists.
   while true; do wait "$pid"; code=$?; kill -0 "$pid" 2>/dev/null || break; done
   [ $code -eq 0 ] || status=$code
 done
@@ -52,11 +51,12 @@ exit $status
 
 @register_launcher("slurm")
 class Slurm:
-    """An array job that sbatch submits, one worker in each task, or --per-gpu of them.
+    """Submit workers as an array job, one per task, or --per-gpu of them.
 
     Args:
-        sbatch: an option for sbatch, such as --sbatch=--time=12:00:00; it overrides the script's.
-        dry_run: only write the script for Slurm.
+        sbatch: an option for sbatch, such as --sbatch=--time=12:00:00; overrides the script's and
+            can be repeated.
+        dry_run: write the Slurm script without submitting it.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Slurm:
         for option in sbatch:
             if not option.startswith("-") or "\n" in option:
                 raise UserError(
-                    f"--sbatch={option} is no option of sbatch: --sbatch=--time=12:00:00 is"
+                    f"--sbatch={option} is not an sbatch option: write --sbatch=--time=12:00:00"
                 )
         self.sbatch, self.dry_run = sbatch, dry_run
 
@@ -76,22 +76,22 @@ class Slurm:
         status = look(sweep, crew.stale)
         damaged = "".join(f"\n{problem}" for problem in status.problems)
         if status.over:
-            return f"{sweep.path}: nothing is left to be run{damaged}"
+            return f"{sweep.path}: no runs are left{damaged}"
         tasks = math.ceil((crew.workers or min(status.left, WORKERS)) / crew.per_gpu)
         path = sweep.path.resolve() / "slurm" / "sweep.sbatch"
         text = self._script(sweep, crew, tasks)
         path.parent.mkdir(exist_ok=True)
         replace(path, os.fsencode(text))
         asked = "gpus" in text or "gres" in text
-        gpus = "" if asked else " (no GPU is asked for: --sbatch=--gpus=1)"
+        gpus = "" if asked else " (without GPUs; request them with --sbatch=--gpus=1)"
         number = f"{tasks * crew.per_gpu} workers"
         if self.dry_run:
             return f"{path}: {number}{gpus}; submit them with: {command('sbatch', path)}{damaged}"
         job = _submit(path)
-        few = f" (--workers N for another number; {status.left:,} runs are left)"
+        few = f" for {status.left:,} runs (change the number with --workers)"
         return (
-            f"job {job}: {number}{'' if crew.workers else few}{gpus}, as {path} says; "
-            f"'scancel {job}' ends them\nfollow them with: "
+            f"job {job}: {number}{'' if crew.workers else few}{gpus}, submitted from {path}; "
+            f"stop them with 'scancel {job}'\nfollow them with: "
             f"{command('steppe', 'sweep', 'status', sweep.path, '--watch')}{damaged}"
         )
 
@@ -99,8 +99,8 @@ class Slurm:
         home = sweep.path.resolve()
         if any(character in str(home) for character in '"\\\n'):
             raise UserError(
-                f"{home} cannot be named in a script for sbatch: choose a folder without quotes, "
-                "backslashes and line breaks"
+                f"sbatch cannot handle {home}: choose a folder without quotes, backslashes and "
+                "line breaks"
             )
         log = str(home / "slurm").replace("%", "%%") + "/%A_%a.log"
         options = [
@@ -126,15 +126,15 @@ class Slurm:
 
 
 def _submit(path: Path) -> str:
-    """Submits a script; returns the job's number."""
+    """Submit a script; return the job's number."""
     if shutil.which("sbatch") is None:
         raise UserError(
-            f"sbatch was not found: run this where jobs are submitted, or take {path} there "
+            f"sbatch was not found: run this where jobs can be submitted, or submit {path} there "
             "(--dry-run only writes it)"
         )
     done = subprocess.run(
         ["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise UserError(f"sbatch refused {path}: {done.stderr.strip() or done.stdout.strip()}")
+        raise UserError(f"sbatch rejected {path}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip().partition(";")[0]

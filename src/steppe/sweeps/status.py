@@ -1,4 +1,4 @@
-"""How far a sweep is: counts, speed, the time that is left, what failed."""
+"""The progress of a sweep: counts, throughput, time left, failures."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from .sweep import AXES, Sweep, read_plan
 LEFT = ("planned", "running", "lost")
 STATES = (*LEFT, "done", "failed", "cancelled")
 RECENT_SECONDS = 3600.0
-"""Throughput is that of the last hour."""
+"""The window for throughput."""
 PROBLEMS = 10
-"""So many are shown."""
+"""How many problems the terminal shows."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that failed for good."""
-
     name: str
     attempts: int
     error: str
@@ -38,16 +36,16 @@ class Failure:
 
 @dataclass(frozen=True)
 class Status:
-    """How far a sweep is.
+    """The progress of a sweep.
 
     Attributes:
-        counts: the number of runs in each state.
-        axes: the same for every value of every axis.
-        runs_per_hour: finished in the last hour, or since the first was claimed.
-        seconds_left: an estimate from the runs that are done, or None before the first.
-        running: the runs at work, and for how many seconds.
-        failures: the runs that failed for good.
-        problems: what is damaged or missing: events, results. No run is left out because of one.
+        counts: number of runs in each state.
+        axes: the same, for every value of every axis.
+        runs_per_hour: throughput in the last hour, or since the first run started.
+        seconds_left: estimated from finished runs; None before the first.
+        running: seconds since each active run started.
+        failures: runs that failed and will not be retried.
+        problems: damaged or missing files. Their runs are counted all the same.
     """
 
     counts: Mapping[str, int]
@@ -60,7 +58,7 @@ class Status:
 
     @property
     def left(self) -> int:
-        """How many runs are still to be done."""
+        """The number of unfinished runs."""
         return sum(self.counts[state] for state in LEFT)
 
     @property
@@ -77,7 +75,7 @@ class Status:
 
 
 def look(sweep: Sweep, stale: float = store.STALE_SECONDS) -> Status:
-    """Looks at every run of a sweep, as its plan is now: it may have been extended."""
+    """Read the state of every run, including runs that were added since `sweep` was read."""
     sweep = read_plan(sweep.path)
     now = first = store.clock(sweep.path)
     states: dict[str, str] = {}
@@ -94,7 +92,7 @@ def look(sweep: Sweep, stale: float = store.STALE_SECONDS) -> Status:
         claims = [event for event in events if event.kind == "claim"]
         first = min([first, *(event.time for event in claims[:1])])
         if state == "done":
-            with suppress(OSError):  # of someone who may only look
+            with suppress(OSError):  # without write permission
                 job.settle(events[-1])
             seconds[job.name] = sum(
                 max(0.0, after.time - event.time)
@@ -105,7 +103,7 @@ def look(sweep: Sweep, stale: float = store.STALE_SECONDS) -> Status:
         elif state == "running":
             running[job.name] = max(0.0, now - events[-1].time)
         elif state == "failed":
-            gone = {"error": "it was done, but its result is missing", "traceback": ""}
+            gone = {"error": "the run finished, but its result is missing", "traceback": ""}
             facts = gone if events[-1].kind == "done" else events[-1].facts
             failures.append(Failure(job.name, len(claims), facts["error"], facts["traceback"]))
     span = min(RECENT_SECONDS, max(now - first, 1.0))
@@ -126,7 +124,7 @@ def _seconds_left(
     seconds: Mapping[str, float],
     running: Mapping[str, float],
 ) -> float | None:
-    """What is left takes as long as runs like it did, shared by the workers that are at work."""
+    """Estimate the time left from similar finished runs and the number of active workers."""
     if not seconds:
         return None
 
@@ -146,14 +144,14 @@ def _seconds_left(
 
 
 def summary(status: Status) -> tuple[str, str]:
-    """The counts, and how fast it goes, on a line each."""
+    """Two lines: the counts, and the throughput."""
     total, done = sum(status.counts.values()), status.counts["done"]
     states = ", ".join(f"{n:,} {state}" for state, n in status.counts.items() if n)
     if status.over:
         return states, f"{done:,} of {total:,} runs done"
     left = status.seconds_left
     time_left = "?" if left is None else str(timedelta(seconds=round(left)))
-    rate = f"{status.runs_per_hour:,.1f} an hour"
+    rate = f"{status.runs_per_hour:,.1f} runs/h"
     return states, f"{done:,} of {total:,} runs ({done / total:.0%}), {rate}, {time_left} left"
 
 
@@ -179,7 +177,7 @@ def show(sweep: Sweep, status: Status) -> Group:
             parts.append(text(first.traceback.rstrip(), style="dim"))
     lines = list(status.problems[:PROBLEMS])
     if len(status.problems) > PROBLEMS:
-        lines.append(f"and {len(status.problems) - PROBLEMS:,} more problems: --json has all")
+        lines.append(f"and {len(status.problems) - PROBLEMS:,} more problems (--json lists all)")
     return Group(*parts, *(text(line, style="yellow") for line in lines))
 
 
@@ -188,7 +186,7 @@ def _number(n: int | None) -> str:
 
 
 def watch(sweep: Sweep, console: Console, stale: float = store.STALE_SECONDS) -> None:
-    """Shows the status in place, again and again, until the sweep is over."""
+    """Show the status, updated in place, until the sweep is over."""
     with Live(console=console, auto_refresh=False) as live:
         while True:
             status = look(sweep, stale)
@@ -199,12 +197,12 @@ def watch(sweep: Sweep, console: Console, stale: float = store.STALE_SECONDS) ->
 
 
 def retry(sweep: Sweep, names: tuple[str, ...] = ()) -> list[str]:
-    """Lets runs that failed or were cancelled be tried again; returns which."""
+    """Make failed and cancelled runs available again; return their names."""
     return _change(sweep, names, ("failed", "cancelled"), "retry")
 
 
 def cancel(sweep: Sweep, names: tuple[str, ...] = ()) -> list[str]:
-    """Takes runs out that are planned, lost or at work; returns which."""
+    """Cancel planned, running and lost runs; return their names."""
     return _change(sweep, names, LEFT, "cancelled")
 
 
@@ -212,7 +210,7 @@ def _change(sweep: Sweep, names: tuple[str, ...], states: tuple[str, ...], kind:
     for name in names:
         if name not in sweep.axes:
             message = unknown("run", name, sweep.names).partition(" Known:")[0]
-            raise UserError(f"{message} {sweep.path / 'runs'} has all of them")
+            raise UserError(f"{message} See {sweep.path / 'runs'} for all names")
     now = store.clock(sweep.path)
     changed = []
     for job, events, state in sweep.survey(now, store.STALE_SECONDS, names or None):

@@ -1,25 +1,24 @@
-"""The store of jobs: files in the runs' folders, safe for many workers on a shared file system.
+"""The job store: files in the runs' folders, safe for many workers on a shared file system.
 
-What happens to a run is a sequence of numbered events, ``events/00001.json``, .... A number can be
-taken once: whoever creates its file first has it. To claim a run, to commit its result, to give it
-up, to cancel it is to create the next event, so that each of them fails for all but one, and for
-everyone whose knowledge is old. The number of a claim is its generation. Each attempt writes in a
-folder of its own, ``attempt-00001``, and becomes ``result`` by a rename, after its claim was
-followed by `done` and nothing else: a worker that was stalled and wakes up cannot spoil anything.
+A run's history is a sequence of numbered events, ``events/00001.json`` and so on. The first process
+to create a number's file owns that event. Claiming a run, committing its result, releasing it and
+cancelling it all mean creating the next event, so exactly one process succeeds, and processes with
+an outdated view fail. Each claim writes to its own folder, ``attempt-00001``, named after the
+claim's number. The folder is renamed to ``result`` only if the event right after the claim is
+`done`, so a stalled worker that wakes up cannot corrupt anything.
 
-A worker shows that it is alive by touching a file. One that has not for a while is taken for dead,
-and its run is claimed by another one, which goes on from a copy of its checkpoints.
+A worker touches a heartbeat file. Without a recent heartbeat it is considered dead, and another
+worker claims its run and continues from a copy of its checkpoints.
 
-An event that cannot be read, or that nobody could have written, is `damaged`. It is taken for a
-claim by somebody unknown: waited for while there are signs of life, passed over after that. A run
-that has a result is done, whatever became of the event that said so.
+An event that is unreadable or invalid is `damaged`. It counts as the claim of an unknown worker: it
+blocks the run while there are heartbeats, and is ignored after that. A run with a result is done,
+even if its `done` event is lost.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import re
 import secrets
@@ -34,21 +33,19 @@ from typing import TYPE_CHECKING, Any
 
 from steppe import strangers
 from steppe.durable import full_disk_explained
-from steppe.errors import UserError
+from steppe.errors import UserError, reason
 from steppe.sealed import seal, unseal
 
 if TYPE_CHECKING:
     from steppe.training import RunConfig
 
-log = logging.getLogger("steppe")
-
 STALE_SECONDS = 60.0
-"""Without a sign of life for so long, a worker is taken for dead."""
+"""A worker without a heartbeat for this long is considered dead."""
 BEAT_SECONDS = 10.0
 
 RESULT = "result"
 COPYING = ".copying"
-"""Ends the name of an attempt while it is copied from another one."""
+"""Suffix of an attempt's folder while it is being copied from an earlier attempt."""
 DAMAGED = "damaged"
 KINDS: Mapping[str, Mapping[str, type]] = {
     "claim": {},
@@ -58,21 +55,22 @@ KINDS: Mapping[str, Mapping[str, type]] = {
     "cancelled": {},
     "retry": {},
 }
-"""What can happen to a run, and the facts that others rely on."""
+"""Kinds of events, with the facts that readers rely on."""
 _EVENT = re.compile(r"([0-9]{5}|[1-9][0-9]{5,})\.json")
+_AGAIN = "run 'steppe sweep run' again"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a run.
+    """An event in a run's history.
 
     Attributes:
         number: its place in the sequence, from 1.
         kind: `claim`, `done`, `failed`, `released`, `cancelled` or `retry`; or `damaged`, with the
-            reason among its facts.
-        time: when, in seconds since 1970, by the clock of whoever noted it.
-        facts: more about it.
+            reason in `facts`.
+        time: seconds since 1970, by the writer's clock.
+        facts: other entries of its file.
     """
 
     number: int
@@ -83,7 +81,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Job:
-    """A run of a sweep, as its folder shows it."""
+    """A run of a sweep, identified by its folder."""
 
     path: Path
 
@@ -101,7 +99,7 @@ class Job:
         return read_config(self.path / "config.json")
 
     def attempt(self, number: int) -> Path:
-        """The folder in which the claim of that number works."""
+        """The working folder of the claim with this number."""
         return self.path / f"attempt-{number:05d}"
 
     def events(self) -> list[Event]:
@@ -122,10 +120,10 @@ class Job:
         return self.path / "events" / f"{number:05d}.json"
 
     def _numbers(self) -> Iterator[int]:
-        """The numbers that are taken; files that are not called like events are none."""
+        """The numbers of the existing event files."""
         for folder in (self.path, self.path / "events"):
-            if folder.is_symlink():  # whoever made the sweep may have it lead anywhere
-                raise UserError(f"{folder} is a link: put the folder itself there")
+            if folder.is_symlink():  # a downloaded sweep's link could lead anywhere
+                raise UserError(f"{folder} is a symbolic link: replace it with the folder itself")
         try:
             names = os.listdir(self.path / "events")
         except FileNotFoundError:
@@ -139,28 +137,28 @@ class Job:
         try:
             return _event(number, strangers.read(path))
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
+            when = 0.0
             with suppress(OSError):
-                return Event(number, DAMAGED, path.stat().st_mtime, {"reason": str(reason)})
-            return Event(number, DAMAGED, 0.0, {"reason": str(reason)})
+                when = path.stat().st_mtime
+            return Event(number, DAMAGED, when, {"reason": reason(error)})
 
     def note(self, number: int, kind: str, **facts: Any) -> bool:
-        """Makes something the event of that number; False if there is one already."""
+        """Create the event with this number; return False if it exists already."""
         folder = self.path / "events"
         folder.mkdir(exist_ok=True)
         text = seal(json.dumps({"kind": kind, "time": time.time(), **facts}))
         target = self.event_file(number)
         temporary = folder / f".{number:05d}.{worker_name()}"
         try:
-            with full_disk_explained(target):
+            with full_disk_explained(target, _AGAIN):
                 temporary.write_bytes(text)
-            os.link(temporary, target)  # atomic everywhere, and whole at once
+            os.link(temporary, target)  # atomic on every file system, with its full content
         except FileExistsError:
-            # NFS may answer this to the one who made it, when the first answer was lost.
+            # NFS may report this to the process that created it, if the first reply was lost.
             with suppress(FileNotFoundError):
                 return temporary.stat().st_nlink > 1
             return False
-        except FileNotFoundError:  # it stalled, and the temporary was tidied up
+        except FileNotFoundError:  # this process stalled, and `tidy` removed the temporary file
             return self.note(number, kind, **facts)
         except OSError as error:
             if error.errno not in _NO_LINKS:
@@ -169,56 +167,56 @@ class Job:
                 file = target.open("xb")
             except FileExistsError:
                 return False
-            with full_disk_explained(target), file:
+            with full_disk_explained(target, _AGAIN), file:
                 file.write(text)
         finally:
             temporary.unlink(missing_ok=True)
         return True
 
     def alive(self, claim: Event, now: float, stale: float) -> bool:
-        """Whether the worker of a claim was heard of, by the file system's clock, within `stale`.
+        """Whether a claim's worker gave a heartbeat within `stale` seconds of file-system time.
 
-        A sign of life from the future is none: a clock was wrong, or a backup was put back.
+        Heartbeats from the future do not count: a clock was wrong, or a backup was restored.
         """
         times = []
         for path in (self.event_file(claim.number), self.attempt(claim.number) / "heartbeat"):
             with suppress(OSError):
                 times.append(path.lstat().st_mtime)
         if any(sign >= now + stale for sign in times):
-            now = max(now, clock(self.path))  # whoever looks at many runs has an old one
+            now = max(now, clock(self.path))  # a caller that surveys many runs passes an old time
         return any(abs(now - sign) < stale for sign in times)
 
     def settle(self, last: Event | None) -> None:
-        """Finishes the commit of a worker that died in the middle of one."""
+        """Finish the commit of a worker that died while committing."""
         if last is None or last.kind != "done" or os.path.lexists(self.result):
             return
         attempt = self.attempt(last.facts["attempt"])
         if is_folder(attempt):
             try:
                 attempt.rename(self.result)
-            except FileNotFoundError:  # another one was quicker
+            except FileNotFoundError:  # another process was faster
                 return
             self.clear()
 
     def has_result(self, done: Event) -> bool:
-        """Whether what was committed is still there."""
+        """Whether the committed attempt still exists."""
         return self.result.exists() or self.attempt(done.facts["attempt"]).exists()
 
     def clear(self) -> None:
-        """Removes the attempts beside a result."""
+        """Remove the other attempts of a run that has a result."""
         if is_folder(self.result):
             for pattern in ("attempt-*", f".attempt-*{COPYING}"):
                 for other in self.path.glob(pattern):
-                    shutil.rmtree(other, ignore_errors=True)  # which removes no link
+                    shutil.rmtree(other, ignore_errors=True)  # does not follow links
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is a folder itself, and not a link to one."""
+    """Whether it is a folder, and not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
 def _event(number: int, data: bytes) -> Event:
-    """Reads an event; ValueError says why it is none."""
+    """Parse an event; ValueError if it is not valid."""
     facts = unseal(data)
     kind, when = facts.pop("kind", None), facts.pop("time", None)
     if not isinstance(kind, str) or kind not in KINDS:
@@ -238,7 +236,7 @@ def next_number(events: list[Event]) -> int:
 
 
 def damage(job: Job, events: list[Event]) -> list[str]:
-    """What is wrong with the events of a run, to be told."""
+    """Messages about a run's damaged events."""
     return [
         f"{job.name}/events/{event.number:05d}.json is damaged: {event.facts['reason']}"
         for event in events
@@ -247,9 +245,9 @@ def damage(job: Job, events: list[Event]) -> list[str]:
 
 
 def state_of(job: Job, events: list[Event], now: float, retries: int, stale: float) -> str:
-    """What a run is: `planned`, `running`, `lost`, `done`, `failed` or `cancelled`.
+    """The state of a run: `planned`, `running`, `lost`, `done`, `failed` or `cancelled`.
 
-    Planned is also one that failed and will be tried again; lost is one whose worker is silent.
+    A failed run that will be retried is `planned`; a run whose worker is silent is `lost`.
     """
     if not events:
         return "planned"
@@ -271,7 +269,7 @@ def state_of(job: Job, events: list[Event], now: float, retries: int, stale: flo
 
 
 def _failures(events: list[Event]) -> int:
-    """How often the run failed since it was last told to start over."""
+    """The number of failures since the last `retry`."""
     count = 0
     for event in events:
         count = 0 if event.kind == "retry" else count + (event.kind == "failed")
@@ -279,7 +277,7 @@ def _failures(events: list[Event]) -> int:
 
 
 def deaths(events: list[Event]) -> int:
-    """How many claims in a row, up to the last event, ended without a word and without progress."""
+    """The number of claims at the end of the history whose workers died without progress."""
     count = 0
     for event in reversed(events):
         if event.kind != "claim" or event.facts.get("step") != events[-1].facts.get("step"):
@@ -289,17 +287,17 @@ def deaths(events: list[Event]) -> int:
 
 
 def clock(path: Path) -> float:
-    """The time by the clock of the file system, which all workers share."""
+    """The time by the file system's clock, which all workers share."""
     probe = path / f".clock-{worker_name()}"
     try:
-        # Through the open file: others may tidy it up.
+        # Through the open file, because another process may remove the probe.
         with probe.open("wb") as file:
             os.utime(file.fileno())
             return os.fstat(file.fileno()).st_mtime
     except OSError as error:
         if error.errno != errno.EROFS and not isinstance(error, PermissionError):
             raise
-        return time.time()  # of someone who may only look
+        return time.time()  # without write permission
     finally:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
@@ -307,7 +305,7 @@ def clock(path: Path) -> float:
 
 @dataclass(frozen=True)
 class Claim:
-    """A run that is this worker's to carry out, for as long as nobody takes it over."""
+    """A run that this worker owns until another worker takes it over."""
 
     job: Job
     number: int
@@ -321,85 +319,30 @@ class Claim:
             os.utime(self.folder / "heartbeat")
 
     def held(self) -> bool:
-        """Whether nothing has happened to the run since it was claimed."""
+        """Whether no event has followed the claim."""
         return not os.path.lexists(self.job.event_file(self.number + 1))
 
     def commit(self) -> bool:
-        """Makes the attempt the result; False if the run is no longer this worker's."""
+        """Make the attempt the result; return False if this worker no longer owns the run."""
         if not self.job.note(self.number + 1, "done", attempt=self.number, worker=worker_name()):
             return False
         self.job.settle(self.job.last())
         return True
 
     def fail(self, error: str, traceback: str, diverged: bool = False) -> bool:
-        """Notes that the attempt failed; if it diverged, another one would too, and is not made."""
+        """Record a failure; a diverged run is not retried, because it would diverge again."""
         facts = {"error": error, "traceback": traceback, "diverged": diverged}
         return self.job.note(self.number + 1, "failed", attempt=self.number, **facts)
 
     def release(self) -> bool:
-        """Gives the run back; the next one goes on from where it is."""
+        """Release the run, so that another worker can continue it."""
         return self.job.note(self.number + 1, "released", attempt=self.number)
 
 
-def claim(job: Job, events: list[Event], **facts: Any) -> Claim | None:
-    """Takes a run, as these events left it; None if another worker was quicker."""
-    from .takeover import newest_step, take_over  # which read checkpoints, and need torch
-
-    number = next_number(events)
-    claims = [event for event in reversed(events) if event.kind in ("claim", DAMAGED)]
-    # Not always the last one: a worker may have died before it took over what was there.
-    earlier = [event for event in claims if is_folder(job.attempt(event.number))]
-    facts |= {"worker": worker_name(), "host": socket.gethostname(), "pid": os.getpid()}
-    facts["step"] = newest_step(job.attempt(earlier[0].number)) if earlier else None
-    if not job.note(number, "claim", **facts):
-        return None
-    taken = Claim(job, number)
-    for left_over in job.path.glob(f".attempt-*{COPYING}"):  # by those who had it before
-        shutil.rmtree(left_over, ignore_errors=True)
-    _remove(taken.folder)  # the number was nobody's so far, so what has its name is not a worker's
-    for event in earlier:
-        try:
-            take_over(job.attempt(event.number), taken.folder, _gone(event, events))
-            break
-        except ValueError as error:  # it stays there until the run is done
-            log.warning("%s: attempt %d cannot be resumed: %s", job.name, event.number, error)
-        except FileNotFoundError as error:
-            if not taken.held():  # it stalled, and whoever has the run now tidied its copy up
-                return None
-            log.warning("%s: attempt %d is gone: %s", job.name, event.number, error)
-    else:
-        if earlier:
-            log.warning("%s: starting over", job.name)
-    if not taken.folder.exists():
-        taken.folder.mkdir()
-    (taken.folder / "heartbeat").touch()
-    return taken
-
-
-def _remove(path: Path) -> None:
-    """Removes a file, a link or a folder, whichever it is; what a link leads to stays."""
-    if is_folder(path):
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _gone(claim: Event, events: list[Event]) -> bool:
-    """Whether the worker of a claim said itself that it is through.
-
-    One that fell silent may wake up. What others noted after its claim, that it was cancelled for
-    example, it may not know yet.
-    """
-    after = next((event for event in events if event.number == claim.number + 1), None)
-    if after is None or after.kind not in ("failed", "released"):
-        return False
-    return bool(after.facts.get("attempt") == claim.number)
-
-
 def worker_name() -> str:
-    """What this process is called in events.
+    """This process's name in events.
 
-    Containers may share the host's name, and each has a process 1: the token tells them apart.
+    Containers may share a host name and a process number; the token distinguishes them.
     """
     return f"{socket.gethostname()}-{os.getpid()}-{_token}"
 
@@ -412,4 +355,4 @@ def _new_token() -> None:
 _token = ""
 _new_token()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_token)  # a child is another worker, whatever its pid
+    os.register_at_fork(after_in_child=_new_token)  # a forked child is a different worker

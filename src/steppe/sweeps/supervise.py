@@ -1,4 +1,4 @@
-"""Keeps workers at work until a sweep is over: what launchers do that wait for its end."""
+"""Keep the workers of a sweep running until it is over, for launchers that wait for the end."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from .sweep import Sweep
 
 LOOK_SECONDS = 1.0
 RESTARTS = 5
-"""A worker that dies is started again so often while no run is finished."""
+"""How often a dead worker is restarted before another run finishes."""
 
 
 class Pool(Protocol):
-    """Workers that were started here."""
+    """The workers that a launcher started."""
 
     def tend(self, status: Status) -> bool:
-        """Starts workers where some are missing; whether any is at work."""
+        """Start missing workers; return whether any is alive."""
         ...
 
     def stop(self, immediately: bool) -> None:
-        """Waits for workers to end by themselves, or has them save and end."""
+        """Wait for the workers to exit, or tell them to save and exit."""
         ...
 
 
 def supervise(sweep: Sweep, crew: Crew, show: Show, pool: Pool) -> Status:
-    """Tends workers until a sweep is over, then stops them; Ctrl-C and SIGTERM do so at once."""
+    """Tend workers until the sweep is over, or until Ctrl-C or SIGTERM, then stop them."""
     with Interrupts() as interrupts:
         try:
             while True:
-                began = time.monotonic()  # of thousands of runs, a look takes a while
+                began = time.monotonic()  # reading thousands of runs takes a while
                 status = look(sweep, crew.stale)
                 show(status)
                 if status.over or interrupts.number is not None or not pool.tend(status):
@@ -48,6 +48,6 @@ def supervise(sweep: Sweep, crew: Crew, show: Show, pool: Pool) -> Status:
     return look(sweep, crew.stale)
 
 
-def died_again_and_again(sweep: Sweep, why: str) -> RunError:
+def kept_dying(sweep: Sweep, why: str) -> RunError:
     again = strangers.command("steppe", "sweep", "run", sweep.path)
-    return RunError(f"the workers died again and again{why}; fix it, then: {again}")
+    return RunError(f"the workers keep dying{why}. Fix the cause and rerun: {again}")

@@ -16,11 +16,11 @@ from .store import Event, Job, state_of
 
 FILE = "sweep.json"
 WRITING = temporary_name(Path(FILE)).name
-"""What `durable.replace` calls the plan while it is written."""
+"""The plan's temporary name while `durable.replace` writes it."""
 VERSION = 1
-"""Of the format of `sweep.json`."""
+"""Format version of `sweep.json`."""
 AXES = ("dataset", "targets", "algorithm", "optimizer", "averaging")
-"""What a sweep varies, besides trials and draws."""
+"""The axes of a sweep, besides trials and draws."""
 _SHAPE: Mapping[str, Any] = {"retries": int, "grids": list, "commands": list, "runs": dict}
 _RUN_SHAPE: Mapping[str, Any] = {
     **dict.fromkeys(AXES, str),
@@ -36,9 +36,9 @@ class Sweep:
 
     Attributes:
         path: its folder.
-        axes: for every run, in the order in which they are taken, where it lies in the grid.
-        retries: how often a run that failed is tried again.
-        facts: what `sweep.json` says besides: the grids, the commands, versions.
+        axes: each run's place in the grid, in the order in which workers take them.
+        retries: how often to retry a failed run.
+        facts: the other entries of `sweep.json`: grids, commands, versions.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class Sweep:
     def survey(
         self, now: float, stale: float, names: Iterable[str] | None = None
     ) -> Iterator[tuple[Job, list[Event], str]]:
-        """Every run, or those of these names, with its events and its state."""
+        """Each run, or each of the named runs, with its events and state."""
         for name in self.axes if names is None else names:
             job = Job(self.folder(name))
             events = job.events()
@@ -67,7 +67,7 @@ def read_plan(path: Path) -> Sweep:
     """Read a planned sweep.
 
     Raises:
-        UserError: there is none, or it is damaged, or names runs that are not in its folder.
+        UserError: it is missing or damaged, or a run's name would lead outside its folder.
     """
     file = path / FILE
     try:
@@ -78,13 +78,13 @@ def read_plan(path: Path) -> Sweep:
     except Broken:
         raise UserError(
             f"{file} differs from its checksum. If you edited it, remove its last entry, "
-            f'"{KEY}"; if not, it is damaged: restore it, or plan the sweep in a new folder'
+            f'"{KEY}". Otherwise it is damaged: restore it, or plan the sweep in a new folder.'
         ) from None
     except ValueError as error:
-        raise UserError(f"{file} is damaged, not JSON: {error}") from None
+        raise UserError(f"{file} is damaged: it is not valid JSON ({error})") from None
     version = facts.get("version")
     if not isinstance(version, int):
-        raise UserError(f"{file} is not a plan: its version is {version!r:.60}, not a number")
+        raise UserError(f"{file} is not a plan: version must be a number, got {version!r:.60}")
     if version > VERSION:
         raise UserError(f"{path} was planned by a newer steppe: pip install -U steppe")
     _check_shape(file, "the plan", facts, _SHAPE)
@@ -95,10 +95,10 @@ def read_plan(path: Path) -> Sweep:
         if not isinstance(axes, dict):
             raise UserError(f"{file} is damaged: run {name} is {axes!r:.60}")
         _check_shape(file, f"run {name}", axes, _RUN_SHAPE)
-    if (path / "runs").is_symlink():  # whoever made the sweep may have it lead anywhere
+    if (path / "runs").is_symlink():  # a downloaded sweep's link could lead anywhere
         raise UserError(
-            f"{path / 'runs'} is a link: put the folder itself there (the whole sweep may be "
-            "behind a link)"
+            f"{path / 'runs'} is a symbolic link: replace it with the folder itself (only the "
+            "whole sweep may be behind a link)"
         )
     return Sweep(path, runs, facts["retries"], facts)
 

@@ -1,4 +1,4 @@
-"""Removes what killed workers and planners left in a sweep, and nothing that a live one uses."""
+"""Remove what killed workers and planners left in a sweep."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ log = logging.getLogger("steppe")
 _WORKER = r".+-[0-9]+(-[0-9a-f]{8})?"
 _CLOCK = re.compile(rf"\.clock-{_WORKER}")
 _EVENT = re.compile(rf"\.[0-9]{{5,}}\.{_WORKER}")
-"""Files that exist for an instant: probes of the clock, and events before they have a number."""
+"""Short-lived files: clock probes, and events before they get their number."""
 _COPY = re.compile(rf"\.attempt-([0-9]{{5,}}){re.escape(COPYING)}")
 
 
 def tidy(sweep: Sweep, stale: float = store.STALE_SECONDS) -> None:
-    """Removes what nobody uses any more.
+    """Remove files that no live worker uses.
 
-    Files that exist for an instant go when they are older than `stale`, by the file system's clock;
-    whoever made one and wakes up later makes another. Attempts go when their run has a result, and
-    half of a copy when whoever made it no longer has the run.
+    Short-lived files go when they are older than `stale` by the file system's clock; a worker that
+    wakes up later creates new ones. Attempts go when their run has a result, and partial copies
+    when their worker no longer owns the run.
     """
     now = store.clock(sweep.path)
     removed = 0
@@ -39,16 +39,16 @@ def tidy(sweep: Sweep, stale: float = store.STALE_SECONDS) -> None:
         found += [path for path in _entries(job.path / "events") if _EVENT.fullmatch(path.name)]
         removed += _tidy_attempts(job, inside)
     for path in found:
-        with suppress(OSError):  # another one was quicker, or may do what this one may not
+        with suppress(OSError):  # another process was faster, or this one lacks permission
             if abs(now - path.lstat().st_mtime) >= stale:
                 path.unlink()
                 removed += 1
     if removed:
-        log.info("%s: removed %d files that killed workers left behind", sweep.path, removed)
+        log.info("%s: removed %d files left by killed workers", sweep.path, removed)
 
 
 def _entries(folder: Path) -> Iterator[Path]:
-    """What a folder of the sweep has; a link leads elsewhere, and is not followed."""
+    """The entries of a folder; a link could lead anywhere, so it is not followed."""
     if store.is_folder(folder):
         yield from folder.iterdir()
 
@@ -61,7 +61,7 @@ def _tidy_attempts(job: Job, inside: list[Path]) -> int:
     last = job.last()
     if last is None:
         return 0
-    # Of a damaged event nobody knows: what is beside a result may be needed.
+    # After a damaged event, the attempts beside a result may still be needed.
     if last.kind == "done" and store.is_folder(job.result):
         job.clear()
         return len(copies) + len(attempts)

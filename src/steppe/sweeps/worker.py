@@ -1,4 +1,4 @@
-"""The worker: takes runs from a sweep, one after the other, until none is left."""
+"""The worker: executes the runs of a sweep, one after the other, until none is left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from steppe.training import train
 from steppe.training.interrupts import Interrupts
 from steppe.training.processes import find_device
 
-from . import store
+from . import store, takeover
 from .store import Claim
 from .sweep import Sweep, read_plan
 from .tidy import tidy
@@ -34,26 +34,26 @@ from .tidy import tidy
 log = logging.getLogger("steppe")
 
 DEATHS = 3
-"""So many workers that died at one run, one after the other, are a failure of the run."""
+"""A run fails after this many consecutive workers died on it."""
 REFUSALS = 3
-"""A worker that cannot start so many runs in a row, for want of data say, would fail them all."""
+"""A worker stops after this many consecutive runs with a user error, such as missing data."""
 IDLE_SECONDS = 2.0
-"""Between two looks, while other workers have all that is left."""
+"""Polling interval while other workers own all remaining runs."""
 
 
 @dataclass
 class Worker:
-    """Takes runs from a sweep.
+    """Executes the runs of a sweep.
 
-    A run that does not fit into memory beside those of other workers has not failed: it is given
-    back, and its worker takes runs beside half as many others, and beside one more for every run
-    that has fitted since.
+    If a run does not fit in memory beside those of other workers, the worker releases it. From then
+    on it takes a run only beside at most half as many others, plus one for each run that has
+    finished since.
 
     Attributes:
-        device: what runs compute on, whatever their configs say.
-        stale: seconds of silence after which another worker is taken for dead.
-        beat: seconds between two signs of its own life.
-        limit: how many runs to take (default: as many as there are).
+        device: the device for all runs, whatever their configs say.
+        stale: seconds without a heartbeat after which another worker is considered dead.
+        beat: seconds between its own heartbeats.
+        limit: maximum number of runs to take (default: no limit).
     """
 
     sweep: Sweep
@@ -65,12 +65,12 @@ class Worker:
     _told: set[str] = field(default_factory=set)
     _refused: int = 0
     _crowd: tuple[int, float] | None = None
-    """Beside how many others a run did not fit, and when; None while there is room."""
+    """The number of others beside which a run did not fit, and when; None while there is room."""
 
     def work(self) -> int:
-        """Carries runs out until none is left; returns how many it finished."""
+        """Execute runs until none is left; return how many finished."""
         finished = taken = 0
-        with Interrupts() as interrupts:  # a run has its own; this is for the time between runs
+        with Interrupts() as interrupts:  # for the time between runs; each run has its own
             while self.limit is None or taken < self.limit:
                 claim, left = self._next()
                 if interrupts.number is not None:
@@ -88,8 +88,8 @@ class Worker:
         return finished
 
     def _next(self) -> tuple[Claim | None, bool]:
-        """The first run that can be taken, taken; and whether runs are left that others have."""
-        self.sweep = read_plan(self.sweep.path)  # it may have been extended
+        """Claim the first available run; also return whether unfinished runs are left."""
+        self.sweep = read_plan(self.sweep.path)  # the plan may have been extended
         if not self._has_room():
             return None, True
         now, left = store.clock(self.sweep.path), False
@@ -102,12 +102,15 @@ class Worker:
                 job.settle(events[-1])
                 self._done.add(job.name)
             elif state == "lost" and store.deaths(events) >= DEATHS:
-                # It may be what kills them, by taking all memory for example.
-                error = f"{DEATHS} workers died of it without a word or progress: out of memory?"
+                # The run may be what kills them, for example by exhausting memory.
+                error = (
+                    f"{DEATHS} workers in a row died on this run without an error message or "
+                    "progress: out of memory?"
+                )
                 job.note(events[-1].number + 1, "failed", error=error, traceback="")
                 left = True
             elif state in ("planned", "lost"):
-                claim = store.claim(job, events, device=self.device, memory=self._memory)
+                claim = takeover.claim(job, events, device=self.device, memory=self._memory)
                 if claim is not None:
                     return claim, True
                 left = True
@@ -117,14 +120,14 @@ class Worker:
 
     @cached_property
     def _memory(self) -> str:
-        """Names the memory that its runs are in: a GPU's or the machine's."""
+        """The identity of the memory that its runs use: a GPU's or the machine's."""
         device = find_device(self.device)
         if device.type == "cuda":
             return str(torch.cuda.get_device_properties(device).uuid)
         return socket.gethostname()
 
     def _beside(self, since: float) -> tuple[set[str], set[str], int]:
-        """Who else has had runs in the same memory since then, who has now, how many fitted."""
+        """Other workers in the same memory since then and now, and the runs finished since."""
         now, had, have, fitted = store.clock(self.sweep.path), set(), set(), 0
         for job, events, _ in self.sweep.survey(now, self.stale):
             for event, after in zip_longest(events, events[1:]):
@@ -140,7 +143,7 @@ class Worker:
         return had, have, fitted
 
     def _has_room(self) -> bool:
-        """Whether a run may fit, by what others are at work and what has fitted since."""
+        """Whether few enough others are running for another run to fit."""
         if self._crowd is None:
             return True
         others, since = self._crowd
@@ -160,11 +163,11 @@ class Worker:
                 train(config.model_copy(update={"device": self.device}), claim.folder, resume=True)
         except Interrupted:
             if lost():
-                log.warning("%s: taken over by another worker, or cancelled", name)
+                log.warning("%s: stopped: another worker took it over, or it was cancelled", name)
                 return False
             claim.release()
             raise
-        except Exception as error:  # which holds what the run had: only its words are kept
+        except Exception as error:  # keep only its text: the error references the run's tensors
             failure = {
                 "error": f"{type(error).__name__}: {error}",
                 "traceback": traceback.format_exc(),
@@ -172,17 +175,17 @@ class Worker:
             }
             wanting, refused = _out_of_memory(error), isinstance(error, UserError)
         if failure is not None:
-            _free_memory()  # before others may take the run
-            # Since it began: those that were just as short of memory may be gone by now.
+            _free_memory()  # before another worker can take the run
+            # Others since it began: those that also ran out of memory may have stopped by now.
             if wanting and (others := len(self._beside(began)[0])):
                 claim.release()
                 self._crowd = others, time.time()
-                log.warning("%s: no memory was left beside %d other runs: given back", name, others)
+                log.warning("%s: out of memory beside %d other runs: released", name, others)
             else:
                 self._fail(claim, refused, failure)
             return False
         if not claim.commit():
-            log.warning("%s: finished, but another worker has it: the result is dropped", name)
+            log.warning("%s: finished, but another worker took it over: result discarded", name)
             return False
         log.info("%s: done", name)
         self._refused = 0
@@ -194,14 +197,14 @@ class Worker:
         self._refused = self._refused + 1 if refused else 0
         if self._refused == REFUSALS:
             raise UserError(
-                f"{REFUSALS} runs in a row failed here for the same kind of reason "
-                f"({failure['error']}): fix that on this machine, then: "
+                f"{REFUSALS} runs in a row failed on this machine, the last with "
+                f"{failure['error']!r}. Fix the cause, then: "
                 + command("steppe", "sweep", "retry", self.sweep.path)
             )
 
     @contextmanager
     def _alive(self, claim: Claim) -> Iterator[Callable[[], bool]]:
-        """Shows signs of life while a run goes on, and ends it when it is no longer ours."""
+        """Give heartbeats during a run, and stop the run if another worker takes it over."""
         over, lost = threading.Event(), threading.Event()
 
         def beat() -> None:
@@ -210,11 +213,11 @@ class Worker:
                     if claim.held():
                         claim.beat()
                         continue
-                except OSError as error:  # of a file system that is away for a moment
-                    log.warning("%s: no sign of life could be given: %s", claim.job.name, error)
+                except OSError as error:  # the file system may be back in a moment
+                    log.warning("%s: heartbeat failed: %s", claim.job.name, error)
                     continue
                 lost.set()
-                signal.raise_signal(signal.SIGTERM)  # the run hears it as it would a scheduler's
+                signal.raise_signal(signal.SIGTERM)  # the run stops as for a scheduler's signal
                 return
 
         thread = threading.Thread(target=beat, daemon=True)
@@ -227,7 +230,7 @@ class Worker:
 
 
 def _out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that led to it, says so; not all libraries raise torch's."""
+    """Whether an error or one of its causes is out of memory; libraries use various classes."""
     texts = ("out of memory", "alloc_failed", "can't allocate memory", "cannot allocate memory")
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -240,13 +243,13 @@ def _out_of_memory(error: BaseException | None) -> bool:
 
 
 def _free_memory() -> None:
-    """Leaves to others what the last run had, which torch would keep for the next."""
+    """Free the memory that torch would keep cached for the next run."""
     gc.collect()
     if torch.cuda.is_available():
         try:
             torch.cuda.empty_cache()
-        except RuntimeError as error:  # of a GPU that failed, which is still to be noted
-            log.warning("memory could not be freed: %s", error)
+        except RuntimeError as error:  # the GPU failed; the run's own failure is recorded later
+            log.warning("could not free GPU memory: %s", error)
 
 
 def work(
@@ -256,24 +259,25 @@ def work(
     stale: float = store.STALE_SECONDS,
     limit: int | None = None,
 ) -> int:
-    """Take runs from a sweep until none is left; what every launcher starts.
+    """Execute runs of a sweep until none is left; every launcher starts workers that call this.
 
     Args:
         path: the sweep's folder.
-        device: what to compute on.
-        threads: of a CPU; the same number everywhere, because results depend on it.
-        stale: seconds after which a silent worker is taken for dead; four signs of life in them.
-        limit: how many runs to take, at most.
+        device: the device for all runs.
+        threads: CPU threads. Results depend on it, so use the same number everywhere.
+        stale: seconds without a heartbeat after which a worker is considered dead; this worker
+            gives at least four heartbeats in that time.
+        limit: maximum number of runs to take.
 
     Returns:
-        How many runs this worker finished.
+        The number of runs that this worker finished.
     """
-    find_device(device)  # before a run is taken that could not be carried out
+    find_device(device)  # before claiming a run that could not start
     torch.set_num_threads(threads)
     beat = min(store.BEAT_SECONDS, stale / 4)
     sweep = read_plan(path)
     tidy(sweep, stale)
-    gc.freeze()  # what is imported by now is not looked through again after every run
+    gc.freeze()  # exclude everything imported so far from the collection after each run
     try:
         return Worker(sweep, device, stale, beat, limit).work()
     finally:

@@ -76,81 +76,89 @@ class RunConfig(BaseModel):
 
     version: int = _run_key(VERSION)
     dataset: str = _run_key(
-        description="A name ('steppe list datasets'), or a folder DOMAIN/CLASS/IMAGE"
+        description="Dataset name ('steppe list datasets') or folder DOMAIN/CLASS/IMAGE"
     )
     targets: tuple[str, ...] = _run_key(
-        min_length=1, description="A domain to hold out, or several with commas; may be repeated"
+        min_length=1, description="Held-out domain, or several separated by commas; repeatable"
     )
     sources: tuple[str, ...] = _run_key(
-        (), description="A domain to train on, or several with commas; may be repeated"
+        (), description="Domain to train on, or several separated by commas; repeatable"
     )
     split: Literal["domainbed", "appendix"] = Field(
-        "domainbed", description="domainbed, or appendix: the one of the FAD paper's appendix"
+        "domainbed", description="Train/validation split: domainbed, or appendix (the FAD paper's)"
     )
-    trial_seed: int = _seed_key(0, description="Of the split, as in DomainBed")
-    seed: int = _seed_key(0, description="Of initial weights, batches, augmentation and dropout")
+    trial_seed: int = _seed_key(0, description="Seed of the split, as in DomainBed")
+    seed: int = _seed_key(
+        0, description="Seed of initial weights, batches, augmentation and dropout"
+    )
 
     draw: int | None = _seed_key(
-        None, description="Draw hyperparameters, sample N; sample 0 is the defaults"
+        None, description="Use hyperparameter sample N; sample 0 is the defaults"
     )
     space: str | None = _run_key(
         None,
-        description="Where defaults and draws come from: fair (tuned per optimizer), "
+        description="Search space for defaults and samples: fair (tuned per optimizer), "
         "fad (the paper's) or domainbed",
     )
 
-    algorithm: Named = Field(Named(name="ERM"), description="How domains become a loss")
-    optimizer: Named = Field(description="How the loss is minimized")
-    averaging: Named = Field(Named(name="none"), description="How weights are averaged")
+    algorithm: Named = Field(Named(name="ERM"), description="Domain-generalization algorithm")
+    optimizer: Named = Field(description="Optimizer")
+    averaging: Named = Field(Named(name="none"), description="Weight averaging")
 
-    backbone: str = Field(description="A name ('steppe list backbones'), or any in timm")
-    weights: str = Field(description="imagenet, none, or a safetensors or checkpoint file")
-    freeze_bn: bool = Field(description="Keep batch-norm statistics as they are")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Before the classifier")
-    image_size: int = Field(gt=0, le=8192, description="Height and width that the network sees")
+    backbone: str = Field(description="Backbone name ('steppe list backbones'), or any timm model")
+    weights: str = Field(
+        description="Initial weights: imagenet, none, or a safetensors or checkpoint file"
+    )
+    freeze_bn: bool = Field(description="Freeze batch-norm statistics")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the classifier")
+    image_size: int = Field(gt=0, le=8192, description="Height and width of the network's input")
     augment: bool = Field(description="Crop, flip and jitter training images")
     augment_validation: bool = Field(
         False, description="Validate on augmented images, as DomainBed does"
     )
 
-    steps: int = Field(gt=0, le=10**9, description="Updates; the last record is at steps - 1")
+    steps: int = Field(
+        gt=0, le=10**9, description="Number of updates; the last record is at steps - 1"
+    )
     checkpoint_every: int = Field(
         gt=0, le=10**9, description="Steps between evaluations and checkpoints"
     )
-    batch_size: int = Field(gt=0, le=10**5, description="Images of each source domain in a step")
+    batch_size: int = Field(gt=0, le=10**5, description="Images per source domain and step")
     accumulate: int = Field(
-        1, gt=0, le=10**5, description="Parts that a batch is cut into, to save memory"
+        1, gt=0, le=10**5, description="Split each batch into N parts to save memory"
     )
     precision: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = Field(
         "auto",
-        description="fp32, tf32, fp16 or bf16; auto: fp32 on a CPU, on a GPU the fastest that is "
-        "true to the gradients",
+        description="fp32, tf32, fp16, bf16 or auto: fp32 on a CPU; on a GPU, the fastest with "
+        "accurate gradients",
     )
     engine: Literal["auto", "off", "compile", "graph"] = Field(
         "auto",
-        description="off, compile or graph; auto: off on a CPU, on a GPU compiled and captured in "
+        description="off, compile, graph or auto: off on a CPU; on a GPU, compiled and captured in "
         "CUDA graphs",
     )
-    deterministic: bool = Field(False, description="The same bits again on a GPU, at some cost")
+    deterministic: bool = Field(
+        False, description="Make GPU runs bit-identical on repetition, at some cost in speed"
+    )
 
     data: Literal["auto", "device", "stream", "host"] = _machine_key(
         "auto",
         description="Where images live and are transformed: auto, device, stream or host; the "
         "pixels are the same",
     )
-    packed: bool = _machine_key(True, description="Use the dataset's pack where there is one")
-    device: str = _machine_key("auto", description="auto, cpu, cuda or cuda:1")
+    packed: bool = _machine_key(True, description="Use the dataset's pack if it exists")
+    device: str = _machine_key("auto", description="Device: auto, cpu, cuda or cuda:1")
     workers: int | None = _machine_key(
         None, ge=0, le=1024, description="Processes that read images"
     )
-    root: str | None = _machine_key(None, description="The data folder")
+    root: str | None = _machine_key(None, description="Data folder")
     loggers: tuple[str, ...] = _machine_key(
-        (), description="tensorboard, wandb or mlflow; may be repeated"
+        (), description="Logger: tensorboard, wandb or mlflow; repeatable"
     )
     plugins: tuple[str, ...] = _run_key(
         (),
-        description="A module that registers datasets, algorithms, optimizers or averages of your "
-        "own; may be repeated",
+        description="Module that registers your own datasets, algorithms, optimizers or averaging; "
+        "repeatable",
     )
 
     resolved: dict[str, str] | None = _machine_key(
