@@ -1,25 +1,18 @@
-"""The top eigenvalues of a Hessian against the tools that people use, to the same residual.
-
-The rivals are SciPy's `eigsh` (ARPACK) on curvlinops' Hessian, and PyHessian's deflated power
-iteration, with the same network, data, number format and device. Residuals are computed afterwards,
-for everyone by the same products, in float64 where the network is small enough.
-"""
+"""Time to the top Hessian eigenvalues, compared with eigsh and PyHessian at the same residual."""
 
 import copy
 import math
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from harness import Result, command, option, ratio, seconds, spread, take_turns
-from images import write_doodles
+from images import image_folder
 from task import SMALL, Task, TaskOptions, prepare
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,33 +20,31 @@ from torch.nn import functional as F
 from steppe.curvature import HessianOperator, top_eigenvalues
 from steppe.errors import UserError, unknown
 
-RESIDUAL = 1e-3  # what anyone's may be, relative to the largest eigenvalue
-RIVALS = {"eigsh": "steppe", "pyhessian": "steppe, by magnitude"}
-"""And what of ours each is compared with."""
-EXACT = 1_000_000  # parameters up to which residuals are checked in float64
-FEW = 10  # eigenvalues that power iteration is asked for; the others take it too long
+RESIDUAL = 1e-3  # required of every solver, relative to the largest eigenvalue
+RIVALS = {"eigsh": "steppe", "pyhessian": "steppe, by magnitude"}  # and the steppe solver to match
+RESIDUALS = "worst residual over lambda_max"
+EXACT = 1_000_000  # check residuals in float64 up to this many parameters
+FEW = 10  # eigenvalues for power iteration, which is too slow for more
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TaskOptions):
-    batch: int = option(64, "Images in a batch.", min=1)
-    batches: int = option(1, "Batches the loss is the mean of.", min=1)
-    top: int = option(50, "Eigenvalues.", min=1)
+    batch: int = option(64, "Images per batch.", min=1)
+    batches: int = option(1, "Batches to average the loss over.", min=1)
+    top: int = option(50, "Number of eigenvalues.", min=1)
     rounds: int = option(3, "Rounds of all solvers.", min=1)
     rival: list[str] | None = option(None, "eigsh, pyhessian, or none (default: both).")
-    limit: float = option(math.inf, "Seconds after which eigsh is stopped; its time is then more.")
+    limit: float = option(math.inf, "Stop eigsh after this many seconds and report a lower bound.")
 
 
 class Found(NamedTuple):
-    """What a solver returned: values, vectors in columns, and what it took."""
-
     values: Tensor
-    vectors: Tensor
+    vectors: Tensor  # in columns
     seconds: float
     products: int | None
 
 
-Solver = Callable[[int, float], Found]  # of some eigenpairs, to a tolerance of its own kind
+Solver = Callable[[int, float], Found]  # of a number of eigenpairs and the solver's own tolerance
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -66,12 +57,10 @@ def measure(options: Options) -> Result:
         if rival not in (*RIVALS, "none"):
             raise UserError(unknown("rival", rival, RIVALS))
     if not options.limit > 0:
-        raise UserError(f"--limit {options.limit:g}: give a positive number of seconds")
+        raise UserError(f"--limit {options.limit:g}: expected a positive number of seconds")
     if options.backbone == SMALL:
         return solve(prepare(options), options, rivals)
-    with tempfile.TemporaryDirectory(prefix="steppe-bench-") as home:
-        images = Path(home) / "enlarged doodles"
-        write_doodles(images)
+    with image_folder() as images:
         return solve(prepare(options, images), options, rivals)
 
 
@@ -79,13 +68,13 @@ def solve(task: Task, options: Options, rivals: Sequence[str]) -> Result:
     n = sum(p.numel() for p in task.model.parameters())
     top, few = options.top, min(FEW, options.top)
     check = checker(task, exact=n <= EXACT)
-    # What is imported or chosen at the first product is not timed.
+    # An untimed first run does all imports and algorithm selection.
     values = steppe(task, top, "LA").values.tolist()
     solvers: dict[str, tuple[int, Callable[[], Found]]] = {
         "steppe": (top, partial(steppe, task, top, "LA"))
     }
     if "eigsh" in rivals:
-        # Its tolerance is relative to each eigenvalue: this asks the smallest for `RESIDUAL`.
+        # Its tolerance is relative to each eigenvalue; this gives `RESIDUAL` for the smallest.
         tol = min(RESIDUAL * max(values) / abs(min(values)), 0.1)
         arpack = eigsh(task, options.limit)
         solvers["eigsh"] = top, partial(reaching, check, "eigsh", arpack, top, tol)
@@ -122,28 +111,28 @@ def _row(run: Callable[[], Found], check: HessianOperator, device: torch.device)
     except TimeoutError as stopped:
         spent, products = stopped.args
         return {"seconds": spent, "products": products, "stopped": True}
-    row: Result = {"seconds": found.seconds, "products": found.products}
-    if device.type == "cuda":
-        row["peak GiB"] = torch.cuda.max_memory_allocated(device) / 2**30
-    row["residual"] = worst(check, found)
-    return {**row, "max": float(found.values.max()), "min": float(found.values.min())}
-
-
-def _summary(rows: Sequence[Result]) -> Result:
-    summary = {"seconds": spread([row["seconds"] for row in rows]), "products": rows[0]["products"]}
-    if any("stopped" in row for row in rows):
-        return {**summary, "stopped": True}  # the seconds are a lower bound
+    peak: Result = {}
+    if device.type == "cuda":  # before the residuals, which allocate memory too
+        peak["peak GiB"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
     return {
-        **summary,
-        "worst residual over lambda_max": float(f"{max(row['residual'] for row in rows):.2e}"),
-        "lambda_max": float(f"{rows[0]['max']:.8g}"),
-        "smallest": float(f"{rows[0]['min']:.8g}"),
-        **{name: round(value, 2) for name, value in rows[-1].items() if name == "peak GiB"},
+        "seconds": found.seconds,
+        "products": found.products,
+        RESIDUALS: float(f"{worst(check, found):.2e}"),
+        "lambda_max": float(f"{found.values.max():.8g}"),
+        "smallest": float(f"{found.values.min():.8g}"),
+        **peak,
     }
 
 
+def _summary(rows: Sequence[Result]) -> Result:
+    summary = rows[0] | {"seconds": spread([row["seconds"] for row in rows])}
+    if any("stopped" in row for row in rows):  # the seconds are a lower bound
+        return {name: summary[name] for name in ("seconds", "products")} | {"stopped": True}
+    return summary | {RESIDUALS: max(row[RESIDUALS] for row in rows)}
+
+
 def _ratio(ours: Sequence[Result], theirs: Sequence[Result]) -> Result | None:
-    """Our time over theirs; nothing where they were stopped before we were done."""
+    """Return our time over theirs; None if they were stopped before we finished."""
     found: Result = ratio([row["seconds"] for row in ours], [row["seconds"] for row in theirs])
     if any("stopped" in row for row in theirs):
         return {**found, "upper bound": True} if found["max"] <= 1 else None
@@ -151,17 +140,16 @@ def _ratio(ours: Sequence[Result], theirs: Sequence[Result]) -> Result | None:
 
 
 def checker(task: Task, exact: bool) -> HessianOperator:
-    """What residuals are computed with, in float64 if they are to be exact."""
     model, batches = task.model, task.batches
     if exact:
         model = copy.deepcopy(model).double()
         batches = [(x.double(), y) for x, y in batches]
-    # Graphs are not kept: their memory must not count as a solver's.
+    # Kept graphs would count toward a solver's peak memory.
     return HessianOperator(model, loss, batches, keep_graphs=False)
 
 
 def worst(check: HessianOperator, found: Found) -> float:
-    """The largest norm of H v - value v over unit vectors v, over the largest eigenvalue."""
+    """Return the largest residual norm of unit eigenvectors, relative to the top eigenvalue."""
     norms = []
     for value, vector in zip(found.values.tolist(), found.vectors.T, strict=True):
         v = vector.to(check.device, check.dtype)
@@ -171,16 +159,13 @@ def worst(check: HessianOperator, found: Found) -> float:
 
 
 def reaching(check: HessianOperator, name: str, solver: Solver, k: int, tol: float) -> Found:
-    """The first run of a rival whose residuals are as small as ours are asked to be.
-
-    Its own tolerance means something else, and is lowered until they are.
-    """
+    """Lower a solver's own tolerance until its residuals are below `RESIDUAL`."""
     for power in range(7):
         found = solver(k, tol / 10**power)
         if worst(check, found) <= RESIDUAL:
             return found
     raise UserError(
-        f"{name} does not reach a residual of {RESIDUAL} for {k} eigenvalues: leave it out with "
+        f"{name} does not reach a residual of {RESIDUAL} for {k} eigenvalues: exclude it with "
         "--rival, or train for more --steps"
     )
 
@@ -199,17 +184,13 @@ def steppe(task: Task, k: int, which: Any) -> Found:
 
 
 def eigsh(task: Task, limit: float) -> Solver:
-    """In the network's own number format, which is faster than its default of float64.
-
-    Its basis is indexed with 32 bits: where the default of 2 k + 1 vectors would overflow (and
-    crash the process), it gets as many as it can hold.
-    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch.jit, at the import
+        warnings.simplefilter("ignore")  # from torch.jit during import
         from curvlinops import HessianLinearOperator
     from scipy.sparse.linalg import LinearOperator, eigsh
 
     params = [p for p in task.model.parameters() if p.requires_grad]
+    # The network's dtype, which is faster than the default, float64.
     dtype = str(task.batches[0][0].dtype).removeprefix("torch.")
 
     def solver(k: int, tol: float) -> Found:
@@ -217,6 +198,7 @@ def eigsh(task: Task, limit: float) -> Solver:
             task.model, nn.CrossEntropyLoss(), params, task.batches, check_deterministic=False
         ).to_scipy(dtype=dtype)
         count, n = 0, hessian.shape[0]
+        # ARPACK indexes its basis with 32 bits, and more vectors would crash the process.
         ncv = min(n, max(2 * k + 1, 20), (2**31 - 1) // n)
 
         def matvec(v: Any) -> Any:
@@ -227,8 +209,8 @@ def eigsh(task: Task, limit: float) -> Solver:
             return hessian.matvec(v)
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch.jit, at the first product
-            hessian.matvec(np.zeros(n, dtype=hessian.dtype))  # which is not timed, as ours is not
+            warnings.simplefilter("ignore")  # from torch.jit in the first product
+            hessian.matvec(np.zeros(n, dtype=hessian.dtype))  # untimed warm-up, as for steppe
         start = time.perf_counter()
         counted = LinearOperator(hessian.shape, matvec=matvec, dtype=hessian.dtype)
         run = partial(eigsh, counted, k=k, ncv=ncv, which="LA", tol=tol)
@@ -239,10 +221,10 @@ def eigsh(task: Task, limit: float) -> Solver:
 
 
 def pyhessian(task: Task) -> Solver:
-    """One batch is handed over as such: its gradient is then kept between products."""
     from pyhessian import hessian
 
     cuda = task.device.type == "cuda"
+    # With a single batch, PyHessian keeps the gradient between products.
     data = {"data": task.batches[0]} if len(task.batches) == 1 else {"dataloader": task.batches}
 
     def solver(k: int, tol: float) -> Found:
@@ -251,7 +233,7 @@ def pyhessian(task: Task) -> Solver:
             return tool.eigenvalues(maxIter=1000, tol=tol, top_n=k)
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of backward(create_graph=True)
+            warnings.simplefilter("ignore")  # about backward(create_graph=True)
             (values, vectors), took = _timed(task.device, run)
         for p in task.model.parameters():
             p.grad = None  # it holds a graph

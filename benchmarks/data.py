@@ -1,9 +1,4 @@
-"""How fast images can be had, from files and packed, and what limits it.
-
-The limits are the disk, read past the operating system's memory of files, and the decoder. Beside
-them: single images from files and from the pack, batches as training wants them (cropped and
-jittered), from every place where a run may keep its images, and as evaluation does (resized).
-"""
+"""Throughput of the data path from files and packs, compared with the disk and the decoder."""
 
 import math
 import mmap
@@ -30,11 +25,10 @@ from steppe.domains.store import SHARE, Host, Store, open_store, size as store_s
 from steppe.errors import UserError
 from steppe.training.execution import choose_gears
 
-LEAST = 0.25  # seconds that a measurement is repeated for
-READ_AT_MOST = 2**30  # bytes of a pack that are read in order
-CHUNK = 2**22  # bytes that are asked of the disk at a time
-DIRECT = getattr(os, "O_DIRECT", None)
-"""What makes the system read from the disk; not every system or file system can."""
+LEAST = 0.25  # minimum seconds per measurement
+READ_AT_MOST = 2**30  # bytes of a pack to read sequentially
+CHUNK = 2**22  # bytes per read
+DIRECT = getattr(os, "O_DIRECT", None)  # bypasses the page cache, where supported
 
 DISK, CACHE = "disk: the pack, in order", "memory: the pack, in order"
 DECODER = "decoding a file, one process"
@@ -61,18 +55,18 @@ RATIOS = {
 @dataclass(frozen=True, kw_only=True)
 class Options(DeviceOptions):
     images: Path | None = IMAGES
-    batch: int = option(96, "Images in a batch, of all domains.", min=1)
-    workers: int | None = option(None, "Processes that read (default: one per core).", min=0)
-    rounds: int = option(5, "Measurements.", min=1)
-    batches: int = option(4, "Batches in a measurement.", min=1)
+    batch: int = option(96, "Images per batch, over all domains.", min=1)
+    workers: int | None = option(None, "Reader processes (default: one per core).", min=0)
+    rounds: int = option(5, "Number of measurements.", min=1)
+    batches: int = option(4, "Batches per measurement.", min=1)
 
 
 @dataclass(frozen=True)
 class Sample:
     files: Dataset
     packed: Dataset
-    chosen: tuple[Indices, ...]  # of each domain
-    share: int  # images of each domain in a batch
+    chosen: tuple[Indices, ...]  # per domain
+    share: int  # images per domain in a batch
 
     def __len__(self) -> int:
         return sum(map(len, self.chosen))
@@ -86,7 +80,6 @@ class Sample:
         return [images.pack / shard.file for images in self.packs for shard in images.shards]
 
     def mean(self, size: Callable[[Any], Any]) -> float:
-        """The mean over the chosen images, of what a pack's rows say."""
         every = [size(p.rows)[i] for p, i in zip(self.packs, self.chosen, strict=True)]
         return float(np.concatenate(every).mean())
 
@@ -96,7 +89,6 @@ class Sample:
 
 
 def draw(root: Path, batch: int, batches: int) -> Sample:
-    """Opens a packed folder and draws as many images of each domain as some batches hold."""
     files, packed = load(root, packed=False), load(root)
     domains = packed.domains
     if batch < len(domains):
@@ -146,7 +138,6 @@ def measure(options: Options) -> Result:
 def contenders(
     sample: Sample, device: torch.device, workers: int, batches: int, places: Sequence[str]
 ) -> dict[str, Callable[[], float]]:
-    """What is measured, in turn; each call is a measurement, in images per second."""
     files, packed = sample.files, sample.packed
     gears = choose_gears("auto", device, packed.spec.image_size, needs_graph=False, world=1)
 
@@ -171,7 +162,7 @@ def contenders(
 
 
 def _places(device: torch.device, packed: Dataset) -> tuple[str, ...]:
-    """Where a run may transform images on its device; on a CPU Pillow is many times faster."""
+    """List where to transform images on the device; on a CPU, Pillow is many times faster."""
     if device.type != "cuda":
         return ()
     fits = store_size(packed.domains) <= SHARE * torch.cuda.mem_get_info(device)[0]
@@ -179,7 +170,7 @@ def _places(device: torch.device, packed: Dataset) -> tuple[str, ...]:
 
 
 def rate(work: Callable[[], float]) -> float:
-    """Images per second of some work, after it has been done once, for as long as it takes."""
+    """Return images per second of work repeated for at least `LEAST` seconds after a warm-up."""
     work()
     images, began = 0.0, time.perf_counter()
     while (elapsed := time.perf_counter() - began) < LEAST:
@@ -207,9 +198,9 @@ def _evaluate(dataset: Dataset, sample: Sample) -> int:
 def train_rate(
     store: Store, dataset: Dataset, sample: Sample, device: torch.device, batches: int
 ) -> float:
-    """Images per second once the workers are at work, and have nothing ready beforehand.
+    """Return images per second in steady state, without batches read ahead.
 
-    A multiple of as many batches as there are workers, since these finish at about the same time.
+    Workers finish at about the same time, so the number of batches is a multiple of theirs.
     """
     pairs = zip(dataset.domains, sample.chosen, strict=True)
     splits = tuple(Split(d, n, True, {"train": chosen}) for n, (d, chosen) in enumerate(pairs))
@@ -228,17 +219,15 @@ def train_rate(
 
 
 def in_order(sample: Sample, flags: int = 0) -> float:
-    """Images per second of reading the pack's files from the beginning."""
     if not flags:
-        _read(sample.shards, flags)  # it may be from the disk
+        _read(sample.shards, flags)  # fills the page cache
     began = time.perf_counter()
     read = _read(sample.shards, flags)
     return read / (time.perf_counter() - began) / sample.packed_bytes
 
 
 def _read(shards: Sequence[Path], flags: int) -> int:
-    """Reads files, at most `READ_AT_MOST` of them; returns how many bytes."""
-    buffer = mmap.mmap(-1, CHUNK)  # begins with a page, as the disk wants it
+    buffer = mmap.mmap(-1, CHUNK)  # page-aligned, as O_DIRECT requires
     read = 0
     for path in shards:
         end = min(path.stat().st_size, READ_AT_MOST - read) + read
@@ -249,10 +238,9 @@ def _read(shards: Sequence[Path], flags: int) -> int:
 
 
 def _opens(path: Path, flags: int) -> bool:
-    """Whether the file system can: one that lives in memory may not."""
     try:
         os.close(os.open(path, os.O_RDONLY | flags))
-    except OSError:
+    except OSError:  # in-memory file systems may not support the flags
         return False
     return True
 

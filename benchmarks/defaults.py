@@ -1,11 +1,10 @@
-"""Default learning rates and FAD's radius against grids around them, by validation accuracy.
+"""Validation accuracy of default learning rates and FAD's radius, compared with grids around them.
 
-Runs are those of an ordinary sweep with the tuned defaults (space `fair`) and other values: a sweep
-that was interrupted goes on, and `steppe sweep status` shows how far it is. The tables of the docs
-are made by `docs/defaults.py`, from stored results.
+The runs are ordinary sweeps in the space `fair`: rerun the command to resume, and see progress with
+`steppe sweep status`. `docs/defaults.py` builds the tables in the docs from stored results.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -20,24 +19,21 @@ from steppe.optim import optimizer_names, optimizer_spec
 from steppe.sweeps import Grid
 from steppe.training import RunDirectory, select, validation_accuracy
 
-FACTORS = (1 / 9, 1 / 3, 1, 3, 9)  # of the default rate; about the radius, the middle three
+FACTORS = (1 / 9, 1 / 3, 1, 3, 9)  # of the default rate; radius studies use the middle three
 RHO, BATCHES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0), (8, 32)
 SEEDS = 3
 
 
 @dataclass(frozen=True)
 class Study:
-    """A task: from scratch, unless there is a backbone to be fine-tuned."""
-
     dataset: str
     target: str
-    backbone: str = ""
+    backbone: str = ""  # to fine-tune; empty trains from scratch
     optimizers: tuple[str, ...] = ()
-    """Those whose learning rates are tried; none where FAD's radius is."""
-    radius: bool = False
+    radius: bool = False  # vary FAD's radius instead of optimizers' learning rates
 
     def cells(self, config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Grid]]:
-        """The runs of every cell, after its row and learning rate."""
+        """Yield the keys of every cell, ending with its learning rate, and its runs."""
         common = partial(
             Grid, (self.dataset,), trials=SEEDS, draws=0, targets=self.target, options=config
         )
@@ -57,7 +53,7 @@ class Study:
 
 
 FEW = ("adam", "adamw", "sgd", "sam", "fad")
-RATED = tuple(name for name in optimizer_names() if name != "asam")  # which has SAM's rate
+RATED = tuple(name for name in optimizer_names() if name != "asam")  # asam shares sam's rate
 STUDIES = {
     "digits": Study("RotatedDigits", "75", optimizers=RATED),
     "doodles": Study("Doodles", "sketch", optimizers=RATED),
@@ -70,9 +66,9 @@ STUDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SweepOptions):
-    study: list[str] | None = option(None, f"May be repeated: {', '.join(STUDIES)}.")
-    root: Path | None = option(None, "The data folder.")
-    weights: Path | None = option(None, "The backbone's ImageNet weights.")
+    study: list[str] | None = option(None, f"Repeatable: {', '.join(STUDIES)}.")
+    root: Path | None = option(None, "Data folder.")
+    weights: Path | None = option(None, "ImageNet weights of the backbone.")
     device = "auto"
 
 
@@ -80,8 +76,7 @@ def measure(options: Options) -> Result:
     for name in options.study or ():
         if name not in STUDIES:
             raise UserError(unknown("study", name, STUDIES))
-    studies = {name: run(name, options) for name in options.study or ()}
-    return {"studies": studies}
+    return {"studies": {name: run(name, options) for name in options.study or ()}}
 
 
 def run(name: str, options: Options) -> dict[str, Any]:
@@ -96,14 +91,14 @@ def run(name: str, options: Options) -> dict[str, Any]:
         rates = found
         for key in row:
             rates = rates.setdefault(key, {})
-        rates[lr] = accuracies(runs)
+        # By seed; None for runs that diverged.
+        rates[lr] = [None if run is None else accuracy(run) for run in runs]
     return found
 
 
-def accuracies(runs: Sequence[RunDirectory | None]) -> list[float | None]:
-    """Of validation, in percent, by seed; None: it diverged."""
-    best = [None if run is None else validation_accuracy(select(run.records())) for run in runs]
-    return [None if value is None else round(100 * value, 2) for value in best]
+def accuracy(run: RunDirectory) -> float | None:
+    best = validation_accuracy(select(run.records()))
+    return None if best is None else round(100 * best, 2)
 
 
 main = command(Options, measure)

@@ -1,7 +1,7 @@
-"""How much of flatness survives a precision: FAD's differences of gradients beside float64.
+"""Accuracy of FAD's gradient differences in each precision, compared with float64.
 
-FAD acts on h0 = g1 - g0 and h1 = g3 - g2, differences of gradients that are nearly equal. The
-cosine between such a difference in some precision and in float64 says what is left of it.
+FAD uses h0 = g1 - g0 and h1 = g3 - g2, differences of nearly equal gradients. The benchmark reports
+the cosine similarity between each difference in a given precision and in float64.
 """
 
 import copy
@@ -24,17 +24,16 @@ from steppe.optim import FAD, Bfloat16Warning, search_space
 from steppe.training.precision import autocast, settings
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-LOSS_SCALE = 2.0**14  # the first tried with fp16; halved until all gradients are finite
+LOSS_SCALE = 2.0**14  # initial scale for fp16, halved until all gradients are finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TaskOptions):
-    weights: Path | None = option(None, "Pretrained, as safetensors.", exists=True, dir_okay=False)
+    weights: Path | None = option(None, "Weights, as safetensors.", exists=True, dir_okay=False)
     images: Path | None = option(None, "A folder DOMAIN/CLASS/IMAGE (default: built-in digits).")
 
 
 def radii() -> tuple[float, ...]:
-    """Every rho that a search draws, for FAD, SAM or GAM."""
     found = {r for n in ("fad", "sam", "gam") for r in search_space(n)["rho"].distribution.values}  # type: ignore[union-attr]
     return tuple(sorted(found))
 
@@ -42,14 +41,14 @@ def radii() -> tuple[float, ...]:
 def differences(
     model: nn.Module, x: Tensor, y: Tensor, rho: float, precision: str
 ) -> tuple[Tensor, Tensor]:
-    """h0 and h1 as FAD's engine sees them in this precision, flat, in float64."""
+    """Return h0 and h1 as FAD computes them in this precision, flattened, as float64."""
     scale = LOSS_SCALE if precision == "fp16" else 1.0
     while True:
         grads = [grad / scale for grad in _four_gradients(model, x, y, rho, precision, scale)]
         if all(grad.isfinite().all() for grad in grads):
             return grads[1] - grads[0], grads[3] - grads[2]
         if scale < 1.0 or precision != "fp16":
-            raise UserError(f"a gradient is not finite in {precision} at rho {rho:g}")
+            raise UserError(f"non-finite gradient in {precision} at rho {rho:g}")
         scale /= 2
 
 
@@ -59,7 +58,7 @@ def _four_gradients(
     params = [p for p in model.parameters() if p.requires_grad]
     opt = FAD(torch.optim.SGD(params, lr=0.0), rho=rho, alpha=0.5, beta=0.5)
     with settings(precision, deterministic=False), warnings.catch_warnings():
-        warnings.simplefilter("ignore", Bfloat16Warning)  # it is what is being measured
+        warnings.simplefilter("ignore", Bfloat16Warning)  # bfloat16 is measured on purpose
         for phase in opt.phases():
             with phase:
                 with autocast(precision, x.device):
@@ -73,7 +72,7 @@ def _four_gradients(
 
 
 def fidelity(task: Task, rhos: Sequence[float], precisions: Sequence[str]) -> list[dict[str, Any]]:
-    """One row per rho and precision: cosine of h0 and of h1 to float64, mean and worst batch."""
+    """Return mean and worst cosine of h0 and h1 over batches, per rho and precision."""
     exact = copy.deepcopy(task.model).double()
     cosines: dict[tuple[float, str], list[list[float]]]
     cosines = {key: [] for key in product(rhos, precisions)}

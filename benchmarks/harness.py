@@ -1,8 +1,4 @@
-"""What the benchmarks share: a command line, turns that share the noise, tables, the record.
-
-A script has a dataclass of its options and `measure`, from these to plain values. `command` makes a
-program of the two, which adds the environment; `tables` shows any result.
-"""
+"""Code shared by all benchmarks: command line, interleaved rounds, tables, stored results."""
 
 import inspect
 import json
@@ -33,24 +29,23 @@ Result = dict[str, Any]
 T = TypeVar("T")
 O = TypeVar("O", bound="Options")  # noqa: E741
 
-PACKED = "A folder DOMAIN/CLASS/IMAGE, packed if it is not yet"
-KNOWN = "Any that 'steppe train' knows."
+PACKED = "A folder DOMAIN/CLASS/IMAGE, packed on first use"
+KNOWN = "Any name that 'steppe train' accepts."
 
 
 def option(default: Any, help: str, *flags: str, **limits: Any) -> Any:
-    """A field of a dataclass of options, and what `--help` says of it."""
     return field(default=default, metadata={"typer": typer.Option(*flags, help=help, **limits)})
 
 
-IMAGES = option(None, f"{PACKED} (default: photograph-sized images are made).", metavar="DIR")
-OVERRIDES = option(None, "Any key of the config: optimizer.rho=0.1.", "--set", metavar="KEY=VALUE")
+IMAGES = option(None, f"{PACKED} (default: generated images).", metavar="DIR")
+OVERRIDES = option(None, "Any config key: optimizer.rho=0.1.", "--set", metavar="KEY=VALUE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     device = "cpu"
-    as_json: bool = option(False, "Print the result as JSON, for programs.", "--json")
-    save: Path | None = option(None, "Also store it in this file.", callback=writable)
+    as_json: bool = option(False, "Print the result as JSON.", "--json")
+    save: Path | None = option(None, "Also save the result to this file.", callback=writable)
 
     @property
     def where(self) -> torch.device:
@@ -59,7 +54,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Options):
-    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
+    device: str = option("auto", "auto (a GPU if available), cpu, cuda, cuda:1, ...")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +65,7 @@ class RunOptions(DeviceOptions):
     precision: str = option("auto", "auto, fp32, tf32, fp16 or bf16.")
 
     def values(self, images: Path) -> dict[str, Any]:
-        """The config of a run from random weights, at a rate that half precision survives."""
+        """Return a config for training from random weights, stable in half precision."""
         return {
             "dataset": str(images),
             "targets": [load(images).domains[-1].name],
@@ -84,10 +79,7 @@ class RunOptions(DeviceOptions):
 
 
 def command(options: type[O], measure: Callable[[O], Result]) -> Callable[[], None]:
-    """A script's `main`, called at once where it is the program.
-
-    Exit code 2 for a user's mistake, 1 for a run that failed or a missing package.
-    """
+    """Build a script's `main`, and call it if the script is the main program."""
     name = Path(str(sys.modules[measure.__module__].__file__)).name
 
     def run(**values: Any) -> None:
@@ -103,7 +95,7 @@ def command(options: type[O], measure: Callable[[O], Result]) -> Callable[[], No
             stdout().print(*tables(result), sep="\n")
 
     def main() -> None:
-        # A SIGTERM ends a benchmark as Ctrl-C does: its folders and children go with it.
+        # Clean up temporary folders and child processes on SIGTERM, as on Ctrl-C.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         app.command(help=sys.modules[measure.__module__].__doc__)(run)
@@ -122,7 +114,6 @@ def command(options: type[O], measure: Callable[[O], Result]) -> Callable[[], No
 
 
 def _signature(options: type[Options]) -> inspect.Signature:
-    """What typer reads the options from."""
     hints, found = get_type_hints(options), inspect.signature(options).parameters
     typed: dict[str, Any] = {
         f.name: Annotated[hints[f.name], f.metadata["typer"]] for f in fields(options)
@@ -141,7 +132,7 @@ def track(items: Iterable[T], title: str) -> Iterator[T]:
 def take_turns(
     contenders: Mapping[str, Callable[[], T]], rounds: int, title: str, *, warm_up: int = 0
 ) -> dict[str, list[T]]:
-    """What each contender gave in each round, after some to warm up; turns share the noise."""
+    """Run all contenders in every round, so that they share noise; return their results."""
     found: dict[str, list[T]] = {name: [] for name in contenders}
     for number in track(range(-warm_up, rounds), title):
         for name, run in contenders.items():
@@ -157,7 +148,6 @@ def wait(device: torch.device) -> None:
 
 
 def seconds(device: torch.device, run: Callable[[], object], times: int = 1) -> float:
-    """The mean over some runs, until the device is done with them."""
     wait(device)
     began = time.perf_counter()
     for _ in range(times):
@@ -172,12 +162,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Ours over theirs, round by round."""
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def tables(result: Result) -> list[Table]:
-    """A result for the terminal: a table of its single values, and one of each part."""
+    """Format a result as one table of scalars and one table per nested part."""
     parts = {k: v for k, v in result.items() if isinstance(v, dict) and k != "environment"}
     parts |= {k: dict(enumerate(v)) for k, v in result.items() if v and isinstance(v, list)}
     single = {k: v for k, v in result.items() if not isinstance(v, dict | list)}
@@ -185,11 +174,10 @@ def tables(result: Result) -> list[Table]:
 
 
 def _table(heading: str, rows: Mapping[Any, Any]) -> Table:
-    """A row for each, or a column where they have more entries than there are rows."""
     if not all(isinstance(row, dict) and "median" not in row for row in rows.values()):
         return table([heading, ""], [[name, _cell(row)] for name, row in rows.items()])
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    if len(columns) > len(rows):
+    if len(columns) > len(rows):  # transpose wide tables
         rows, columns = {c: {r: rows[r].get(c, "") for r in rows} for c in columns}, list(rows)
     cells = [
         [name, *(_cell(row.get(column, "")) for column in columns)] for name, row in rows.items()
@@ -209,9 +197,9 @@ def _cell(value: Any) -> str:
 
 
 class Still(Optimizer):
-    """A base that does not move, so that only what is around it is timed."""
+    """A base optimizer that does nothing, so that only the wrapper is timed."""
 
-    _step_supports_amp_scaling = True  # it asks the host nothing
+    _step_supports_amp_scaling = True  # no host-device synchronization
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, options)

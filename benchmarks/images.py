@@ -1,8 +1,9 @@
-"""Images to measure on: a folder of the user's, or enlarged doodles; and a pack of either."""
+"""Images to measure on: the user's folder or enlarged doodles, optionally packed."""
 
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +14,33 @@ from steppe.domains import load, packing
 from steppe.domains.pack import Packed, location, remedy
 from steppe.errors import UserError
 
-PIXELS = 227  # the side of photograph-sized images, as in PACS
+PIXELS = 227  # image height and width, as in PACS
+
+
+@contextmanager
+def image_folder(images: Path | None = None, per_class: int = 24) -> Iterator[Path]:
+    """Yield the user's folder, or a temporary one of enlarged doodles in seven classes."""
+    if images is not None:
+        check_folder(images)
+        yield images
+        return
+    doodles = load("Doodles")
+    with tempfile.TemporaryDirectory(prefix="steppe-bench-") as home:
+        root = Path(home) / "enlarged doodles"
+        for domain, (label, name) in product(doodles.domains, enumerate(doodles.classes[:7])):
+            folder = root / domain.name / name
+            folder.mkdir(parents=True)
+            for i in np.flatnonzero(domain.labels == label)[:per_class]:
+                image = Image.fromarray(domain.images[int(i)])
+                image.resize((PIXELS, PIXELS)).save(folder / f"{i}.jpg", quality=90)
+        yield root
 
 
 @contextmanager
 def packed_images(images: Path | None = None, per_class: int = 24) -> Iterator[Path]:
-    """A folder, or a temporary one of doodles, with a pack beside it, which is made if need be."""
-    if images is not None:
-        check_folder(images)
-        _pack(images, stderr())
-        yield images
-        return
-    with tempfile.TemporaryDirectory(prefix="steppe-bench-") as home:
-        root = Path(home) / "images"
-        write_doodles(root, per_class)
-        _pack(root, None)
+    """Like `image_folder`, with a pack next to the folder."""
+    with image_folder(images, per_class) as root:
+        _pack(root, None if images is None else stderr())
         yield root
 
 
@@ -40,25 +53,13 @@ def name_of(images: Path | None) -> str:
     return "doodles, enlarged" if images is None else images.resolve().name
 
 
-def write_doodles(root: Path, per_class: int = 24) -> None:
-    """Photograph-sized images in four domains and seven classes: only size matters to the time."""
-    doodles = load("Doodles")
-    for domain in doodles.domains:
-        for label, name in enumerate(doodles.classes[:7]):
-            folder = root / domain.name / name
-            folder.mkdir(parents=True)
-            for i in np.flatnonzero(domain.labels == label)[:per_class]:
-                image = Image.fromarray(domain.images[int(i)])
-                image.resize((PIXELS, PIXELS)).save(folder / f"{i}.jpg", quality=90)
-
-
 def _pack(root: Path, console: Console | None) -> None:
     dataset = load(root)
     if all(isinstance(domain.images, Packed) for domain in dataset.domains):
         return
     path = location(dataset.spec, root.parent)
-    if path.exists():  # and cannot be used, as a warning has said
-        raise UserError(f"pack {path} is not used. {remedy(dataset.spec.name)}")
+    if path.exists():  # load has already warned why
+        raise UserError(f"pack {path} cannot be used. {remedy(dataset.spec.name)}")
     packing.make(dataset, root.parent, console=console)
     if console is not None:
-        say(console, f"{path}: runs on these images use it from now on")
+        say(console, f"{path}: future runs on these images will use this pack")

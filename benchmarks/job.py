@@ -1,8 +1,7 @@
-"""How long a whole run takes: its start, updates, evaluations and checkpoints.
+"""Wall-clock time of a whole run: start, updates, evaluations and checkpoints.
 
-A run compiles before its first update, unless an earlier one has left compiled code in a cache on
-the disk. So there are two times, the cold one and the warm one (--cold); both are those of a
-process that is new and has nothing in memory.
+A run compiles before its first update unless an earlier run left compiled code in the disk cache.
+--cold measures both cases, each in a new process.
 """
 
 import json
@@ -26,20 +25,20 @@ from steppe.errors import RunError, UserError
 from steppe.training import RunConfig, RunDirectory, configure, train
 from steppe.training.progress import Display
 
-# What a run's time is divided into, in order; the first update compiles.
+# The parts of a run, in order; the first update includes compilation.
 PARTS = ("start", "first update", "updates", "evaluations", "checkpoints", "end")
 OF_ONE_RUN = ("seconds", "said", "ms per update but the first", "peak GiB")
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # where compiled code is kept
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # of compiled code
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    target: str | None = option(None, "The domain held out (default: the last one).")
+    target: str | None = option(None, "Test domain (default: the last one).")
     weights: str = option("none", "none, imagenet, or a file.")
-    steps: int = option(30, "Updates.", min=1)
-    evaluations: int | None = option(None, "At most (default: as a run does by itself).", min=2)
+    steps: int = option(30, "Number of updates.", min=1)
+    evaluations: int | None = option(None, "Maximum number (default: as in a normal run).", min=2)
     overrides: list[str] | None = OVERRIDES
-    cold: bool = option(False, "In a new process with nothing compiled, then once more.", "--cold")
+    cold: bool = option(False, "Run in a new process with empty caches, then again.", "--cold")
 
     def config(self, images: Path) -> RunConfig:
         values = self.values(images) | {"weights": self.weights, "steps": self.steps}
@@ -54,18 +53,16 @@ class Options(RunOptions):
 
 
 def interval(steps: int, evaluations: int) -> int:
-    """Steps between evaluations, so that there are as many as asked for, or as many as go."""
+    """Return steps between evaluations for at most the requested number of evaluations."""
     if not 2 <= evaluations <= max(steps, 2):
         raise UserError(
-            f"--evaluations {evaluations}: a run of {steps} steps is evaluated after its first and "
-            "its last, and at most after each"
+            f"--evaluations {evaluations}: a run of {steps} steps evaluates after its first and "
+            f"last step, so it needs 2 to {max(steps, 2)} evaluations"
         )
     return max(1, -(-(steps - 1) // (evaluations - 1)))
 
 
 class Timeline(Display):
-    """Keeps account of what a run spends its time on."""
-
     def __init__(self, config: RunConfig, console: Console | None) -> None:
         super().__init__(console)
         self._device, self._every = torch.device(config.device), config.checkpoint_every
@@ -79,13 +76,12 @@ class Timeline(Display):
 
     def step(self, done: int) -> None:
         if (done - 1) % self._every == 0 or done == self._meter.total:
-            wait(self._device)  # an evaluation does not pay for updates
+            wait(self._device)  # so that the evaluation does not include updates
         self.spend("updates" if self.updates else "first update")
         self.updates = self._done = done
         self._meter.update(done)
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """An evaluation was made, and a checkpoint after it."""
         evaluation = record["evaluation_seconds"]
         self.seconds["evaluations"] += evaluation
         self.spend("checkpoints")
@@ -100,7 +96,7 @@ class Timeline(Display):
 
 def measure(options: Options) -> Result:
     with packed_images(options.images) as images:
-        config = options.config(images)  # what is wrong is said before a process is started
+        config = options.config(images)  # reports errors before starting a process
         found = _cold_and_warm(options, images) if options.cold else _run(options, config, images)
     return {**found, "data": name_of(options.images)}
 
@@ -116,7 +112,6 @@ def _run(options: Options, config: RunConfig, images: Path) -> Result:
     return {
         "backbone": options.backbone,
         "optimizer": options.optimizer,
-        "data": "",
         "target": config.targets[0],
         "images of a domain in a step": config.batch_size,
         "steps": timeline.updates,
@@ -129,7 +124,6 @@ def _run(options: Options, config: RunConfig, images: Path) -> Result:
 
 
 def _cold_and_warm(options: Options, images: Path) -> Result:
-    """The run in a new process that finds nothing compiled, and in another that finds it all."""
     found: Result = {}
     words = [sys.executable, __file__, *_words(options), "--json", "--images", str(images)]
     with tempfile.TemporaryDirectory(prefix="steppe-cache-") as cache:
@@ -148,7 +142,6 @@ def _cold_and_warm(options: Options, images: Path) -> Result:
 
 
 def _words(options: Options) -> list[str]:
-    """The options of one run, as words of a command."""
     names = ("device", "backbone", "weights", "optimizer", "precision", "steps", "target")
     values = [(name, getattr(options, name)) for name in (*names, "evaluations")]
     values += [("set", text) for text in options.overrides or ()]

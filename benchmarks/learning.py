@@ -1,9 +1,7 @@
-"""Whether the fast way of training learns what the plain one does.
+"""Test accuracy with the fast engine, compared with plain training in paired runs.
 
-The engine (compiled, captured, in the precision that `auto` chooses, packed images transformed on
-the device) against a plain run (eager, fp32, files through Pillow), for every target, in pairs that
-differ by rounding alone. Training makes that larger, so that the two end in different weights: are
-they equally good? A seed's difference is the mean over targets; the interval, Student's over seeds.
+The runs of a pair differ only by rounding, which training amplifies. The confidence interval is
+Student's over seeds, on the mean difference over targets.
 """
 
 import statistics
@@ -24,12 +22,11 @@ from steppe.sweeps import Grid
 from steppe.training import RunDirectory
 
 LEVEL = 0.95
-BAR = 1.5  # points that the interval of the mean difference is to lie within, on either side
+BAR = 1.5  # the interval of the mean difference must be within +-BAR points
 WAYS: dict[str, dict[str, Any]] = {
     "engine": {"engine": "auto", "data": "auto", "packed": True},
     "plain": {"engine": "off", "data": "host", "packed": False, "precision": "fp32"},
 }
-"""What the two runs of a pair are told; the engine's precision is an option."""
 Accuracies = Mapping[tuple[str, str, int], float]  # by way, target and seed, from 0 to 1
 
 
@@ -38,14 +35,13 @@ class Options(SweepOptions, RunOptions):
     images: Path = option(MISSING, f"{PACKED}.", metavar="DIR")
     weights: str = option("none", "none, imagenet, or a file.")
     optimizer: str = option("fad", KNOWN)
-    precision: str = option("auto", "The engine's: auto, fp32, tf32, fp16 or bf16.")
-    steps: int = option(300, "Updates of a run.", min=1)
-    seeds: int = option(3, "Pairs of runs for each target.", min=1)
-    target: list[str] | None = option(None, "Held out; may be repeated (default: each in turn).")
+    precision: str = option("auto", "Precision of the engine: auto, fp32, tf32, fp16 or bf16.")
+    steps: int = option(300, "Updates per run.", min=1)
+    seeds: int = option(3, "Pairs of runs per target.", min=1)
+    target: list[str] | None = option(None, "Test domain; repeatable (default: every domain).")
     overrides: list[str] | None = OVERRIDES
 
     def grid(self, way: str) -> Grid:
-        """The runs of one way: every target and seed."""
         values = {
             "backbone": self.backbone,
             "weights": self.weights,
@@ -79,7 +75,7 @@ def measure(options: Options) -> Result:
     for way, runs in zip(WAYS, found, strict=True):
         for run in runs:
             if run is None:
-                raise RunError(f"a run of {options.out} did not end: see 'steppe sweep status'")
+                raise RunError(f"a run in {options.out} did not finish: see 'steppe sweep status'")
             config = run.config()
             accuracies[way, config.targets[0], config.trial_seed] = last_accuracy(run)
             lines.setdefault(way, said(run, options.images))
@@ -101,7 +97,7 @@ def last_accuracy(run: RunDirectory) -> float:
 
 
 def summary(accuracies: Accuracies) -> Result:
-    """Engine minus plain, in points of 100."""
+    """Summarize engine minus plain accuracy, in percentage points."""
     targets = list(dict.fromkeys(target for _, target, _ in accuracies))
     seeds = sorted({seed for _, _, seed in accuracies})
     points = {
@@ -129,7 +125,6 @@ def summary(accuracies: Accuracies) -> Result:
 
 
 def difference(values: Sequence[float]) -> Result:
-    """The mean of some differences, and its interval where there are at least two."""
     n, mean, interval = len(values), statistics.fmean(values), None
     if n > 1:
         half = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * statistics.stdev(values) / n**0.5

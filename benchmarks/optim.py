@@ -1,8 +1,8 @@
-"""What an optimizer costs beyond its gradients, against a floor and another SAM.
+"""Overhead of an optimizer between gradients, compared with a memory copy and another SAM.
 
-The arithmetic between gradients moves memory and does little else, so its floor is the time of
-copying as many elements as a perfectly fused version must read and write: 23 per parameter for FAD
-(5 after g0, 7 after g1, 6 after g2, 5 after g3), which is a copy of 11.5 parameters' worth.
+The arithmetic between gradients is memory-bound. Its lower bound is the time to copy as many
+elements as a perfectly fused version reads and writes: 23 per parameter for FAD (5 after g0, 7
+after g1, 6 after g2, 5 after g3), or 11.5 copies of all parameters.
 """
 
 import time
@@ -19,24 +19,23 @@ from torch import Tensor, nn
 
 from steppe.optim import FAD, SAM
 
-FAD_COPIES = 11.5  # of all parameters: they move what FAD must move, read and write counted
+FAD_COPIES = 11.5  # of all parameters; each copy is a read and a write
 COMPILED = "fad, compiled stages"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(DeviceOptions):
-    rounds: int = option(15, "Measurements of each contender.", min=1)
+    rounds: int = option(15, "Measurements per contender.", min=1)
 
 
 def shapes() -> list[torch.Size]:
-    """Of ResNet-50's 161 parameters, with seven classes."""
     with torch.device("meta"):
         model = torchvision.models.resnet50(num_classes=7)
     return [p.shape for p in model.parameters()]
 
 
 class Gradients:
-    """A closure that hands out gradients, in fresh memory as autograd's, and times itself."""
+    """A closure that sets gradients in new memory, like autograd, and times itself."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params, self.calls, self.seconds = params, 0, 0.0
@@ -46,7 +45,7 @@ class Gradients:
         start = time.perf_counter()
         for p, value in zip(self.params, self._values, strict=True):
             p.grad = value.clone()
-        torch._foreach_mul_(self._values, -0.9375)  # no two gradients of a step alike
+        torch._foreach_mul_(self._values, -0.9375)  # all gradients of a step differ
         torch._foreach_add_(self._values, 0.001)
         self.seconds += time.perf_counter() - start
         self.calls += 1
@@ -61,11 +60,11 @@ def _cpu_ms(run: Callable[[], object], gradients: Gradients) -> float:
 
 
 def _gpu_meter(run: Callable[[], object], gradients: Gradients) -> Callable[[], float]:
-    """The device's time in a CUDA graph, less that of a graph that only makes the gradients."""
+    """Measure device time in a CUDA graph, minus that of a graph that only sets gradients."""
     run()
     gradients.calls = 0
     run()
-    if not (calls := gradients.calls):  # one kernel: as a graph's node, a copy is slower
+    if not (calls := gradients.calls):  # the copy is a single kernel, and slower inside a graph
         return partial(_gpu_ms, run)
     whole, part = _captured(run), _captured(lambda: [gradients() for _ in range(calls)])
     return lambda: _gpu_ms(whole) - _gpu_ms(part)
@@ -75,7 +74,7 @@ def measure(options: Options) -> Result:
     device = options.where
     params = [nn.Parameter(torch.randn(s, device=device)) for s in shapes()]
     n = sum(p.numel() for p in params)
-    # One long copy, not several of the same memory, of which a cache would keep a part.
+    # One long copy, because a cache would keep part of a shorter one.
     source, target = (torch.ones(int(FAD_COPIES * n), device=device) for _ in range(2))
     gradients = Gradients(params)
     runs: dict[str, Callable[[], object]] = {
@@ -109,7 +108,7 @@ def measure(options: Options) -> Result:
 
 def _theirs(opt: Any, gradients: Gradients) -> Callable[[], object]:
     def step() -> None:
-        gradients()  # their step expects the first gradient to be there
+        gradients()  # their step expects the first gradient in place
         opt.step(gradients)
         opt.zero_grad()
 

@@ -1,7 +1,4 @@
-"""The time and memory that a report over many runs takes, in a process of its own.
-
-The runs are copies of a small one, with other methods, targets, trials and draws in their configs.
-"""
+"""Time and memory of `steppe report` on many copies of a small run."""
 
 import resource
 import subprocess
@@ -23,8 +20,8 @@ TARGETS = ("0", "15", "30", "45")
 
 @dataclass(frozen=True, kw_only=True)
 class Options(harness.Options):
-    runs: int = option(10_000, "Runs, made up.", min=1)
-    records: int = option(17, "Records of each.", min=1)
+    runs: int = option(10_000, "Synthetic runs.", min=1)
+    records: int = option(17, "Records per run.", min=1)
 
 
 def measure(options: Options) -> Result:
@@ -47,7 +44,6 @@ def measure(options: Options) -> Result:
 
 
 def make_up(root: Path, options: Options) -> None:
-    """Writes runs that end with as many records as asked for."""
     every = product(range(options.runs), range(3), TARGETS, METHODS)
     records: dict[str, bytes] = {}
     for number, axes in enumerate(track(islice(every, options.runs), "making up runs")):

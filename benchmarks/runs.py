@@ -1,4 +1,4 @@
-"""Runs that a benchmark carries out, one by one or as a sweep."""
+"""Training runs inside a benchmark."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from steppe.training import RunDirectory
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(harness.Options):
-    """Of benchmarks that are sweeps: one that was interrupted goes on where it was."""
+    """Options of benchmarks that run as sweeps, which resume after an interruption."""
 
-    out: Path = option(Path("runs/benchmarks"), "Where the sweeps are kept.")
-    workers: int | None = option(None, "Runs at the same time (default: one per core or GPU).")
-    per_gpu: int = option(1, "Runs that share a GPU.", min=1)
+    out: Path = option(Path("runs/benchmarks"), "Folder for the sweeps.")
+    workers: int | None = option(None, "Concurrent runs (default: one per core or GPU).")
+    per_gpu: int = option(1, "Concurrent runs per GPU.", min=1)
 
 
 def carry_out(
     name: str, planned: Sequence[Grid], options: SweepOptions
 ) -> list[list[RunDirectory | None]]:
-    """The runs of each grid; None for one that diverged."""
+    """Run every grid and return its runs; None for runs that diverged."""
     sweep = write_plan(planned, options.out / name, command=f"benchmarks {name}", extend=True)
     with Meter(name, len(sweep.names), console=stderr()) as meter:
 
@@ -35,22 +35,21 @@ def carry_out(
         run_sweep(sweep, crew=Crew(workers=options.workers, per_gpu=options.per_gpu), show=show)
 
     def result(run: str) -> RunDirectory | None:
-        found = RunDirectory(Job(sweep.folder(run)).result)  # there once it is done
+        found = RunDirectory(Job(sweep.folder(run)).result)  # exists once done
         return found if found.exists() else None
 
     return [[result(run) for run, _ in jobs(grid)] for grid in planned]
 
 
 def refuse_own(own: Collection[str], overrides: Sequence[str]) -> None:
-    """Refuses overrides of what a benchmark sets, and records, itself."""
     for text in overrides:
         key = text.partition("=")[0].strip()
         if key in own or key.removesuffix(".name") in own:
-            raise UserError(f"--set {text}: {key} is the benchmark's to set; it has an option")
+            raise UserError(f"--set {text}: the benchmark sets {key}; use its option instead")
 
 
 def said(run: RunDirectory, images: Path) -> list[str]:
-    """What a run said of itself, without where things lie on this machine."""
+    """Return the log messages of a run, without local paths."""
     found = []
     for line in (run.path / "log.txt").read_text().splitlines():
         _, _, level, message = line.split(" ", 3)

@@ -1,7 +1,7 @@
-"""What a step of a run costs, whole and in parts, beside Adam's and beside a plain one.
+"""Time of a training step, in total and in parts, compared with Adam and with plain training.
 
-The same batches and steps as in `steppe train`, from packed images, with the whole data path. Plain
-means eager, in fp32, with images transformed by Pillow. --algorithm compares steps with ERM's.
+Steps and batches are those of `steppe train`, with the full data path from packed images. Plain
+training is eager, in fp32, with images transformed by Pillow. --algorithm compares with ERM.
 """
 
 import gc
@@ -30,18 +30,18 @@ from steppe.training.processes import Processes
 from steppe.training.trainer import Trainer
 from steppe.training.update import Passes
 
-ADAM, BASELINE = "adam", "ERM"  # what other optimizers and algorithms are compared with
+ADAM, BASELINE = "adam", "ERM"  # the baselines
 PLAIN = {"precision": "fp32", "engine": "off", "data": "host"}
 AT_HAND = "ms per step, batch at hand"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    batch: int = option(24, "Images in a step, of all domains but one.", min=2)
-    algorithm: list[str] | None = option(None, "To compare with ERM; may be repeated; or all.")
-    rounds: int = option(5, "Measurements.", min=1)
-    steps: int = option(4, "Steps in a measurement.", min=1)
-    eager: bool = option(False, "Without the engine: nothing compiled or captured.", "--eager")
+    batch: int = option(24, "Images per step, over all source domains.", min=2)
+    algorithm: list[str] | None = option(None, "Compare with ERM; repeatable, or 'all'.")
+    rounds: int = option(5, "Number of measurements.", min=1)
+    steps: int = option(4, "Steps per measurement.", min=1)
+    eager: bool = option(False, "Disable compilation and CUDA graphs.", "--eager")
     deterministic: bool = option(False, "As in 'steppe train'.", "--deterministic")
 
     def config(self, images: Path, optimizer: str, **values: str) -> RunConfig:
@@ -57,7 +57,7 @@ class Options(RunOptions):
 
 
 class Runner:
-    """A way of training, ready to be timed; without `parts`, only `alone`: no worker reads on."""
+    """A warmed-up training run; without `parts`, only `alone` works and no worker reads ahead."""
 
     def __init__(self, config: RunConfig, out: Path, parts: bool = True) -> None:
         self.device = torch.device(config.device)
@@ -67,13 +67,13 @@ class Runner:
             processes = Processes(self.device)
             self.trainer = trainer = Trainer(config, RunDirectory(out), processes, self._precision)
             self._batches = trainer.store.training(trainer.sampling, 0, 10**9)
-            # Both sides of an adversary's game are captured after steps of their own.
+            # Each objective of an adversarial algorithm needs its own warm-up before capture.
             for _ in range((WARM_UP + 2) * (1 if len(trainer.objectives) == 1 else 4)):
                 trainer.step(next(self._batches))
             self._ready = next(self._batches)
         if not parts:
             self._batches = iter(())
-        # What workers have read ahead would be a present to a measurement, and they come together.
+        # Skip batches that workers read ahead; workers also finish at about the same time.
         workers = getattr(trainer.store, "workers", 0)
         self._ahead, self._workers = 2 * workers + 1, max(1, workers)
         self._passes: Callable[[], object] | None = None
@@ -90,12 +90,11 @@ class Runner:
         }
 
     def alone(self, steps: int) -> dict[str, float]:
-        """Seconds a step, the batch at hand; an adversary's steps are those of its turns."""
+        """Return seconds per step with the batch in memory, over all objectives' turns."""
         with self._settings():
             return {"ready": seconds(self.device, lambda: self.trainer.step(self._ready), steps)}
 
     def measure(self, steps: int) -> dict[str, float]:
-        """Seconds a step, on average over some: whole, in parts."""
         timed = partial(seconds, self.device)
 
         def step() -> None:
@@ -118,7 +117,6 @@ class Runner:
         return {"whole": whole, "update": update, "ready": ready, "pass": one_pass, "data": data}
 
     def _prepare_passes(self) -> Callable[[], object]:
-        """Forward and backward on one batch, in an engine like the run's, and nothing else."""
         trainer = self.trainer
         network = trainer.algorithm.network
         cast = partial(autocast, self._precision, self.device)
@@ -139,7 +137,7 @@ class Runner:
 
 
 def contenders(options: Options, images: Path) -> dict[str, RunConfig]:
-    """What is timed: the optimizer, Adam, and both done plainly; or algorithms, ERM first."""
+    """Configure the optimizer, Adam, and both with plain training; or algorithms, ERM first."""
     asked, optimizer = options.algorithm or (), options.optimizer
     if asked:
         chosen = [algorithm_spec(name).name for name in asked if name != "all"]
@@ -147,12 +145,8 @@ def contenders(options: Options, images: Path) -> dict[str, RunConfig]:
         return {name: options.config(images, optimizer, algorithm=name) for name in names}
     optimizers = tuple(dict.fromkeys((optimizer, ADAM)))
     configs = {name: options.config(images, name) for name in optimizers}
-    # On a CPU the engine is off and images stay on the host anyway.
-    adam = configs[ADAM]
-    if (
-        options.where.type != "cpu"
-        or resolve(adam.precision, options.where, adam.optimizer) != "fp32"
-    ):
+    precision = resolve(options.precision, options.where, configs[ADAM].optimizer)
+    if options.where.type != "cpu" or precision != "fp32":  # that is already plain
         for name in optimizers:
             configs[f"{name}, plain"] = options.config(images, name, **PLAIN)
     return configs
@@ -175,7 +169,7 @@ def measure(options: Options) -> Result:
         runs = {name: runner.about() for name, runner in runners.items()}
         network = next(iter(runners.values())).trainer.algorithm
         parameters = sum(p.nbytes for p in network.parameters())
-        del runners, turns, network  # their memory is not to be counted as another's
+        del runners, turns, network  # free memory before measuring peaks
         for name, rows in found.items():
             runs[name] |= _figures(rows, options, runs[name]["passes"])
             if device.type == "cuda" and not options.algorithm:
@@ -207,7 +201,6 @@ def measure(options: Options) -> Result:
 
 
 def _figures(rows: Sequence[dict[str, float]], options: Options, passes: int) -> Result:
-    """One way of training, over the rounds."""
     figures: dict[str, Callable[[dict[str, float]], float]] = {
         "ms per step": lambda r: 1e3 * r["whole"],
         "images per second": lambda r: options.batch / r["whole"],
@@ -219,7 +212,7 @@ def _figures(rows: Sequence[dict[str, float]], options: Options, passes: int) ->
         "data alone over step": lambda r: r["data"] / r["whole"],
         "share that data adds to a step": lambda r: 1 - r["ready"] / r["whole"],
     }
-    if options.where.type == "cpu":  # a GPU's host does not wait for the update, and cannot tell
+    if options.where.type == "cpu":  # on a GPU, updates are asynchronous
         figures["ms in forward, backward, optimizer"] = lambda r: 1e3 * r["update"]
         figures["overhead"] = lambda r: 1 - r["update"] / r["whole"]
     if options.algorithm:
@@ -228,14 +221,11 @@ def _figures(rows: Sequence[dict[str, float]], options: Options, passes: int) ->
 
 
 def _peak(config: RunConfig, out: Path, device: torch.device) -> int:
-    """Bytes of a GPU that a run takes at most, from its beginning to its captured steps.
-
-    When others have run: libraries have the workspaces that the first to come would pay for.
-    """
+    """Return the peak GPU bytes of a run; call after others have allocated library workspaces."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    # What was asked for: what the allocator rounds it up to depends on what was free.
+    # Requested bytes, because the allocator's rounding depends on what was free.
     before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
     Runner(config, out)
     harness.wait(device)

@@ -1,8 +1,4 @@
-"""What a sweep adds to its runs: launcher, worker, claims, commits.
-
-The same runs are carried out one after the other in this process, and by `steppe sweep run` with
-one worker, its start and end included.
-"""
+"""Overhead of `steppe sweep run` with one worker, compared with the same runs in one process."""
 
 import subprocess
 import sys
@@ -22,7 +18,7 @@ from steppe.training import train
 @dataclass(frozen=True, kw_only=True)
 class Options(harness.Options):
     runs: int = option(30, "Runs in the sweep.", min=6)
-    steps: int = option(40, "Steps of each.", min=1)
+    steps: int = option(40, "Steps per run.", min=1)
 
 
 def measure(options: Options) -> Result:

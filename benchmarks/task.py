@@ -1,4 +1,4 @@
-"""A network, trained for a while, and batches to measure it on."""
+"""A briefly trained network, and batches to measure it on."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ SMALL = "small-cnn"
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions(DeviceOptions):
-    backbone: str = option(SMALL, f"{SMALL}, or any that 'steppe train' knows.")
+    backbone: str = option(SMALL, f"{SMALL}, or any name that 'steppe train' accepts.")
     steps: int = option(300, "Training steps before the measurement.", min=0)
-    batch: int = option(96, "Images in a batch.", min=1)
+    batch: int = option(96, "Images per batch.", min=1)
     batches: int = option(8, "Batches to measure on.", min=1)
 
 
@@ -41,16 +41,15 @@ class Task:
 
 
 def prepare(options: TaskOptions, images: Path | None = None, weights: Path | None = None) -> Task:
-    """A model after some steps of SGD, with batch norm on its stored statistics, as usual."""
     torch.manual_seed(0)
     device, backbone, steps = options.where, options.backbone, options.steps
     if (backbone == SMALL) != (images is None):
         raise UserError(
-            f"backbone {SMALL!r} is for the built-in digits, every other one for color images: "
-            "give both --backbone and --images FOLDER, or neither"
+            f"backbone {SMALL!r} takes the built-in digits, and all others take color images: "
+            "pass both --backbone and --images FOLDER, or neither"
         )
     if weights is not None and images is None:
-        raise UserError("--weights is for a pretrained backbone: give --backbone and --images too")
+        raise UserError("--weights needs a pretrained backbone: also pass --backbone and --images")
     if images is not None:
         check_folder(images)
     dataset = load(images or "RotatedDigits", packed=False)
@@ -61,9 +60,9 @@ def prepare(options: TaskOptions, images: Path | None = None, weights: Path | No
         image_size=spec.image_size,
         channels=spec.channels,
         weights=str(weights or "none"),
-        freeze_bn=weights is not None,  # pretrained statistics stay
+        freeze_bn=weights is not None,  # keep pretrained statistics
     ).to(device)
-    # Fine-tuning wants small steps; a network that starts from nothing wants larger ones.
+    # Fine-tuning needs a smaller learning rate than training from scratch.
     lr = 0.01 if weights is None else 1e-3
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     draw = _draws(dataset, model, options.batch, device)
@@ -79,14 +78,13 @@ def prepare(options: TaskOptions, images: Path | None = None, weights: Path | No
     x, y = task.batches[0]
     loss = F.cross_entropy(model(x), y).detach()
     if not loss.isfinite():
-        raise UserError(f"{backbone} diverged in {steps} steps of training (loss {loss.item()})")
+        raise UserError(f"{backbone} diverged within {steps} training steps (loss {loss.item()})")
     return task
 
 
 def _draws(
     dataset: Dataset, model: Network, batch: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Normalized batches, drawn from all domains' images alike."""
     rng = np.random.default_rng(0)
     sizes = [len(domain) for domain in dataset.domains]
     view = View(dataset.spec.image_size, augment=False)

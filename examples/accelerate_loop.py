@@ -3,7 +3,7 @@
     python examples/accelerate_loop.py
     torchrun --nproc-per-node 2 examples/accelerate_loop.py --cpu
 
-Two lines differ from a loop with any other optimizer: `FlatnessPasses(...)`, and `passes.over(...)`
+Two lines differ from an ordinary Accelerate loop: `FlatnessPasses(...)`, and `passes.over(...)`
 around forward and backward.
 """
 

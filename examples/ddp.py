@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/ddp.py
 
-Each process takes its part of every batch, and all end with the same weights. With
-``--perturbation local`` each climbs along its own gradient, and gradients are reduced once per step
-instead of four times. Without torchrun it runs in one process.
+Each process trains on its shard of every batch, and all end with the same weights. With
+``--perturbation local``, each process perturbs along its own gradient, and gradients are reduced
+once per step instead of four times. Without torchrun, the script runs in one process.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def tensors(domain: Domain) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def small_cnn() -> nn.Sequential:
-    # Group norm, which sees one image at a time: batch norm would see each process's part alone.
+    # Group norm, because batch-norm statistics would differ between processes.
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1, bias=False),
         nn.GroupNorm(4, 16),
@@ -77,7 +77,7 @@ def train(
 
             loss = opt.step(closure)
         if rank == 0:
-            print(f"epoch {epoch}: loss of the last batch's first part {loss.item():.3f}")
+            print(f"epoch {epoch}: loss of the last batch on rank 0 {loss.item():.3f}")
 
     if rank == 0:
         with torch.no_grad():

@@ -20,14 +20,14 @@ class Bound:
     Attributes:
         loss: the empirical loss on the training set.
         flatness: $R^{\mathrm{FAD}}_{\rho, \alpha}$.
-        discrepancy: the distance between the training and the test distribution; None: not known.
-        tail: $M / \sqrt n$, for the noise that leaves the ball.
-        complexity: the square root, of PAC-Bayes type.
-        M: the bound on the loss of an image.
+        discrepancy: distance between the training and test distributions; None if unknown.
+        tail: $M / \sqrt n$, for noise outside the ball.
+        complexity: the square-root term, of PAC-Bayes type.
+        M: upper bound on the loss of an image.
         n: images in the training set.
         d: parameters.
         rho: the radius.
-        weight_norm: the Euclidean norm of all weights together.
+        weight_norm: the Euclidean norm of all weights.
         delta: the bound holds with probability $1 - \delta$ over training sets.
     """
 
@@ -45,28 +45,28 @@ class Bound:
 
     @property
     def known(self) -> float:
-        """The sum of the terms that are known: all, or all but the discrepancy."""
+        """The sum of all known terms: without the discrepancy if that is unknown."""
         return math.fsum(
             [self.loss, self.flatness, self.discrepancy or 0.0, self.tail, self.complexity]
         )
 
     @property
     def total(self) -> float | None:
-        """The bound; None while the discrepancy is not known."""
+        """The bound; None if the discrepancy is unknown."""
         return None if self.discrepancy is None else self.known
 
     @property
     def is_vacuous(self) -> bool:
-        """Whether it says nothing: the loss never exceeds `M` anyway.
+        """Whether the bound reaches `M`, which the loss never exceeds anyway.
 
-        Judged with the factor `M` that the complexity term needs where `M` exceeds 1 and that the
-        paper does not print.
+        Includes the factor `M` that the complexity term needs if `M` exceeds 1, which the paper
+        omits.
         """
         return self._counted >= self.M
 
     @property
     def _counted(self) -> float:
-        """The known terms with that factor."""
+        """The known terms, including that factor."""
         return self.known + (_factor(self.M) - 1) * self.complexity
 
     @property
@@ -92,28 +92,28 @@ class Bound:
 
     @property
     def statement(self) -> str:
-        """How loose it is for these numbers, in plain sentences."""
+        """Describe how loose the bound is."""
         ratio = _factor(self.M) * self.complexity / self.M
         verdict = (
-            "The bound is vacuous: its known terms reach or exceed the largest loss there can be"
+            "The bound is vacuous: its known terms reach or exceed the largest possible loss"
             if self.is_vacuous
-            else "The known terms are below the largest loss there can be"
+            else "The known terms are below the largest possible loss"
         )
         scale = (
             "so as printed it is right for M <= 1, as here."
             if self.M <= 1
             else f"so as printed it is right for M <= 1 only; for M = {self.M:g} it should be "
-            f"{self.M:g} times as large, {self.M * self.complexity:.3g}, and is counted as such."
+            f"{self.M:g} times as large, {self.M * self.complexity:.3g}, which is used here."
         )
         images = f"{float(f'{self.images_needed:.2g}'):,.0f}"
         size = (
-            f"it is below M for training sets of about {images} images and more"
+            f"it is below M for training sets of about {images} images or more"
             if self.images_needed <= self.n
-            else f"for it to fall below M, about {images} images would be needed instead of "
+            else f"to fall below M, it would need about {images} images instead of "
             f"{self.n:,}, all else equal"
         )
         unknown = (
-            " The discrepancy between training and test domains comes on top, and cannot be "
+            " The discrepancy between training and test domains adds to this and cannot be "
             "measured without the test domain."
             if self.discrepancy is None
             else ""
@@ -123,9 +123,9 @@ class Bound:
             f"The complexity term carries no factor M, {scale} "
             f"Alone it is {ratio:.3g} times M; {size}. "
             "The proposition assumes a loss that is bounded, symmetric and obeys the triangle "
-            "inequality; cross-entropy is and does none of these. And what is bounded is the mean "
-            f"test loss over Gaussian noise on the weights (standard deviation {self.noise:.3g} "
-            "each), not the test loss of the model itself."
+            "inequality; cross-entropy satisfies none of these. The bound is on the mean test loss "
+            f"under Gaussian noise on the weights (standard deviation {self.noise:.3g} each), not "
+            "on the test loss of the model itself."
         )
 
     def __str__(self) -> str:
@@ -152,7 +152,7 @@ def ood_bound(
     delta: float = 0.05,
     discrepancy: float | None = None,
 ) -> Bound:
-    r"""The right-hand side of Proposition 3.1.
+    r"""Compute the right-hand side of Proposition 3.1.
 
     With probability at least $1 - \delta$ over training sets of $n$ images,
 
@@ -161,7 +161,7 @@ def ood_bound(
     \frac{M}{\sqrt n} + \sqrt{\frac{\frac{d}{4} \log\left(1 + \frac{\|\theta\|^2}{d
     \sigma^2}\right) + \frac14 + \log \frac{n}{\delta} + 2 \log(6n + 3d)}{n - 1}}$$
 
-    where $\epsilon$ has independent normal entries with the standard deviation
+    where $\epsilon$ has independent normal entries with standard deviation
     $\sigma = \rho / (\sqrt d + \sqrt{\log n})$. For a deep network the last term is far larger than
     any loss; `Bound.statement` says by how much.
 
@@ -169,13 +169,13 @@ def ood_bound(
         loss: the empirical loss, from 0 to `M`.
         flatness: `Flatness.fad`, measured with the same `rho`.
         rho: the radius.
-        n: images in the training set.
-        d: parameters.
-        weight_norm: the Euclidean norm of all weights together.
-        M: the largest loss that an image can have.
-        delta: the probability with which the bound may fail.
-        discrepancy: the distance between the training and the test distribution, the largest
-            difference of the mean disagreement of two models; left symbolic unless given.
+        n: number of training images.
+        d: number of parameters.
+        weight_norm: the Euclidean norm of all weights.
+        M: the largest possible loss of an image.
+        delta: the probability that the bound fails.
+        discrepancy: distance between the training and test distributions: the largest difference
+            in the mean disagreement of two models. None keeps it symbolic.
 
     Examples:
         >>> bound = ood_bound(
@@ -196,16 +196,16 @@ def ood_bound(
         ("d", 1, d),
     ):
         if not least <= value < math.inf:
-            raise UserError(f"{name}={value}: give a finite number, at least {least}")
+            raise UserError(f"{name} must be finite and at least {least}, got {value}")
     for name, positive in (("rho", rho), ("M", M)):
         if not 0 < positive < math.inf:
-            raise UserError(f"{name}={positive}: give a positive number")
+            raise UserError(f"{name} must be positive and finite, got {positive}")
     if not 0 < delta < 1:
-        raise UserError(f"delta={delta}: give a probability between 0 and 1, for instance 0.05")
+        raise UserError(f"delta must be between 0 and 1, got {delta}")
     if loss > M:
         raise UserError(
-            f"loss={loss} exceeds M={M}, which is to be the largest loss that an image can have: "
-            "give a larger M"
+            f"loss={loss} exceeds M={M}, which must be the largest possible loss of an image: "
+            "pass a larger M"
         )
     return Bound(
         loss=loss,
@@ -223,12 +223,12 @@ def ood_bound(
 
 
 def _factor(M: float) -> float:
-    """What the complexity term is to be multiplied by: it is derived for losses up to 1."""
+    """Return the factor of the complexity term, which is derived for losses up to 1."""
     return max(1.0, M)
 
 
 def _noise(rho: float, n: int, d: int) -> float:
-    """The standard deviation at which the noise stays within the ball but for 1 in sqrt n times."""
+    """Return the standard deviation at which noise leaves the ball 1 in sqrt n times."""
     return rho / (math.sqrt(d) + math.sqrt(math.log(n)))
 
 

@@ -1,16 +1,16 @@
-"""Hugging Face's Trainer with FAD: a small ResNet learns digits at five angles, not the sixth.
+"""Hugging Face Trainer with FAD: a small ResNet learns digits at five angles, not the sixth.
 
     python examples/hf_trainer.py
 
-The Trainer makes its AdamW from the arguments as always; `flatness=` wraps it. Accumulation,
-clipping, the schedule, mixed precision and checkpoints are the Trainer's own.
+The Trainer builds its AdamW from the arguments as usual, and `flatness=` wraps it. The Trainer
+still handles accumulation, clipping, the schedule, mixed precision and checkpoints.
 """
 
 import argparse
 import os
 from functools import partial
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched: the model is made from a config
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is built from a config
 
 import torch
 from torch.utils.data import ConcatDataset, Dataset
@@ -48,10 +48,10 @@ def small_resnet() -> ResNetForImageClassification:
         num_labels=10,
     )
     model = ResNetForImageClassification(config)
-    # Digits have 8 x 8 pixels: a stem that keeps them, instead of one made for 224 x 224.
+    # A stem that keeps the resolution of 8 x 8 digits, instead of one for 224 x 224 images.
     model.resnet.embedder.embedder.convolution = torch.nn.Conv2d(1, 16, 3, padding=1, bias=False)
     model.resnet.embedder.pooler = torch.nn.Identity()
-    # Its loss is the mean over a micro-batch, which the Trainer is to divide by their number.
+    # The loss is the mean over a micro-batch; the Trainer divides it by their number.
     model.accepts_loss_kwargs = False
     return model
 
@@ -78,7 +78,7 @@ def main(
         gradient_accumulation_steps=2,
         learning_rate=3e-3,
         weight_decay=1e-4,
-        max_grad_norm=1.0,  # the direction is what is clipped
+        max_grad_norm=1.0,  # clips the direction
         lr_scheduler_type="cosine",
         warmup_steps=5,
         fp16=precision == "fp16",  # needs a GPU

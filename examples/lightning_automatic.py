@@ -1,9 +1,9 @@
-"""Lightning's automatic optimization with FAD: nothing but `configure_optimizers` differs.
+"""Lightning's automatic optimization with FAD: only `configure_optimizers` changes.
 
     python examples/lightning_automatic.py
 
-Lightning runs `training_step` once for each of the four passes. `self.log` counts in the first pass
-only, and settings under which it would not be a FAD step raise an error.
+Lightning runs `training_step` once for each of the four passes. `self.log` only logs the first
+pass, and settings that would silently change the FAD step raise an error.
 """
 
 import argparse

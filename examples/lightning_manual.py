@@ -2,7 +2,7 @@
 
     python examples/lightning_manual.py
 
-`ManualFlatness` runs the passes: `training_step` calls `flatness_step` and logs what it returns.
+`ManualFlatness` runs the passes: `training_step` calls `flatness_step` and logs the loss.
 On a GPU the passes run in fp16 under Lightning's GradScaler, on a CPU in float32.
 """
 
@@ -47,7 +47,7 @@ class Digits(ManualFlatness):
 
     def training_step(self, batch, batch_idx):
         loss = self.flatness_step(batch, self.loss, accumulate=self.hparams.accumulate)
-        if loss is not None:  # None while batches are being gathered
+        if loss is not None:  # None while accumulating
             self.log("train_loss", loss, on_epoch=True)
 
     def on_before_optimizer_step(self, optimizer):  # once per step, .grad holds the direction

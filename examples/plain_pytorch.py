@@ -56,7 +56,7 @@ def main(
 
     model = small_cnn().to(device)
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    # max_norm clips the direction; model= keeps batch-norm statistics to the first pass.
+    # max_norm clips the direction; model= updates batch-norm statistics in the first pass only.
     opt = FAD(base, rho=rho, alpha=0.5, beta=0.5, model=model, max_norm=1.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=epochs * len(loader))
     scaler = torch.amp.GradScaler(device, enabled=device == "cuda")

@@ -2,8 +2,8 @@
 
     python examples/timm_loop.py
 
-timm's `NativeScaler` runs one backward and steps, which is one pass of a FAD step. Here the passes
-come first, each with `backward` alone, and then what `NativeScaler` does after its backward.
+timm's `NativeScaler` runs a single backward pass and then steps. This loop runs all passes of a FAD
+step first, and then does what `NativeScaler` does after its backward.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main(
     loader = DataLoader(data, batch_size=64, shuffle=True, drop_last=True, generator=order)
 
     model = timm.create_model(model_name, num_classes=10, in_chans=1, drop_rate=0.1).to(device)
-    base = create_optimizer_v2(model, opt="sgd", lr=0.1, weight_decay=1e-4)  # no decay of biases
+    base = create_optimizer_v2(model, opt="sgd", lr=0.1, weight_decay=1e-4)  # biases do not decay
     opt = FAD(base, rho=rho, alpha=0.5, beta=0.5, model=model)
     scheduler, epochs = create_scheduler_v2(
         opt, num_epochs=epochs, warmup_epochs=1, step_on_epochs=False, updates_per_epoch=len(loader)

@@ -84,7 +84,7 @@ def test_the_whole_interval_is_within_the_bar(points: list[float], inside: bool 
 
 @pytest.mark.parametrize("text", ["engine=off", "seed=7", "optimizer.name=adam", "precision=bf16"])
 def test_what_is_compared_cannot_be_overridden(images: Path, text: str) -> None:
-    with pytest.raises(UserError, match="the benchmark's to set"):
+    with pytest.raises(UserError, match="the benchmark sets"):
         options(images, overrides=[text]).grid("engine")
 
 

@@ -456,13 +456,13 @@ STEP = "self.flatness_step(batch, self.loss)"
         (
             lambda of: of.Automatic(lambda m: GAMExact(sgd(m), rho=0.1)),
             {},
-            "graph of the gradient",
+            "create_graph=True",
             STEP,
         ),
         (own_step, {}, "without a closure", "optimizer.step(closure=optimizer_closure)"),
         (lambda of: by_hand(of, passes=False), {}, "without a closure", STEP),
         (lambda of: by_hand(of, passes=False), half, "without a closure", STEP),
-        (lambda of: by_hand(of, use_pl_optimizer=False), {}, "did not count", STEP),
+        (lambda of: by_hand(of, use_pl_optimizer=False), {}, "neither counted", STEP),
     ],
 )
 def test_what_would_go_wrong_is_refused_with_the_code(of, module, options, setting, code):

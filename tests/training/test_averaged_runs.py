@@ -199,7 +199,7 @@ def test_the_outcome_is_said(tmp_path, monkeypatch) -> None:
     assert "swad: the loss valley begins after step 2 and ended before the run did" in text
     script(monkeypatch, [9.0 - i for i in range(9)])
     train(make_config({**DIGITS, "averaging": SWAD}), tmp_path / "never")
-    assert "did not converge within 7 looks" in (tmp_path / "never/log.txt").read_text()
+    assert "did not converge within 7 evaluations" in (tmp_path / "never/log.txt").read_text()
 
 
 def test_unfinished_weights_do_not_claim_to_be_averaged(tmp_path, monkeypatch) -> None:

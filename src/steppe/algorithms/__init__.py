@@ -1,4 +1,4 @@
-"""Algorithms: how batches of several domains become a loss. One file each."""
+"""Domain-generalization algorithms: each turns batches from several domains into a loss."""
 
 from typing import TYPE_CHECKING
 
@@ -20,5 +20,5 @@ if TYPE_CHECKING:
         build_algorithm as build_algorithm,
         register_algorithm as register_algorithm,
     )
-else:  # not for type checkers, which would take any name for one of the package
+else:  # a module-level __getattr__ would make type checkers accept any name
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -1,8 +1,8 @@
-"""The contract of an algorithm: how batches of several domains become a loss.
+"""The algorithm contract: how batches from several domains become a loss.
 
-An optimizer may evaluate the loss several times in a step, at other weights. A step is therefore
-cut in three: `prepare` draws every random choice, `forward` is pure in the parameters and is called
-one to four times, `commit` updates the algorithm's own state once.
+An optimizer may evaluate the loss several times per step, at different weights. A step therefore
+has three parts: `prepare` makes every random draw, `forward` is a pure function of the parameters
+and runs one to four times, and `commit` updates the algorithm's own state once.
 """
 
 from abc import ABC, abstractmethod
@@ -21,14 +21,14 @@ from .network import Network
 
 @dataclass(frozen=True)
 class Prepared:
-    """The images of a step and everything about it that was left to chance.
+    """The images of a step and all of its random draws.
 
     Attributes:
-        images: normalized, of all domains, one domain after the other.
-        labels: their classes.
-        sizes: how many images each domain has.
-        keep: dropout's mask for the features, N x `n_features`; None: nothing is dropped.
-        draws: what else an algorithm draws, or computes once for all passes, by name.
+        images: normalized images of all domains, concatenated in domain order.
+        labels: the class of each image.
+        sizes: number of images per domain.
+        keep: dropout mask for the features, N x `n_features`; None drops nothing.
+        draws: other random draws, and values computed once for all passes, by name.
     """
 
     images: Tensor
@@ -38,20 +38,20 @@ class Prepared:
     draws: Mapping[str, Any] = field(default_factory=dict)
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Rows of all domains, domain by domain."""
+        """Split rows of all domains into one tensor per domain."""
         domains: tuple[Tensor, ...] = values.split(self.sizes)
         return domains
 
 
 @dataclass(frozen=True)
 class Losses:
-    """What one evaluation gives.
+    """The result of one evaluation of an objective.
 
     Attributes:
         total: the scalar to minimize.
-        parts: what records show, each a scalar.
-        aux: what later passes of the same step need from the first one.
-        state: what the algorithm's buffers of these names are to become after the step.
+        parts: scalars to log, by name.
+        aux: values from the first pass that later passes of the same step need.
+        state: new values for the algorithm's buffers, by name, applied after the step.
     """
 
     total: Tensor
@@ -62,16 +62,16 @@ class Losses:
 
 @dataclass(frozen=True)
 class Objective:
-    """One of the losses that an algorithm minimizes, each over parameters of its own.
+    """A loss to minimize over its own set of parameters.
 
     Attributes:
-        name: what `forward` is asked for.
-        parameters: what its optimizer updates.
-        active: whether a step, counted from 0, optimizes it.
-        reset: whether the optimizer forgets its moments before a step.
-        options: options that this objective overrides, where the optimizer has them.
-        lr_factors: parameters whose learning rate is so many times the optimizer's.
-        optimizer: the objective whose optimizer it shares (default: it has its own).
+        name: passed to `forward` as `objective`.
+        parameters: the parameters its optimizer updates.
+        active: whether to optimize it in a given step, counted from 0.
+        reset: whether to clear the optimizer's state before a given step.
+        options: optimizer options to override, ignored by optimizers that lack them.
+        lr_factors: learning-rate multipliers of individual parameters.
+        optimizer: the objective whose optimizer to share (default: its own).
     """
 
     name: str
@@ -84,11 +84,11 @@ class Objective:
 
 
 First = Mapping[str, Tensor] | None
-"""The first pass's `aux`, detached, in all passes of a step but the first."""
+"""The first pass's detached `aux`; None in the first pass itself."""
 
 
 class Algorithm(nn.Module, ABC):
-    """A way to learn from several domains.
+    """Base class of all algorithms.
 
     Args:
         network: the network to train.
@@ -96,7 +96,7 @@ class Algorithm(nn.Module, ABC):
     """
 
     differentiates: ClassVar[bool] = False
-    """Whether `forward` itself asks for gradients of the network, as compiled code does not let."""
+    """Whether `forward` differentiates through the network, which compiled code cannot do."""
 
     def __init__(self, network: Network, n_domains: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Algorithm(nn.Module, ABC):
         self.n_domains = n_domains
 
     def prepare(self, batches: Sequence[Batch]) -> Prepared:
-        """Draws every random choice of a step, once; the result goes to `forward`."""
+        """Make every random draw of a step, once, for all calls of `forward`."""
         images = self.network.normalize(torch.cat([batch.images for batch in batches]))
         return Prepared(
             images,
@@ -115,51 +115,50 @@ class Algorithm(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
-        """The loss at the present weights, free of side effects.
+        """Compute the loss at the current weights, without side effects.
 
         Args:
-            prepared: what `prepare` returned.
-            objective: which of `objectives` is asked for.
+            prepared: the return value of `prepare`.
+            objective: the name of one of `objectives`.
             first: the first pass's `aux`, detached; None in the first pass.
         """
 
     @torch.no_grad()
     def commit(self, prepared: Prepared, first: Mapping[str, Losses]) -> None:
-        """Updates the algorithm's own state, once per step.
+        """Update the algorithm's own state, once per step.
 
         Args:
-            prepared: what `prepare` returned.
-            first: the first pass's values, of every objective that the step optimized. Where a
-                batch was cut into parts or shared by processes, their mean.
+            prepared: the return value of `prepare`.
+            first: the first pass's losses for every objective the step optimized, averaged over
+                micro-batches and processes.
         """
         for losses in first.values():
             for name, value in losses.state.items():
                 self.get_buffer(name).copy_(value)
 
     def objectives(self) -> Sequence[Objective]:
-        """What is minimized; the default is one loss over all parameters."""
+        """List the losses to minimize; by default, one over all parameters."""
         return (Objective("main", tuple(trainable(self))),)
 
     def predict(self, images: Tensor) -> Tensor:
-        """The logits of images from a domain that may never have been seen."""
+        """Compute logits for images that may come from an unseen domain."""
         return self.network(images)
 
 
 def trainable(*modules: nn.Module) -> Iterable[nn.Parameter]:
-    """The parameters that take gradients."""
     return (p for module in modules for p in module.parameters() if p.requires_grad)
 
 
 def domain_risks(logits: Tensor, prepared: Prepared) -> Tensor:
-    """The mean cross-entropy of each domain."""
+    """Return the mean cross-entropy of each domain."""
     losses = F.cross_entropy(logits, prepared.labels, reduction="none")
     return torch.stack([of_domain.mean() for of_domain in prepared.split(losses)])
 
 
 def full_precision(features: Tensor, network: Network) -> tuple[Tensor, torch.autocast]:
-    """Features in the precision of the weights, and a context that computes in it.
+    """Return features in the weights' precision, and a context that computes in it.
 
-    Penalties are differences, or squares of small numbers: half precision would lose them.
+    Penalties are differences or squares of small numbers, which half precision would round away.
     """
     dtype = network.classifier.weight.dtype
     return features.to(dtype), torch.autocast(features.device.type, enabled=False)

@@ -1,22 +1,22 @@
-"""What algorithms share whose penalty has another weight at the start of a run."""
+"""Algorithms whose penalty weight changes after a number of steps."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .algorithm import Algorithm, Objective, trainable
+from .algorithm import Algorithm, Losses, Objective, trainable
 from .network import Network
 
 
 class Annealed(Algorithm):
-    """An algorithm that learns with one weight of its penalty first and with another later.
+    """Base class for a penalty whose weight is `before` first and `penalty` later.
 
-    The optimizer forgets its moments when the weight changes: they are those of another loss.
+    The optimizer's state is reset when the weight changes, because it belongs to a different loss.
 
     Args:
-        penalty: the penalty's weight from step `anneal_steps` on.
-        before: the penalty's weight until then.
+        penalty: the penalty weight from step `anneal_steps` on.
+        before: the penalty weight until then.
     """
 
     steps: Tensor
@@ -28,10 +28,16 @@ class Annealed(Algorithm):
         self.penalty, self.anneal_steps, self.before = penalty, anneal_steps, before
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
-    def weight(self, like: Tensor) -> Tensor:
-        """The penalty's weight in this step, as a tensor: a number would be compiled in."""
-        before, after = (like.new_full((), value) for value in (self.before, self.penalty))
-        return torch.where(self.steps < self.anneal_steps, before, after)
+    def losses(self, risk: Tensor, penalty: Tensor, **state: Tensor) -> Losses:
+        """Weight the penalty for this step and count the step."""
+        # Tensors, because the compiler would bake numbers into its code.
+        before, after = (penalty.new_full((), value) for value in (self.before, self.penalty))
+        weight = torch.where(self.steps < self.anneal_steps, before, after)
+        return Losses(
+            risk + weight * penalty,
+            {"risk": risk, "penalty": penalty},
+            state={**state, "steps": self.steps + 1},
+        )
 
     def objectives(self) -> Sequence[Objective]:
         return (

@@ -1,4 +1,4 @@
-"""ARM: a network that adapts to a domain by a picture of it."""
+"""ARM: a network that adapts to a domain through a context channel."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -25,23 +25,23 @@ from .registry import register_algorithm
 class ARM(Algorithm):
     r"""Adaptive risk minimization with a context network (Zhang et al., NeurIPS 2021, ARM-CML).
 
-    A small network \(g\) makes an image of one channel of every image; their mean over a support
-    set \(S\) of `support` images of one domain is what the network sees as one more channel:
+    A small network \(g\) maps each image to a one-channel image. The mean of these over a support
+    set \(S\) of `support` images from one domain is an additional input channel:
 
     \[ f(x) = c(\varphi(x, \bar g)), \qquad \bar g = \frac{1}{|S|} \sum_{x' \in S} g(x'). \]
 
-    It minimizes the mean cross-entropy over the weights of both. In prediction, support sets are
-    made of the images that are predicted together, which should be of one domain and in random
-    order; the last set may be smaller. The first layer begins with the first channel's weights for
-    the new one.
+    ARM minimizes the mean cross-entropy over the weights of both networks. At prediction time, it
+    splits the batch into support sets, so the batch should come from one domain in random order;
+    the last set may be smaller. The new channel's weights in the first layer start as a copy of
+    the first channel's.
 
-    DomainBed leaves the context network as it was initialized; here it is trained, as in the paper.
-    DomainBed takes a batch that is no multiple of `support` as one set. Each process has support
-    sets of its own images. Where batch norm is estimated anew for an average, sets go across
-    domains unless the batch size is a multiple of `support`.
+    DomainBed never trains the context network and treats a batch that is not a multiple of
+    `support` as one set; this class trains it, as in the paper. Each process forms support sets
+    from its own images. When batch-norm statistics are re-estimated for averaged weights, sets
+    span domains unless the batch size is a multiple of `support`.
 
     Args:
-        support: images that share a context.
+        support: number of images that share a context.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ARM(Algorithm):
 
 
 def _widen(featurizer: nn.Module, channels: int) -> None:
-    """Gives the first convolution one more input channel."""
+    """Add an input channel to the first convolution."""
     for module in featurizer.modules():
         if isinstance(module, nn.Conv2d) and module.in_channels == channels:
             weight = torch.cat([module.weight, module.weight[:, :1]], 1).detach()
@@ -87,6 +87,6 @@ def _widen(featurizer: nn.Module, channels: int) -> None:
             module.in_channels += 1
             return
     raise UserError(
-        "algorithm 'ARM' adds a channel to the images, and this backbone does not begin with a "
-        "convolution over them: choose another backbone"
+        "algorithm 'ARM' adds an input channel, but this backbone does not start with a "
+        "convolution over the images: choose another backbone"
     )

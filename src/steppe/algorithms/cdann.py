@@ -1,4 +1,4 @@
-"""CDANN: features that do not tell which domain an image is from, given its class."""
+"""CDANN: features that do not reveal an image's domain, given its class."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +21,11 @@ from .registry import register_algorithm
 class CDANN(DANN):
     r"""Conditional domain-adversarial training (Li et al., ECCV 2018).
 
-    As `DANN`, except that the discriminator sees \(\varphi(x) + e_y\), with a learned vector for
-    every class, and that its risk is balanced: an image of a class that has \(n_y\) of them in the
-    batch counts \(1 / (n_y C)\) instead of \(1 / n\), with \(C\) classes. As in DomainBed, except
-    that its \(C\) is that of the classes up to the highest in the batch; the paper has a
-    discriminator for each class. Several processes balance their own images.
+    Like `DANN`, but the discriminator sees \(\varphi(x) + e_y\), with a learned embedding of each
+    class, and its risk is class-balanced: with \(C\) classes, an image whose class has \(n_y\)
+    images in the batch has weight \(1 / (n_y C)\) instead of \(1 / n\). Matches DomainBed, except
+    that its \(C\) is the highest label in the batch plus one. The paper has one discriminator per
+    class. With several processes, each balances its own images.
     """
 
     def __init__(self, network: Network, n_domains: int, **options: Any) -> None:

@@ -20,13 +20,13 @@ from .registry import register_algorithm
 class CORAL(FeatureMatching):
     r"""Correlation alignment (Sun and Saenko, Deep CORAL, ECCV Workshops 2016).
 
-    The distance of two domains whose features have the means \(\mu, \mu'\) and the covariances
-    \(C, C'\) is, over \(m\) features,
+    The distance between two domains whose \(m\) features have means \(\mu, \mu'\) and covariances
+    \(C, C'\) is
 
     \[ \frac{1}{m} \|\mu - \mu'\|^2 + \frac{1}{m^2} \|C - C'\|_F^2. \]
 
-    The loss is the mean over domains of the risk plus `penalty` times the mean distance over pairs
-    of domains. As in DomainBed; the paper has no term for the means and a quarter of the other.
+    The loss is the mean domain risk plus `penalty` times the mean distance over pairs of domains.
+    Matches DomainBed; the paper has no mean term and a quarter of the covariance term.
     """
 
     def distance(self, features: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,8 @@
-"""DANN: features that do not tell which domain an image is from."""
+"""DANN: features that do not reveal an image's domain."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Annotated, Any
 
 import torch
@@ -13,9 +14,32 @@ from steppe.options import Like, Option
 from steppe.search import Choice, LogUniform
 
 from .algorithm import Algorithm, First, Losses, Objective, Prepared, full_precision, trainable
-from .mlp import MLP
-from .network import Network
+from .network import Network, draw_mask
 from .registry import register_algorithm
+
+
+class MLP(nn.Module):
+    """DomainBed's perceptron: `depth` linear layers, with dropout masks drawn by `draw_masks`."""
+
+    def __init__(
+        self, n_inputs: int, n_outputs: int, width: int, depth: int, dropout: float
+    ) -> None:
+        super().__init__()
+        sizes = [n_inputs, *[width] * (depth - 1), n_outputs]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+        self.width, self.dropout = width, dropout
+
+    def draw_masks(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Draw a mask for each hidden layer; none without dropout or in evaluation mode."""
+        hidden = len(self.layers) - 1 if self.dropout and self.training else 0
+        return tuple(draw_mask(images, self.width, self.dropout) for _ in range(hidden))
+
+    def forward(self, x: Tensor, masks: Sequence[Tensor] = ()) -> Tensor:
+        for number, layer in enumerate(self.layers[:-1]):
+            x = layer(x)
+            x = (x * masks[number] if masks else x).relu()
+        outputs: Tensor = self.layers[-1](x)
+        return outputs
 
 
 @register_algorithm(
@@ -28,32 +52,31 @@ from .registry import register_algorithm
 class DANN(Algorithm):
     r"""Domain-adversarial training (Ganin et al., JMLR 2016).
 
-    A perceptron \(h\) learns to tell the domain \(d\) from the features \(\varphi(x)\), which in
-    turn learn to mislead it. `d_steps` steps that minimize over \(h\)
+    A discriminator \(h\) learns to predict the domain \(d\) from the features \(\varphi(x)\),
+    which learn to mislead it. `d_steps` steps that minimize, over \(h\),
 
     \[ D = \overline{\ell(h(\varphi(x)), d)}
         + w_g \, \overline{\|\partial \ell(h(\varphi(x)), d) / \partial \varphi(x)\|^2} \]
 
-    are followed by one that minimizes, over the rest of the network,
+    alternate with one step that minimizes, over the rest of the network,
 
     \[ \overline{\ell(f(x), y)} - \lambda D, \]
 
-    with \(\lambda\) the `penalty` and \(w_g\) the `grad_penalty`; means are over all images.
+    where \(\lambda\) is `penalty`, \(w_g\) is `grad_penalty`, and means are over all images.
 
-    As in DomainBed: the two take turns, where the paper makes one step of both with a gradient
-    reversed. Both optimizers come from the optimizer axis. `beta1` (and 0.9 for the other) are the
-    `betas` of those that have some.
+    Matches DomainBed, which alternates the two; the paper updates both in one step with a gradient
+    reversal layer. Both parts use the run's optimizer, with `betas=(beta1, 0.9)` if it has `betas`.
 
     Args:
-        penalty: the weight of the discriminator's loss.
-        d_steps: its steps for each of the network.
-        grad_penalty: the weight of its gradient's square.
-        beta1: the first of the optimizers' `betas`, where they have some.
-        width: of its hidden layers.
-        depth: its number of layers.
-        dropout: in it.
-        lr: its learning rate; None: the optimizer's.
-        weight_decay: its weight decay; None: the optimizer's.
+        penalty: weight of the discriminator's loss.
+        d_steps: discriminator steps per network step.
+        grad_penalty: weight of the discriminator's squared gradient norm.
+        beta1: first of the optimizer's `betas`, if it has any.
+        width: width of the discriminator's hidden layers.
+        depth: number of layers of the discriminator.
+        dropout: dropout of the discriminator.
+        lr: learning rate of the discriminator; None uses the optimizer's.
+        weight_decay: weight decay of the discriminator; None uses the optimizer's.
     """
 
     def __init__(
@@ -88,15 +111,14 @@ class DANN(Algorithm):
         return (self.discriminator,)
 
     def discriminator_input(self, features: Tensor, labels: Tensor) -> Tensor:
-        """What the discriminator sees of an image."""
+        """Build the discriminator's input for each image."""
         return features
 
     def discriminator_risk(self, losses: Tensor, labels: Tensor) -> Tensor:
-        """The discriminator's risk, from every image's loss."""
+        """Reduce the discriminator's loss per image to its risk."""
         return losses.mean()
 
     def prepare(self, batches: Sequence[Batch]) -> Prepared:
-        """Draws dropout's masks, of the discriminator too."""
         prepared = super().prepare(batches)
         domains = [torch.full_like(batch.labels, d) for d, batch in enumerate(batches)]
         masks = self.discriminator.draw_masks(prepared.images)
@@ -117,7 +139,7 @@ class DANN(Algorithm):
             losses = self._losses(self.discriminator_input(features, prepared.labels), prepared)
             return self.discriminator_risk(losses, prepared.labels)
         features, exact = full_precision(features, self.network)
-        with exact, torch.enable_grad():  # a gradient is part of the value, whoever asks for it
+        with exact, torch.enable_grad():  # the loss contains a gradient, even under no_grad
             seen = self.discriminator_input(features, prepared.labels)
             if not seen.requires_grad:
                 seen = seen.detach().requires_grad_()
@@ -127,7 +149,6 @@ class DANN(Algorithm):
             return risk + self.grad_penalty * slopes.square().sum(1).mean()
 
     def _losses(self, seen: Tensor, prepared: Prepared) -> Tensor:
-        """The discriminator's cross-entropy, of every image."""
         outputs = self.discriminator(seen, prepared.draws["masks"])
         return F.cross_entropy(outputs, prepared.draws["domains"], reduction="none")
 

@@ -1,4 +1,4 @@
-"""ERM: one loss over all domains' images, as if they were one."""
+"""ERM: the mean loss over all images, ignoring domains."""
 
 from torch.nn import functional as F
 
@@ -14,8 +14,8 @@ from .registry import register_algorithm
 class ERM(Algorithm):
     r"""Empirical risk minimization (Vapnik, Statistical Learning Theory, 1998).
 
-    The mean cross-entropy of all images of the step, \(\frac{1}{n}\sum_i \ell(f(x_i), y_i)\),
-    whichever domain they are from.
+    Minimizes the mean cross-entropy \(\frac{1}{n}\sum_i \ell(f(x_i), y_i)\) over all images of
+    the step, regardless of their domains.
     """
 
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:

@@ -1,4 +1,4 @@
-"""Fishr: gradients with the same variance in all domains."""
+"""Fishr: equal gradient variances in all domains."""
 
 from typing import Annotated
 
@@ -26,23 +26,23 @@ from .registry import register_algorithm
 class Fishr(Annealed):
     r"""Fishr (Rame et al., ICML 2022).
 
-    With \(v_d\) the variance, over the images of domain \(d\), of every entry of the gradient of
-    the cross-entropy by the classifier's weights, averaged over steps,
-    \(v_d \leftarrow m v_d + (1 - m) \mathrm{Var}_d\) with \(m\) the `ema`, and \(P\) the number
-    of those weights, it minimizes
+    Let \(\mathrm{Var}_d\) be the elementwise variance, over the images of domain \(d\), of the
+    gradient of the cross-entropy with respect to the \(P\) weights of the classifier. Fishr keeps
+    a moving average \(v_d \leftarrow m v_d + (1 - m) \mathrm{Var}_d\), where \(m\) is `ema`, and
+    minimizes
 
     \[ \overline{\ell(f(x), y)} + \frac{w}{n} \sum_d \frac{1}{P}
         \left\| \frac{v_d - \bar v}{1 - m} \right\|^2, \]
 
-    with \(w\) 0 in the first `anneal_steps` steps and `penalty` later.
+    where \(w\) is 0 in the first `anneal_steps` steps and `penalty` afterwards.
 
-    As in DomainBed, with the gradients of single images from `torch.func`. Several processes
-    compare the variances of their own images; what they remember is the mean of theirs.
+    Matches DomainBed, with per-image gradients from `torch.func`. With several processes, each
+    compares the variances of its own images, and the moving average is the mean over processes.
 
     Args:
-        penalty: the weight of the variances' distance.
-        anneal_steps: steps before that weight holds; until then it is 0.
-        ema: the weight of the past in the variances.
+        penalty: penalty weight after annealing.
+        anneal_steps: number of initial steps without the penalty.
+        ema: decay of the moving average of the variances.
     """
 
     variances: Tensor
@@ -70,17 +70,13 @@ class Fishr(Annealed):
             gradients = self._gradients(features, prepared.labels)
             now = torch.stack([g.var(0, correction=0) for g in prepared.split(gradients)])
             averaged = self.ema * self.variances + (1 - self.ema) * now
-            # As if only `now` were weighted: the penalty's gradient does not shrink with `ema`.
+            # Undo the factor of `now`, so that the penalty's gradient does not shrink with `ema`.
             rescaled = averaged / (1 - self.ema)
             penalty = (rescaled - rescaled.mean(0)).square().mean()
-        return Losses(
-            risk + self.weight(penalty) * penalty,
-            {"risk": risk, "penalty": penalty},
-            state={"variances": averaged.detach(), "steps": self.steps + 1},
-        )
+        return self.losses(risk, penalty, variances=averaged.detach())
 
     def _gradients(self, features: Tensor, labels: Tensor) -> Tensor:
-        """The gradient of every image's cross-entropy by the classifier's weights, as rows."""
+        """Return each image's gradient with respect to the classifier's weights as a row."""
 
         def loss(weight: Tensor, bias: Tensor, x: Tensor, label: Tensor) -> Tensor:
             return F.cross_entropy(F.linear(x, weight, bias), label)

@@ -1,4 +1,4 @@
-"""GroupDRO: the domains with the highest risk count the most."""
+"""GroupDRO: higher weights for domains with higher risks."""
 
 from typing import Annotated
 
@@ -21,17 +21,17 @@ from .registry import register_algorithm
 class GroupDRO(Algorithm):
     r"""Group distributionally robust optimization (Sagawa et al., ICLR 2020, Alg. 1).
 
-    With \(R_d\) the mean cross-entropy of domain \(d\), it minimizes \(\sum_d q_d R_d\), where
-    every step first sets
+    Minimizes \(\sum_d q_d R_d\), where \(R_d\) is the mean cross-entropy of domain \(d\) and each
+    step first updates
 
     \[ q_d \leftarrow \frac{q_d e^{\eta R_d}}{\sum_k q_k e^{\eta R_k}}. \]
 
-    As in DomainBed. The weights of a step come from its first pass, so that all passes of an
-    optimizer evaluate one function. Several processes weigh domains by their own images' risks;
-    what they remember is the mean of their weights.
+    Matches DomainBed. The first pass of a step sets its weights, so that all passes evaluate the
+    same function. With several processes, each weights domains by the risks of its own images, and
+    \(q\) becomes the mean over processes.
 
     Args:
-        eta: how fast the domains' weights follow their risks.
+        eta: step size of the domain weights.
     """
 
     q: Tensor

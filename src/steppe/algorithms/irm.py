@@ -1,4 +1,4 @@
-"""IRM: one classifier that is optimal in every domain at once."""
+"""IRM: a single classifier that is optimal in every domain."""
 
 from typing import Annotated
 
@@ -23,20 +23,20 @@ from .registry import register_algorithm
 class IRM(Annealed):
     r"""Invariant risk minimization (Arjovsky et al., arXiv 1907.02893, IRMv1).
 
-    With \(R_d(s)\) the mean cross-entropy of domain \(d\) when its logits are multiplied by
-    \(s\), it minimizes
+    Let \(R_d(s)\) be the mean cross-entropy of domain \(d\) with its logits multiplied by \(s\).
+    IRM minimizes
 
-    \[ \frac{1}{n} \sum_d R_d(1) + \frac{w}{n} \sum_d R_d'(1)^2, \]
+    \[ \frac{1}{n} \sum_d R_d(1) + \frac{w}{n} \sum_d R_d'(1)^2. \]
 
-    where the square is estimated without bias as the product of the derivatives over every other
-    image and over those between. \(w\) is 1 in the first `anneal_steps` steps and `penalty` later.
+    The product of the derivatives over even and over odd images is an unbiased estimate of the
+    square. The weight \(w\) is 1 in the first `anneal_steps` steps and `penalty` afterwards.
 
-    As in DomainBed, except that the derivative,
-    \(\sum_c p_c z_c - z_y\) for logits \(z\), is written out instead of taken by autograd.
+    Matches DomainBed, but uses the closed form of the derivative,
+    \(\sum_c p_c z_c - z_y\) for logits \(z\), instead of autograd.
 
     Args:
-        penalty: the weight of the penalty.
-        anneal_steps: steps before that weight holds; until then it is 1.
+        penalty: penalty weight after annealing.
+        anneal_steps: number of initial steps with penalty weight 1.
     """
 
     def __init__(
@@ -56,14 +56,10 @@ class IRM(Annealed):
         logits, _ = full_precision(logits, self.network)
         slopes = prepared.split(scale_slopes(logits, prepared.labels))
         penalty = torch.stack([s[0::2].mean() * s[1::2].mean() for s in slopes]).mean()
-        return Losses(
-            risk + self.weight(penalty) * penalty,
-            {"risk": risk, "penalty": penalty},
-            state={"steps": self.steps + 1},
-        )
+        return self.losses(risk, penalty)
 
 
 def scale_slopes(logits: Tensor, labels: Tensor) -> Tensor:
-    """The derivative of every image's cross-entropy by a factor of its logits, at 1."""
+    """Differentiate each image's cross-entropy with respect to a logit scale, at scale 1."""
     chosen = logits.gather(1, labels[:, None]).squeeze(1)
     return (logits.softmax(1) * logits).sum(1) - chosen

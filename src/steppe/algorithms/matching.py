@@ -1,4 +1,4 @@
-"""What algorithms share that make the features of all domains alike."""
+"""Algorithms that match the feature distributions of all domains."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from .network import Network
 
 
 class FeatureMatching(Algorithm):
-    """Minimizes the mean of the domains' risks and the distance between their features.
+    """Minimize the mean domain risk plus a distance between the domains' features.
 
     Args:
-        penalty: the weight of the distance, the mean over pairs of domains.
+        penalty: weight of the mean distance over pairs of domains.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class FeatureMatching(Algorithm):
 
     @abstractmethod
     def distance(self, features: Sequence[Tensor]) -> Tensor:
-        """The mean over pairs of domains, given the features of each."""
+        """Compute the mean distance over pairs of domains from each domain's features."""
 
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         features = self.network.features(prepared.images, prepared.keep)

@@ -1,4 +1,4 @@
-"""MIRO: features that stay close to those of the network it began with."""
+"""MIRO: features that stay close to those of the pretrained network."""
 
 from __future__ import annotations
 
@@ -34,24 +34,23 @@ _VARIANCE, _EPS = 0.1, 1e-5
 class MIRO(Algorithm):
     r"""Mutual-information regularization with an oracle (Cha et al., ECCV 2022).
 
-    With \(f_l\) the output of stage \(l\) of the network, \(f_l^0\) that of the network as it was
-    at the beginning, pretrained and never changed, and \(\sigma_l^2\) a learned variance for every
-    channel, it minimizes
+    Let \(f_l\) be the output of stage \(l\) of the network, \(f_l^0\) that of the frozen initial
+    network, and \(\sigma_l^2\) a learned variance per channel. MIRO minimizes
 
     \[ \overline{\ell(f(x), y)} + \lambda \sum_l \tfrac{1}{2} \,
         \overline{(f_l - f_l^0)^2 / \sigma_l^2 + \log \sigma_l^2}, \]
 
-    \(\lambda\) being `penalty`; the overlines are means over images, channels and places. The
-    variances learn `lr_factor` times as fast as the rest.
+    where \(\lambda\) is `penalty` and overlines are means over images, channels and positions. The
+    variances' learning rate is `lr_factor` times the network's.
 
-    DomainBed does not have it; this follows the authors' repository: the stem and the four blocks
-    of a ResNet, the identity as mean encoder. What the first network makes of the images is
-    computed once per step, however many passes an optimizer makes. Checkpoints hold both networks.
-    The authors tune `penalty` for each dataset; what a search draws it from is ours.
+    DomainBed does not include MIRO. This follows the authors' repository: the stem and four blocks
+    of a ResNet, with the identity as mean encoder. The initial network runs once per step, however
+    many passes the optimizer makes. Checkpoints hold both networks. The authors tune `penalty` per
+    dataset; the search distribution is ours.
 
     Args:
-        penalty: the weight of the regularizer.
-        lr_factor: the learning rate of its own parameters over the network's.
+        penalty: weight of the regularizer.
+        lr_factor: learning rate of the variances, relative to the network's.
     """
 
     def __init__(
@@ -64,12 +63,12 @@ class MIRO(Algorithm):
         super().__init__(network, n_domains)
         if not network.stages:
             raise UserError(
-                "algorithm 'MIRO' compares what comes out of a backbone's stages, and this one's "
-                "are not known: choose a ResNet, or another backbone with feature_info in timm"
+                "algorithm 'MIRO' compares the outputs of a backbone's stages, but this backbone "
+                "does not list its stages: choose a ResNet, or a timm backbone with feature_info"
             )
         self.penalty, self.lr_factor = penalty, lr_factor
         self.first_featurizer = copy.deepcopy(network.featurizer).requires_grad_(False)
-        # The softplus of this is the variance.
+        # Chosen so that softplus(start) + _EPS is the initial variance.
         start = math.log(math.expm1(_VARIANCE - _EPS))
         self.raw_variances = nn.ParameterList(
             torch.full((stage.channels,), start) for stage in network.stages
@@ -113,6 +112,6 @@ def _distance(now: Tensor, then: Tensor, raw: Tensor, channel_dim: int) -> Tenso
     shape = [1] * now.dim()
     shape[channel_dim] = -1
     variance = (F.softplus(raw) + _EPS).view(shape)
-    # Small differences, squared: not in half precision.
+    # Half precision would round away squares of small differences.
     difference = now.to(raw.dtype) - then.to(raw.dtype)
     return (difference.square() / variance + variance.log()).mean() / 2

@@ -1,4 +1,4 @@
-"""MixStyle: feature maps with the statistics of two images."""
+"""MixStyle: feature maps with mixed statistics of two images."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ _EPS = 1e-6
 
 
 class Mix(NamedTuple):
-    """With which image each is mixed, and how much stays its own."""
+    """The index of each image's partner, and the share that stays its own."""
 
     partner: Tensor
     share: Tensor
@@ -32,28 +32,27 @@ class Mix(NamedTuple):
     citation="Zhou et al., Domain Generalization with MixStyle, ICLR 2021",
 )
 class MixStyle(Algorithm):
-    r"""MixStyle (Zhou et al., ICLR 2021), mixed regardless of domains.
+    r"""MixStyle (Zhou et al., ICLR 2021), mixing regardless of domains.
 
-    After every stage of the network but the first and the last, and with probability `p` each, an
+    After each stage of the network except the first and the last, with probability `p`, an
     image's feature maps \(z\) become
 
     \[ \hat\sigma \, \frac{z - \mu}{\sigma} + \hat\mu, \qquad
         \hat\mu = \lambda \mu + (1 - \lambda) \mu', \quad
         \hat\sigma = \lambda \sigma + (1 - \lambda) \sigma', \]
 
-    with the mean and the standard deviation of every channel over the map, constants as far as
-    gradients go, \(\mu'\) and \(\sigma'\) those of another image of the step, and
-    \(\lambda \sim \mathrm{Beta}(\alpha, \alpha)\) for every image. It minimizes the mean
+    where \(\mu\) and \(\sigma\) are the mean and standard deviation of each channel over the map,
+    without gradients, \(\mu'\) and \(\sigma'\) those of another image of the step, and
+    \(\lambda \sim \mathrm{Beta}(\alpha, \alpha)\) is drawn per image. MixStyle minimizes the mean
     cross-entropy.
 
-    DomainBed does not have it; this follows SWAD's repository for ResNets: stages conv2_x to
-    conv4_x. (Its variance is over n - 1, the paper's and this one over n.) Of other backbones, the
-    first and the last stage are left out, whether or not the first is a stem; of two stages, the
-    last.
+    DomainBed does not include MixStyle. For ResNets, this follows SWAD's repository: stages
+    conv2_x to conv4_x. The variance divides by n, as in the paper; SWAD's divides by n - 1. Other
+    backbones skip the first and last stages, or only the last if there are two.
 
     Args:
-        p: how often styles are mixed.
-        alpha: both parameters of the Beta distribution that shares are drawn from.
+        p: probability of mixing at each stage.
+        alpha: both parameters of the Beta distribution of mixing shares.
     """
 
     def __init__(
@@ -68,9 +67,9 @@ class MixStyle(Algorithm):
         self.mixed = numbers[1:-1] or numbers[:-1]
         if not self.mixed:
             raise UserError(
-                "algorithm 'MixStyle' changes what comes out of a backbone's stages, and this "
-                "one's are not known: choose a ResNet, or another backbone with feature_info in "
-                "timm"
+                "algorithm 'MixStyle' modifies the outputs of a backbone's stages, but this "
+                "backbone does not list its stages: choose a ResNet, or a timm backbone with "
+                "feature_info"
             )
         self.p, self.alpha = p, alpha
 
@@ -96,7 +95,7 @@ class MixStyle(Algorithm):
 
 
 def mix_styles(maps: Tensor, mix: Mix, channel_dim: int) -> Tensor:
-    """The maps with their mean and standard deviation mixed with those of their partners."""
+    """Mix each map's mean and standard deviation with its partner's."""
     channel = channel_dim % maps.dim()
     places = [dim for dim in range(1, maps.dim()) if dim != channel]
     var, mean = torch.var_mean(maps.detach(), places, correction=0, keepdim=True)

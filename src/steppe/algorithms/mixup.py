@@ -1,4 +1,4 @@
-"""Mixup: images and labels between those of two domains."""
+"""Mixup: interpolated images and labels of two domains."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -26,17 +26,17 @@ from .registry import register_algorithm
 class Mixup(Algorithm):
     r"""Inter-domain mixup (Wang et al., ICASSP 2020; Zhang et al., ICLR 2018).
 
-    The domains stand in a ring, in random order, and each is mixed with the next:
-    \(\tilde x = \lambda x_i + (1 - \lambda) x_j\) with one
-    \(\lambda \sim \mathrm{Beta}(\alpha, \alpha)\) for every pair of domains. It minimizes
+    Each step puts the domains in random cyclic order and mixes each with the next:
+    \(\tilde x = \lambda x_i + (1 - \lambda) x_j\), with one
+    \(\lambda \sim \mathrm{Beta}(\alpha, \alpha)\) per pair of domains. Mixup minimizes
 
     \[ \frac{1}{n} \sum_{(i, j)} \lambda \, \ell(f(\tilde x), y_i)
         + (1 - \lambda) \, \ell(f(\tilde x), y_j). \]
 
-    As in DomainBed.
+    Matches DomainBed.
 
     Args:
-        alpha: both parameters of the Beta distribution that shares are drawn from.
+        alpha: both parameters of the Beta distribution of mixing shares.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""MLDG: a step on one domain that should also help another."""
+"""MLDG: steps on one domain that also improve another."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from .network import Network
 from .registry import register_algorithm
 
 _SCALE = 1024.0
-"""Keeps the inner gradient from vanishing in half precision; a power of two, so exact elsewhere."""
+"""Loss scale that keeps the inner gradient from underflowing in half precision (exact: 2^10)."""
 
 
 @register_algorithm(
@@ -30,23 +30,23 @@ _SCALE = 1024.0
 class MLDG(Algorithm):
     r"""Meta-learning domain generalization (Li et al., AAAI 2018), first order.
 
-    Every step draws `n_meta_test` domains for testing and goes through the others, each with one
-    of those. With \(R_d\) the mean cross-entropy of domain \(d\), it minimizes
+    Each step draws `n_meta_test` domains for meta-testing and pairs every other domain with one of
+    them. With \(R_d\) the mean cross-entropy of domain \(d\), MLDG minimizes
 
     \[ \frac{1}{n} \sum_{(i, j)} R_i(\theta)
         + \beta \, R_j(\theta - \gamma \, \mathrm{stopgrad}(\nabla R_i(\theta))) \]
 
-    with \(\gamma\) the `inner_lr`: a scalar, which any optimizer can minimize.
+    where \(\gamma\) is `inner_lr`. This is a scalar, so any optimizer can minimize it.
 
-    DomainBed's inner step is one of a fresh Adam, with the run's learning rate; the paper's is the
-    gradient step above. A learning rate for Adam is none for that, so `inner_lr` is an option of
-    its own; its default is ours. DomainBed adds up gradients where this adds up losses; they are
-    the same. At least one domain is left to train on, however high `n_meta_test` is.
+    DomainBed's inner step is one step of a fresh Adam with the run's learning rate; the paper's is
+    the gradient step above. The two need different learning rates, so `inner_lr` is a separate
+    option with our own default. DomainBed sums gradients where this class sums losses, which is
+    equivalent. At least one domain remains for training, whatever `n_meta_test` is.
 
     Args:
-        beta: the weight of the risk after the inner step.
-        n_meta_test: domains that each domain is tested on.
-        inner_lr: the learning rate of the inner step.
+        beta: weight of the risk after the inner step.
+        n_meta_test: number of meta-test domains.
+        inner_lr: learning rate of the inner step.
     """
 
     differentiates = True
@@ -75,7 +75,7 @@ class MLDG(Algorithm):
         weights = {n: p for n, p in self.network.named_parameters() if p.requires_grad}
         train_risks, test_risks = [], []
         for i, j in prepared.draws["pairs"]:
-            with torch.enable_grad():  # the loss has a gradient in it, whoever asks for its value
+            with torch.enable_grad():  # the loss contains a gradient, even under no_grad
                 risk = F.cross_entropy(self.network(images[i], keep[i]), labels[i])
                 inner = torch.autograd.grad(
                     risk * _SCALE, list(weights.values()), retain_graph=True, materialize_grads=True

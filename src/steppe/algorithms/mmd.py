@@ -1,4 +1,4 @@
-"""MMD: features with the same distribution in all domains, as seen by a kernel."""
+"""MMD: features with the same distribution in all domains, measured with a kernel."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -9,7 +9,7 @@ from torch import Tensor
 from .matching import FeatureMatching
 from .registry import register_algorithm
 
-GAMMAS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)  # of the kernels that are added up
+GAMMAS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)  # one Gaussian kernel each
 
 
 @register_algorithm(
@@ -20,15 +20,15 @@ GAMMAS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)  # of the kernels that are
 class MMD(FeatureMatching):
     r"""Maximum mean discrepancy (Li et al., CVPR 2018, without its adversary).
 
-    The distance of domains with features \(x\) and \(x'\) is, with
-    \(k(a, b) = \sum_\gamma e^{-\gamma \|a - b\|^2}\), \(\gamma = 10^{-3}, \dots, 10^3\),
+    With \(k(a, b) = \sum_\gamma e^{-\gamma \|a - b\|^2}\), \(\gamma = 10^{-3}, \dots, 10^3\), the
+    distance between two domains with features \(x\) and \(x'\) is
 
     \[ \overline{k(x, x)} + \overline{k(x', x')} - 2 \, \overline{k(x, x')}, \]
 
-    means over all pairs of images, an image with itself included. The loss is the mean over domains
-    of the risk plus `penalty` times the mean distance over pairs of domains. As in DomainBed,
-    except that squared distances are those of differences, not expanded into products, which rounds
-    away the short ones that the narrow kernels see.
+    averaged over all pairs of images, including an image with itself. The loss is the mean domain
+    risk plus `penalty` times the mean distance over pairs of domains. Matches DomainBed, but
+    computes squared distances from differences: expanding them into products would round away the
+    short distances that narrow kernels resolve.
     """
 
     def distance(self, features: Sequence[Tensor]) -> Tensor:

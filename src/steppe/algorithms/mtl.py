@@ -1,4 +1,4 @@
-"""MTL: a classifier that also sees what the images of a domain have in common."""
+"""MTL: a classifier that also sees an embedding of the domain."""
 
 from typing import Annotated
 
@@ -20,20 +20,21 @@ from .registry import register_algorithm
 class MTL(Algorithm):
     r"""Marginal transfer learning (Blanchard et al., JMLR 2021).
 
-    The classifier sees the features of an image and a vector that stands for its domain,
-    \(f(x) = c(\varphi(x), e_d)\), where every step sets, with the features' mean over its images,
+    The classifier sees the features of an image and an embedding of its domain,
+    \(f(x) = c(\varphi(x), e_d)\). Each step updates the embedding with the mean of the domain's
+    features,
 
     \[ e_d \leftarrow m \, \overline{\varphi(x)} + (1 - m) \, e_d, \]
 
-    \(m\) being `ema`. It minimizes the sum of the domains' risks. A domain that was never seen is
-    represented by the mean over the images that are predicted together, which should therefore be
-    many, of one domain, and in random order.
+    where \(m\) is `ema`. MTL minimizes the sum of the domain risks. At prediction time, the mean
+    feature over the batch represents the unseen domain, so a batch should be large, from one
+    domain, and in random order.
 
-    DomainBed overwrites the vector with random numbers; here it is what the paper says. Several
-    processes take means over their own images; what they remember is the mean of theirs.
+    DomainBed overwrites the embedding with random numbers; this class follows the paper. With
+    several processes, each averages its own images, and \(e_d\) becomes the mean over processes.
 
     Args:
-        ema: the weight of a step's own mean in a domain's embedding.
+        ema: weight of the current step's mean in a domain's embedding.
     """
 
     embeddings: Tensor

@@ -1,4 +1,4 @@
-"""The network that algorithms train: a featurizer, dropout, a linear classifier."""
+"""The network that algorithms train: a featurizer, dropout and a linear classifier."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 Featurizer = Callable[[Tensor], Tensor]
 Tap = Callable[[int, Tensor], Tensor | None]
-"""Is given the number of a stage and its output; what it returns, if anything, takes its place."""
+"""Called with a stage's index and output; a returned tensor replaces the output."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A module in the middle of a featurizer whose output algorithms may look at or change.
+    """A module inside a featurizer whose output algorithms may read or replace.
 
     Attributes:
         name: its path in the featurizer.
-        channels: how many channels its output has.
-        dim: the output's dimension that counts channels: 1 of images, -1 of tokens.
+        channels: the number of output channels.
+        dim: the channel dimension of the output: 1 for images, -1 for tokens.
     """
 
     name: str
@@ -32,14 +32,14 @@ class Stage:
 
 
 class Compiled:
-    """Code for any featurizer, compiled by inductor when it is first called.
+    """A featurizer call compiled by inductor on first use.
 
-    Two functions, because code for one function is chosen by what it was called with before: an
-    evaluation that comes first must not change what is trained with.
+    Training and evaluation use separate functions because dynamo caches code per function: an
+    evaluation that runs first must not change the code used for training.
 
     Args:
-        batch: the size of the batches that are trained on; None: there is none.
-        **options: inductor's.
+        batch: the training batch size; None if it is not fixed.
+        **options: options for inductor.
     """
 
     def __init__(self, batch: int | None, **options: Any) -> None:
@@ -63,21 +63,20 @@ def _call_open(featurizer: Featurizer, images: Tensor) -> Tensor:
 
 
 class Network(nn.Module):
-    """Maps images to logits.
+    """Map images to logits.
 
-    Pixels may be given as they are, uint8, and are then normalized first; floating-point input is
-    taken as normalized already.
+    The network normalizes uint8 pixels and treats floating-point input as already normalized.
 
     Args:
         featurizer: maps normalized images to N x `n_features`.
         n_features: the number of features.
         n_classes: the number of classes.
-        mean: of each channel, for normalization, with pixels in [0, 1].
-        std: likewise.
-        dropout: the share of features dropped before the classifier, by masks from `draw_mask`.
-        freeze_bn: keep batch norm in evaluation mode, statistics as they are; its scale and shift
-            are trained. The default of DomainBed's published tables.
-        stages: the featurizer's stages, the first first; a stem, if there is one, included.
+        mean: per-channel mean for normalization, with pixels in [0, 1].
+        std: per-channel standard deviation, likewise.
+        dropout: the fraction of features to drop before the classifier, by masks from `draw_mask`.
+        freeze_bn: keep batch norm in evaluation mode with fixed statistics, but train its scale
+            and shift, as in DomainBed's published tables.
+        stages: the featurizer's stages in order, including the stem if there is one.
     """
 
     mean: Tensor
@@ -103,21 +102,21 @@ class Network(nn.Module):
         self.freeze_bn = freeze_bn
         self.stages = tuple(stages)
         self.compiled: Compiled | None = None
-        """The featurizer's compiled code, where there is some."""
-        # Constants of the pipeline, not learned: not in checkpoints.
+        """The compiled featurizer, if any."""
+        # Constants of the data pipeline, so not saved in checkpoints.
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
         self.train()
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Pixels as the featurizer wants them; input that is not uint8 stays as it is."""
+        """Normalize uint8 pixels; return any other input unchanged."""
         if images.dtype is not torch.uint8:
             return images
-        # Torchvision's ToTensor and Normalize, operation by operation, so that bits agree.
+        # The same operations as torchvision's ToTensor and Normalize, for bit-identical results.
         return images.to(self.mean.dtype).div_(255).sub_(self.mean).div_(self.std)
 
     def draw_mask(self, images: Tensor) -> Tensor | None:
-        """Draws what `features` multiplies by; None without dropout and in evaluation mode."""
+        """Draw a dropout mask for `features`; None without dropout or in evaluation mode."""
         if not self.dropout or not self.training:
             return None
         return draw_mask(images, self.n_features, self.dropout)
@@ -125,16 +124,16 @@ class Network(nn.Module):
     def features(
         self, images: Tensor, keep: Tensor | None = None, tap: Tap | None = None
     ) -> Tensor:
-        """The features that the classifier sees.
+        """Compute the classifier's input.
 
         Args:
-            images: pixels, or what `normalize` made of them.
-            keep: dropout's mask; None: nothing is dropped.
-            tap: called at every stage.
+            images: uint8 pixels or normalized images.
+            keep: dropout mask; None drops nothing.
+            tap: called after every stage.
         """
         images = self.normalize(images)
-        # Compiled code has no hooks; and 1, to the compiler, is a constant like no other.
-        # (The number of images is asked for last: an export is for any.)
+        # Compiled code skips hooks, and the compiler specializes on a batch of one image. The
+        # batch size is checked last because an export must not depend on it.
         compiled = self.compiled
         if compiled is not None and (tap is not None or len(images) == 1):
             compiled = None
@@ -147,7 +146,6 @@ class Network(nn.Module):
         return logits
 
     def train(self, mode: bool = True) -> Network:
-        """Sets the mode, except that of frozen batch norm."""
         super().train(mode)
         if self.freeze_bn:
             for module in self.featurizer.modules():
@@ -160,7 +158,7 @@ class Network(nn.Module):
 
 
 def draw_mask(images: Tensor, width: int, dropout: float) -> Tensor:
-    """Draws a row for each image: 0 for what is dropped, 1 / (1 - dropout) for the rest."""
+    """Draw one row per image: 0 for dropped entries, 1 / (1 - dropout) for the others."""
     dtype = images.dtype if images.is_floating_point() else torch.get_default_dtype()
     kept = torch.rand(len(images), width, device=images.device) >= dropout
     return kept.to(dtype) / (1 - dropout)
@@ -168,7 +166,7 @@ def draw_mask(images: Tensor, width: int, dropout: float) -> Tensor:
 
 @contextmanager
 def tapped(featurizer: nn.Module, stages: Sequence[Stage], tap: Tap | None) -> Iterator[None]:
-    """Has `tap` called with the output of every stage of a featurizer."""
+    """Call `tap` with the output of every stage while the context is open."""
 
     def hook(number: int) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
         return lambda module, args, output: tap(number, output) if tap else None

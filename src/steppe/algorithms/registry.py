@@ -1,4 +1,4 @@
-"""Algorithms by name, each with its options, their search distributions and its paper."""
+"""The registry of algorithms: options, search distributions and citations by name."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ C = TypeVar("C", bound=type)
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSpec(AxisSpec):
-    """One entry of the registry.
+    """A registered algorithm.
 
     Attributes:
-        min_domains: the number of source domains it needs.
-        min_batch: the number of images of a domain it needs at once.
-        linear: whether its loss is a mean over images, so that processes that share a batch compute
-            what one would.
-        run: what it asks of the run as a whole, where images are large: the batch size.
-        drawn_as: names under which DomainBed seeds draws of the optimizer's options, where the
-            algorithm changes them.
+        min_domains: the minimum number of source domains.
+        min_batch: the minimum number of images per domain in a batch.
+        linear: whether the loss is a mean over images, so that several processes sharing a batch
+            compute the same loss as one process.
+        run: run-wide hyperparameters it sets for large images, such as the batch size.
+        drawn_as: DomainBed's seeding names for optimizer options, where they differ.
     """
 
     kind: ClassVar[str] = "algorithm"
@@ -41,24 +40,22 @@ class AlgorithmSpec(AxisSpec):
     drawn_as: Mapping[str, str] = field(default_factory=dict)
 
     def check_domains(self, n_domains: int) -> None:
-        """Refuses to learn from so few source domains."""
         if n_domains < self.min_domains:
             raise UserError(
                 f"algorithm {self.name!r} compares domains and needs at least {self.min_domains} "
-                f"source domains, not {n_domains}: add a --source, or hold out fewer targets"
+                f"source domains, got {n_domains}: add a --source, or hold out fewer targets"
             )
 
     def check_batch(self, images: int) -> None:
-        """Refuses to see so few images of a domain at once."""
         if images < self.min_batch:
             raise UserError(
-                f"algorithm {self.name!r} needs at least {self.min_batch} images of each domain at "
-                f"once, and batch_size over processes and accumulate leaves {images}: raise "
+                f"algorithm {self.name!r} needs at least {self.min_batch} images per domain in "
+                f"each pass, but batch_size / (processes * accumulate) is {images}: raise "
                 "batch_size"
             )
 
 
-# The order of tables and lists; others follow by name.
+# The display order; other algorithms follow alphabetically.
 _ORDER = (
     *("ERM", "IRM", "VREx", "GroupDRO", "Mixup", "MLDG", "MMD", "CORAL", "DANN", "CDANN"),
     *("MTL", "SagNet", "ARM", "RSC", "MixStyle", "MIRO", "Fishr"),
@@ -69,21 +66,22 @@ algorithms = Registry(
 
 
 def register_algorithm(name: str, *, citation: str = "", **facts: Any) -> Callable[[C], C]:
-    """Add an algorithm of your own: a decorator for its class, in a module named with ``--plugin``.
+    """Register an `Algorithm` subclass; use as a decorator in a module passed to ``--plugin``.
 
-    The class is built as ``cls(network, n_domains, **options)``; what its constructor annotates
-    with `steppe.options.Option` are its options. Other `facts` are fields of `AlgorithmSpec`.
+    steppe builds the class as ``cls(network, n_domains, **options)``. Its options are the
+    constructor parameters annotated with `steppe.options.Option`. Other `facts` are fields of
+    `AlgorithmSpec`.
     """
     return registrar(algorithms, AlgorithmSpec, name, citation=citation, **facts)
 
 
 def algorithm_names() -> tuple[str, ...]:
-    """Return the names that `build_algorithm` knows."""
+    """List the names that `build_algorithm` accepts."""
     return tuple(algorithms)
 
 
 def algorithm_spec(name: str) -> AlgorithmSpec:
-    """Return the entry of the registry for a name, in any case.
+    """Look up an algorithm's registry entry; names are case-insensitive.
 
     Examples:
         >>> algorithm_spec("coral").options["penalty"].distribution
@@ -93,9 +91,10 @@ def algorithm_spec(name: str) -> AlgorithmSpec:
 
 
 def build_algorithm(name: str, network: Network, n_domains: int, **options: Any) -> Algorithm:
-    """Build an algorithm by name, in any case, around a network, which some of them change.
+    """Build an algorithm by case-insensitive name.
 
-    Options that are not given have their defaults; an unknown one is an error.
+    Some algorithms modify the network. Omitted options take their defaults; an unknown option is
+    an error.
     """
     spec = algorithms[name]
     spec.check(options)

@@ -1,4 +1,4 @@
-"""RSC: learning without the features that it relied on the most."""
+"""RSC: training without the features the classifier relies on most."""
 
 from typing import Annotated
 
@@ -21,20 +21,20 @@ from .registry import register_algorithm
 class RSC(Algorithm):
     r"""Representation self-challenging (Huang et al., ECCV 2020).
 
-    With \(g = \partial z_y / \partial \varphi\) the gradient of an image's true logit by its
-    features, the features with the highest share `feature_drop` of \(g\) are set to zero; but only
-    in the share `batch_drop` of images whose true class loses the most probability by that. It
-    minimizes the mean cross-entropy of what is left. (Shares of 0 still drop one feature of one
-    image: what reaches the quantile is dropped.)
+    Let \(g = \partial z_y / \partial \varphi\) be the gradient of an image's true logit with
+    respect to its features. RSC zeroes the fraction `feature_drop` of features with the highest
+    \(g\), but only in the fraction `batch_drop` of images whose true class loses the most
+    probability. It minimizes the mean cross-entropy of the masked features. A fraction of 0 still
+    drops one feature or affects one image, because values at the quantile are dropped.
 
-    As in DomainBed, down to the quantiles' interpolation. The classifier is linear, so \(g\) is its
-    row for the true class, and no gradient has to be taken. The mask of a step comes from its first
-    pass, so that all passes of an optimizer evaluate one function. Each process takes the shares of
-    its own images.
+    Matches DomainBed, including the interpolation of quantiles. The classifier is linear, so \(g\)
+    is its weight row for the true class and needs no backward pass. The first pass of a step sets
+    its mask, so that all passes evaluate the same function. With several processes, each takes the
+    fractions of its own images.
 
     Args:
-        feature_drop: the share of features that are muted.
-        batch_drop: the share of images that it happens to.
+        feature_drop: fraction of features to drop.
+        batch_drop: fraction of images to drop features from.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RSC(Algorithm):
 
     @torch.no_grad()
     def _mask(self, features: Tensor, labels: Tensor) -> Tensor:
-        """What is kept: true or false for every feature of every image."""
+        """Return which features of which images to keep."""
         classifier = self.network.classifier
         gradients = classifier.weight[labels]
         kept = gradients < gradients.quantile(1 - self.feature_drop, 1, keepdim=True)

@@ -1,4 +1,4 @@
-"""SagNet: a classifier that looks at content and features that carry no style."""
+"""SagNet: a classifier that relies on content, and features that carry no style."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,21 +28,21 @@ class SagNet(Algorithm):
     r"""Style-agnostic networks (Nam et al., CVPR 2021).
 
     The style of an image is the mean \(\mu\) and the standard deviation \(\sigma\) of its
-    features \(z\), its content is \((z - \mu) / \sigma\). A step makes three updates, with \(z'\)
-    the features of another image, drawn at random:
+    features \(z\); its content is \((z - \mu) / \sigma\). A step draws another image at random,
+    with features \(z'\), and makes three updates:
 
-    1. the network, by the risk of its classifier on \(z\) with the style between those of \(z\)
-       and \(z'\), at a random place (of the mean and of the variance);
-    2. a second classifier, by its risk on the content of \(z'\) with the style of \(z\);
-    3. the features, by `penalty` times the cross-entropy of the second classifier's predictions
-       against the uniform distribution: style is to tell nothing.
+    1. It updates the network with the risk of its classifier on \(z\) in a style interpolated
+       between those of \(z\) and \(z'\) (mean and variance, at a random point).
+    2. It updates a second classifier with its risk on the content of \(z'\) in the style of \(z\).
+    3. It updates the featurizer with `penalty` times the cross-entropy between the second
+       classifier's predictions and the uniform distribution, so that style predicts nothing.
 
-    As in DomainBed, where the style is that of the features before the classifier; the paper's is
-    that of feature maps, in the middle of the network. The first and the third update are made by
-    one optimizer: an Adam of its own would cancel the third one's `penalty`.
+    Matches DomainBed, which takes the style of the features before the classifier; the paper takes
+    that of feature maps inside the network. The first and third updates share an optimizer: a
+    separate Adam would cancel the scale `penalty`.
 
     Args:
-        penalty: the weight of the adversarial loss.
+        penalty: weight of the adversarial loss.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SagNet(Algorithm):
         logits = self.style(_other_content(features, swap))
         if objective == "style":
             return Losses(F.cross_entropy(logits, prepared.labels))
-        # Not in half precision: a CPU's autocast, unlike a GPU's, would leave it there.
+        # Cast explicitly: on a CPU, unlike a GPU, autocast keeps log_softmax in half precision.
         logp = logits.log_softmax(1, dtype=self.style.weight.dtype)
         return Losses(-self.penalty * logp.mean())
 
@@ -90,7 +90,7 @@ class SagNet(Algorithm):
 
 
 def _parts(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The content of features, and the mean and the variance that are their style."""
+    """Return the content of features, and their style as mean and variance."""
     mean, var = features.mean(1, keepdim=True), features.var(1, keepdim=True)
     return (features - mean) / (var + _EPS).sqrt(), mean, var
 

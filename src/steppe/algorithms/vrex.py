@@ -1,4 +1,4 @@
-"""VREx: risks that are equal in all domains."""
+"""VREx: equal risks in all domains."""
 
 from typing import Annotated
 
@@ -19,15 +19,16 @@ from .registry import register_algorithm
 class VREx(Annealed):
     r"""Variance risk extrapolation (Krueger et al., ICML 2021).
 
-    With \(R_d\) the mean cross-entropy of domain \(d\) and \(\bar R\) their mean, it minimizes
+    Let \(R_d\) be the mean cross-entropy of domain \(d\) and \(\bar R\) the mean of all \(R_d\).
+    VREx minimizes
 
     \[ \bar R + \frac{w}{n} \sum_d (R_d - \bar R)^2, \]
 
-    with \(w\) 1 in the first `anneal_steps` steps and `penalty` later. As in DomainBed.
+    where \(w\) is 1 in the first `anneal_steps` steps and `penalty` afterwards. Matches DomainBed.
 
     Args:
-        penalty: the weight of the risks' variance.
-        anneal_steps: steps before that weight holds; until then it is 1.
+        penalty: weight of the variance of the risks after annealing.
+        anneal_steps: number of initial steps with penalty weight 1.
     """
 
     def __init__(
@@ -45,8 +46,4 @@ class VREx(Annealed):
         risks = domain_risks(self.network(prepared.images, prepared.keep), prepared)
         risk = risks.mean()
         penalty = (risks - risk).square().mean()
-        return Losses(
-            risk + self.weight(penalty) * penalty,
-            {"risk": risk, "penalty": penalty},
-            state={"steps": self.steps + 1},
-        )
+        return self.losses(risk, penalty)

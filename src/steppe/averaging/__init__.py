@@ -1,4 +1,4 @@
-"""Weight averaging: SWAD, SMA, or none. It follows a module and knows nothing of what trains it."""
+"""Weight averaging (SWAD, SMA or none), independent of the algorithm and optimizer."""
 
 from typing import TYPE_CHECKING
 
@@ -17,5 +17,5 @@ if TYPE_CHECKING:
     )
     from .sma import SMA as SMA
     from .swad import SWAD as SWAD
-else:  # not for type checkers, which would take any name for one of the package
+else:  # a module-level __getattr__ would make type checkers accept any name
     __getattr__, __dir__, __all__ = attach(__name__)

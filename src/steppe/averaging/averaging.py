@@ -1,4 +1,4 @@
-"""The contract of weight averaging: follow a module, and lend it the average for predictions."""
+"""The averaging contract: track a module's weights and swap in their average to predict."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,19 +12,19 @@ from steppe.errors import UserError
 
 
 class Averaging(ABC):
-    """Follows the weights of a module during training.
+    """Average the weights of a module during training.
 
-    A training loop calls `update` after every optimizer step, gives `observe` the validation loss
-    where `due` asks for it, may stop when `finished`, and calls `finish` at the end. Whoever
-    predicts does so inside `applied`.
+    A training loop calls `update` after every optimizer step and `observe` with the validation
+    loss whenever `due` is true. It may stop once `finished` is true, and calls `finish` at the
+    end. Predict inside `applied`.
 
-    Build it when the module is on its device, in training mode, and has its first weights. Its
-    `tensors` are what is averaged, by name: the live parameters that take gradients; a subclass may
-    add batch-norm statistics.
+    Build it once the module is initialized, on its device and in training mode. `tensors` holds
+    the live tensors to average, by name: the trainable parameters, to which a subclass may add
+    batch-norm statistics.
     """
 
     follows_loss: ClassVar[bool] = False
-    """Whether it needs validation losses, and its average is made at the end of training."""
+    """Whether it needs validation losses and computes its average at the end of training."""
 
     def __init__(self, module: nn.Module) -> None:
         self.tensors: dict[str, Tensor] = {
@@ -34,44 +34,44 @@ class Averaging(ABC):
 
     @abstractmethod
     def update(self) -> None:
-        """Takes note of the weights, once after every optimizer step; the host does not wait."""
+        """Record the weights after an optimizer step, without a host-device synchronization."""
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether `observe` wants the loss after this step, counted from 0, perhaps the last."""
+        """Whether to call `observe` after this step, counted from 0."""
         return False
 
     def observe(self, step: int, loss: float) -> None:  # noqa: B027 - most averages need no loss
-        """Takes note of the validation loss of the live weights after a step."""
+        """Record the validation loss of the live weights after a step."""
 
     @property
     def finished(self) -> bool:
-        """Whether further training cannot change the result, so that it may as well stop."""
+        """Whether further training can no longer change the average."""
         return False
 
-    def finish(self) -> None:  # noqa: B027 - most averages are settled at any time
-        """Settles the average: training is over."""
+    def finish(self) -> None:  # noqa: B027 - most averages are always ready
+        """Compute the final average after the last step."""
 
     def outcome(self) -> str:
-        """What came of it, in words, once it is settled; nothing where there is nothing to say."""
+        """Describe the final average in a sentence; empty if there is nothing to report."""
         return ""
 
     @property
     @abstractmethod
     def serving(self) -> bool:
-        """Whether predictions should use the average now, rather than the live weights."""
+        """Whether predictions should use the average instead of the live weights."""
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether batch norms need `reestimate`, inside `applied`."""
+        """Whether to call `reestimate` inside `applied` before predicting."""
         return False
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Puts the average into the module, if it is `serving`, and the live weights back after.
+        """Swap the average into the module while the context is open, if it is `serving`.
 
-        Memory is exchanged, not copied, and put back whatever happens inside. Inside, `applied` has
-        no further effect, and the average can neither be changed nor saved: neither can the
-        weights, as a state of the module would have the average instead of them.
+        Leaving the context swaps the live weights back, even after an exception; nothing is copied.
+        Nested calls have no effect. Inside the context, updating or saving the average raises an
+        error. Do not save the module there either: it holds the average, not the live weights.
         """
         if self._applied or not self.serving:
             yield
@@ -87,26 +87,25 @@ class Averaging(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """The state: nested dictionaries and lists of tensors and plain values.
+        """Return the state as nested dictionaries and lists of plain values and uncopied tensors.
 
-        Tensors are not copied. ``state["served"]`` has the weights to predict with, by name, or
-        None where those are the module's own.
+        ``state["served"]`` holds the weights to predict with, by name, or None to use the
+        module's own.
         """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state, which is copied to where the module is."""
+        """Restore a state, copying its tensors to the module's device."""
 
     @abstractmethod
     def _average(self) -> Sequence[Tensor]:
-        """What `applied` puts in, in the order of `tensors`."""
+        """Return the tensors that `applied` swaps in, in the order of `tensors`."""
 
     def _check_live(self, what: str) -> None:
-        """Refuses what makes no sense while the module holds the average."""
         if self._applied:
             raise RuntimeError(
-                f"{what} inside applied(), where the module holds the average and not the weights "
-                "being trained: leave the context first"
+                f"{what} was called inside applied(), where the module holds the average instead "
+                "of the live weights: leave the context first"
             )
 
     def _named(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -114,7 +113,7 @@ class Averaging(ABC):
 
     @torch.no_grad()
     def _own(self, named: Mapping[str, Tensor]) -> list[Tensor]:
-        """Copies of saved tensors, laid out and placed like the live ones, in their order."""
+        """Copy saved tensors to the live ones' order, device and memory format."""
         saved, ours = (
             {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             for tensors in (named, self.tensors)
@@ -126,8 +125,8 @@ class Averaging(ABC):
                     found = saved.get(name, "nothing")
                     why = f"for {name} it has {found}, the model has {ours[name]}"
                 raise UserError(
-                    f"the saved average is of another model: {why}. Resume with the options the "
-                    "run was started with."
+                    f"the saved average belongs to a different model: {why}. Resume with the "
+                    "options the run was started with."
                 )
         return [torch.empty_like(live).copy_(named[n]) for n, live in self.tensors.items()]
 

@@ -1,4 +1,4 @@
-"""Batch norm under averaged weights: which statistics move, and how to estimate them anew."""
+"""Batch norm under averaged weights: find unfrozen layers and re-estimate their statistics."""
 
 from collections.abc import Callable, Iterable
 
@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def unfrozen(module: nn.Module) -> list[_BatchNorm]:
-    """The batch norms whose statistics move: those in training mode that keep any.
+    """Return the batch norms that update running statistics: those in training mode.
 
     Examples:
         >>> model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(3).eval())
@@ -26,14 +26,14 @@ def unfrozen(module: nn.Module) -> list[_BatchNorm]:
 def reestimate(
     module: nn.Module, forward: Callable[[Tensor], object], batches: Iterable[Tensor]
 ) -> None:
-    """Estimates the running statistics of unfrozen batch norms anew, for weights they do not fit.
+    """Re-estimate the running statistics of unfrozen batch norms for the current weights.
 
-    They become the mean of the batches' own statistics, each batch weighing the same. Frozen batch
-    norms, the modes of all modules and the momentum stay as they are.
+    The new statistics are the mean over batches, with equal weight per batch. Frozen batch norms,
+    module modes and momenta do not change.
 
     Args:
-        module: the network, in training mode, with the weights to estimate for.
-        forward: evaluates it on a batch.
+        module: the network, in training mode.
+        forward: evaluates the network on a batch.
         batches: inputs; read only if there are unfrozen batch norms.
 
     Examples:
@@ -50,7 +50,7 @@ def reestimate(
     try:
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # the mean of all batches so far
+            norm.momentum = None  # cumulative mean instead of exponential
         for batch in batches:
             forward(batch)
             seen += 1
@@ -58,4 +58,4 @@ def reestimate(
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
     if not seen:
-        raise ValueError("no batches to estimate batch-norm statistics from: give at least one")
+        raise ValueError("no batches to estimate batch-norm statistics from: pass at least one")

@@ -1,4 +1,4 @@
-"""The running mean of a list of tensors."""
+"""A weighted running mean of lists of tensors."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 class Mean:
-    """A weighted mean of what it was given, in one buffer of that size.
+    """A weighted running mean in one buffer per tensor.
 
-    Every call costs a handful of kernel launches, and the host waits for none of them. Memory is
-    taken with the first value, laid out as that is (channels-last, say) and of its type: averages
-    of half-precision weights stop moving after some hundred values. Given tensors, the mean so far,
-    are owned from now on; a weight of 0 means that there is none yet.
+    Each call costs a few kernel launches and no host-device synchronization. The first value
+    allocates the buffers and sets their memory format and dtype; in half precision, a mean stops
+    changing after some hundred values. `Mean` takes ownership of initial tensors. A weight of 0
+    means that the mean is empty.
 
     Examples:
         >>> mean = Mean()
@@ -27,10 +27,10 @@ class Mean:
 
     @torch.no_grad()
     def set(self, values: Sequence[Tensor]) -> None:
-        """Forgets what there was: the mean of one value is the value."""
+        """Start over with a single value."""
         if self.tensors:
             torch._foreach_copy_(self.tensors, list(values))
-        else:  # clones are laid out as they are
+        else:  # clone keeps the memory format
             self.tensors = [value.detach().clone() for value in values]
         self.weight = 1
 
@@ -41,5 +41,5 @@ class Mean:
             self.weight = weight
             return
         self.weight += weight
-        if self.tensors:  # foreach refuses empty lists
+        if self.tensors:  # foreach functions reject empty lists
             torch._foreach_lerp_(self.tensors, list(values), weight / self.weight)

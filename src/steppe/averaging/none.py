@@ -1,4 +1,4 @@
-"""No averaging: the weights are used as they are."""
+"""No averaging: predictions use the live weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from .registry import register_averaging
 
 @register_averaging("none")
 class NoAveraging(Averaging):
-    """Never serves, keeps nothing and costs nothing."""
+    """Average nothing, at no cost."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)

@@ -1,4 +1,4 @@
-"""Averages by name, each with its options and its paper."""
+"""The registry of averaging methods: options and citations by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ C = TypeVar("C", bound=type)
 
 @dataclass(frozen=True, kw_only=True)
 class AveragingSpec(AxisSpec):
-    """One entry of the registry."""
+    """A registered averaging method."""
 
     kind: ClassVar[str] = "averaging"
 
@@ -31,21 +31,21 @@ averages = Registry(
 
 
 def register_averaging(name: str, *, citation: str = "") -> Callable[[C], C]:
-    """Add an average of your own: a decorator for its class, in a module named with ``--plugin``.
+    """Register an `Averaging` subclass; use as a decorator in a module passed to ``--plugin``.
 
-    The class is built as ``cls(module, **options)``; what its constructor annotates with
-    `steppe.options.Option` are its options.
+    steppe builds the class as ``cls(module, **options)``. Its options are the constructor
+    parameters annotated with `steppe.options.Option`.
     """
     return registrar(averages, AveragingSpec, name, citation=citation)
 
 
 def averaging_names() -> tuple[str, ...]:
-    """Return the names that `build_averaging` knows."""
+    """List the names that `build_averaging` accepts."""
     return tuple(averages)
 
 
 def averaging_spec(name: str) -> AveragingSpec:
-    """Return the entry of the registry for a name, in any case.
+    """Look up an averaging method's registry entry; names are case-insensitive.
 
     Examples:
         >>> averaging_spec("SMA").default_options
@@ -55,9 +55,9 @@ def averaging_spec(name: str) -> AveragingSpec:
 
 
 def build_averaging(name: str, module: nn.Module, **options: Any) -> Averaging:
-    """Build an average of the weights of a module that is on its device, in training mode.
+    """Build an averaging method by name for a module in training mode, on its device.
 
-    Options that are not given have their defaults; an unknown one is an error.
+    Omitted options take their defaults; an unknown option is an error.
 
     Examples:
         >>> from torch import nn

@@ -1,4 +1,4 @@
-"""SMA: the mean of all weights from some step on, from the first prediction to the last."""
+"""SMA: the mean of all weights from a given step on."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -29,16 +29,16 @@ class SMA(Averaging):
     \ (t > t_0),
     \]
 
-    which is the mean of \(\theta_{t_0}, \ldots, \theta_t\). (The authors' code begins one update
-    earlier: with its default of 100, the first iterate in the mean is \(\theta_{99}\).) The weights
-    before the first update are in no mean, so that a `start` of 0 means the same as 1.
+    which is the mean of \(\theta_{t_0}, \ldots, \theta_t\). The authors' code starts one update
+    earlier: with its default of 100, the first iterate in the mean is \(\theta_{99}\). The initial
+    weights are never averaged, so a `start` of 0 is the same as 1.
 
-    Validation and prediction use the average throughout. The running mean and variance of batch
-    norms that are in training mode are averaged likewise. One buffer of the size of the weights.
+    Validation and prediction always use the average. SMA also averages the running mean and
+    variance of batch norms in training mode. It needs one buffer the size of the weights.
 
     Args:
-        module: what is trained, in training mode.
-        start: the first update in the mean.
+        module: the module to average, in training mode.
+        start: first update in the mean.
 
     Examples:
         >>> import torch

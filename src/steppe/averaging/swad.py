@@ -1,4 +1,4 @@
-"""SWAD: the mean of all weights within the valley of the validation loss."""
+"""SWAD: the mean of all weights in a valley of the validation loss."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -18,28 +18,28 @@ from .valley import VALLEYS, Decision
     "swad", citation="Cha et al., SWAD: Domain Generalization by Seeking Flat Minima, NeurIPS 2021"
 )
 class SWAD(Averaging):
-    r"""Stochastic weight averaging, densely (Cha et al., NeurIPS 2021).
+    r"""Stochastic weight averaging densely (Cha et al., NeurIPS 2021).
 
-    Every iterate is averaged within a segment, the stretch between two looks at the validation
-    loss; `steppe.averaging.valley` decides which segments are averaged. The average is ready after
-    `finish`; until then, the live weights are what there is to predict with. Iterates after the
-    last look are left out.
+    SWAD averages every iterate of a segment, the steps between two evaluations of the validation
+    loss, and `steppe.averaging.valley` selects the segments that enter the final average. The
+    average is ready after `finish`; until then, predictions use the live weights. Iterates after
+    the last evaluation are left out.
 
-    Parameters only: where batch norms are not frozen, `needs_statistics`.
+    Only parameters are averaged: `needs_statistics` is true if any batch norm is not frozen.
 
-    Memory: buffers of the size of the parameters, for the running segment, for the segments that
-    may yet be averaged and for the average. At most ``max(n_converge, n_tolerance) + 1`` of them at
-    any time, 7 by default; none for the queue once the valley is over.
+    Memory: parameter-sized buffers for the current segment, for each segment that may still enter
+    the average, and for the average. At most ``max(n_converge, n_tolerance) + 1`` at a time, 7 by
+    default; segment buffers are freed once the valley ends.
 
     Args:
-        module: what is trained, in training mode.
-        every: steps from one look to the next. The paper's 100; 50 for VLCS, 500 for DomainNet.
-        n_converge: \(N_s\), the optimum patience, in looks.
-        n_tolerance: \(N_e\), the overfit patience, in looks.
-        tolerance: \(r\): the valley ends where losses exceed \(1 + r\) times the mean of those
-            at its start. (The paper writes \(r\) for our \(1 + r\): 1.3, and 1.2 for VLCS.)
-        counting: `reference` adds segments as the authors' code does, some more than once, each
-            weighing the same; `paper` averages every iterate of the valley once.
+        module: the module to average, in training mode.
+        every: steps between evaluations. The paper uses 100, but 50 for VLCS and 500 for DomainNet.
+        n_converge: \(N_s\), the optimum patience, in evaluations.
+        n_tolerance: \(N_e\), the overfit patience, in evaluations.
+        tolerance: \(r\): the valley ends when losses exceed \(1 + r\) times the mean loss at its
+            start. The paper calls our \(1 + r\) \(r\): 1.3, and 1.2 for VLCS.
+        counting: `reference` adds segments as the authors' code does, some more than once, all
+            with equal weight; `paper` averages every iterate of the valley once.
     """
 
     follows_loss = True
@@ -67,7 +67,7 @@ class SWAD(Averaging):
     def update(self) -> None:
         self._check_live("update()")
         if self._settled:
-            raise RuntimeError("update() after finish(): the average is settled")
+            raise RuntimeError("update() after finish(): the average is final")
         if not self.finished:
             self._running.add(list(self.tensors.values()))
 
@@ -75,7 +75,7 @@ class SWAD(Averaging):
         return step % self.every == 0 or last
 
     def observe(self, step: int, loss: float) -> None:
-        """Ends the running segment."""
+        """End the current segment."""
         if self._settled or self.finished:
             return
         if not self._running.weight:
@@ -102,8 +102,8 @@ class SWAD(Averaging):
     def outcome(self) -> str:
         if self.valley.start is None:
             return (
-                f"the validation loss did not converge within {self.valley.looks} looks: the "
-                "average is of no valley. Train longer, or look more often (averaging.every)."
+                f"the validation loss did not converge within {self.valley.looks} evaluations, so "
+                "SWAD found no valley. Train longer, or evaluate more often (averaging.every)."
             )
         begins = self.valley.start * self.every
         ends = "and ended before the run did" if self.finished else "and lasted to the end"

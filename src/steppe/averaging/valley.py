@@ -1,8 +1,8 @@
-r"""The search for the loss valley: which stretches of training SWAD averages. Knows no tensors.
+r"""SWAD's search for the loss valley, without tensors: which segments of training to average.
 
-Looks at the validation loss cut training into segments; segment 0 ends with the first look. Before
-the valley, the search waits for a loss that none of the following \(N_s - 1\) is below; it ends
-where \(N_e\) losses in a row are above the threshold, \(1 + r\) times the mean of those \(N_s\).
+Evaluations of the validation loss ("looks") cut training into segments; segment 0 ends with the
+first look. The valley starts at a loss that none of the following \(N_s - 1\) losses is below. It
+ends when \(N_e\) losses in a row exceed the threshold, \(1 + r\) times the mean of those \(N_s\).
 """
 
 from abc import ABC, abstractmethod
@@ -19,25 +19,25 @@ class Look(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Which segments to average now, some more than once; and whether to forget the others."""
+    """The segments to average now, possibly repeated, and whether to discard earlier ones."""
 
     add: tuple[int, ...] = ()
     restart: bool = False
 
 
 class Valley(ABC):
-    r"""Finds the valley while training goes on, with \(N_s, N_e, r\).
+    r"""Finds the valley during training, given \(N_s, N_e, r\).
 
     Attributes:
-        looks: how many losses it has seen: the number of the segment that the next one ends.
-        start: the segment of convergence, once it is found.
-        threshold: the loss that the valley stays below, likewise.
-        dead: whether the valley is over: later losses make no difference.
-        added: how many segments were added, repetitions included.
+        looks: number of losses seen so far, which is the number of the current segment.
+        start: the convergence segment; None until it is found.
+        threshold: the highest loss inside the valley; None until the start is found.
+        dead: whether the valley has ended, so that later losses have no effect.
+        added: number of segments added, including repetitions.
     """
 
     by_iterates: ClassVar[bool]
-    """Whether a segment weighs as many times as it has iterates, or all weigh the same."""
+    """Whether segments are weighted by their number of iterates instead of equally."""
 
     def __init__(self, n_converge: int = 3, n_tolerance: int = 6, tolerance: float = 0.3) -> None:
         self.n_converge, self.n_tolerance, self.tolerance = n_converge, n_tolerance, tolerance
@@ -49,9 +49,9 @@ class Valley(ABC):
         self._recent: deque[Look] = deque(maxlen=max(n_converge, n_tolerance))
 
     def look(self, loss: float) -> Decision:
-        """Takes the loss at the end of segment `looks`.
+        """Process the loss at the end of segment `looks`.
 
-        The segments it answers with are the one that just ended, or were `needed` before.
+        The decision only adds the segment that just ended, or segments `needed` before.
         """
         if self.dead:
             return Decision()
@@ -63,7 +63,7 @@ class Valley(ABC):
         if len(window) < self.n_converge or any(look.loss < window[0].loss for look in window):
             return self._noted(self._wait())
         self.start = window[0].number
-        # Added up one by one: `sum` rounds differently from one version of Python to the next.
+        # A loop, because rounding in `sum` differs between Python versions.
         total = 0.0
         for look in window:
             total += look.loss
@@ -71,29 +71,29 @@ class Valley(ABC):
         return self._noted(self._converge(window, self.threshold))
 
     def end(self) -> Decision:
-        """Says what is still to be added when training is over. To be asked once."""
+        """Decide what to add at the end of training; call once."""
         return self._noted(self._drain())
 
     @property
     @abstractmethod
     def needed(self) -> frozenset[int]:
-        """The segments so far that a later decision may add."""
+        """The past segments that a later decision may add."""
 
     def _wait(self) -> Decision:
-        """After a look without convergence."""
+        """Decide after a look without convergence."""
         return Decision()
 
     @abstractmethod
     def _converge(self, window: list[Look], threshold: float) -> Decision:
-        """After the look that found it."""
+        """Decide after the look that found convergence."""
 
     @abstractmethod
     def _follow(self, start: int, threshold: float) -> Decision:
-        """After a later look."""
+        """Decide after a look inside the valley."""
 
     @abstractmethod
     def _drain(self) -> Decision:
-        """At the end."""
+        """Decide at the end of training."""
 
     def _last(self, n: int) -> list[Look]:
         return list(self._recent)[-n:]
@@ -103,7 +103,6 @@ class Valley(ABC):
         return decision
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, in plain values."""
         kept = ("looks", "start", "threshold", "dead", "added")
         losses = [look.loss for look in self._recent]
         return {**{name: getattr(self, name) for name in kept}, "losses": losses}
@@ -117,18 +116,18 @@ class Valley(ABC):
 
 
 class ReferenceValley(Valley):
-    r"""Counts as the authors' published code does, whose quirks decide what is in the average.
+    r"""Counts segments like the authors' published code, including its quirks.
 
-    Two queues hold the last \(N_s\) and the last \(N_e\) segments. After convergence, the head
-    of the second is added at every look and stays until the queue's length moves it on. So segments
-    are in the average more than once:
+    Two queues hold the last \(N_s\) and the last \(N_e\) segments. After convergence, every look
+    adds the head of the second queue, which stays until the full queue moves on. As a result, some
+    segments are averaged more than once:
 
-    - the convergence segment, from the look back at convergence and later as the head;
-    - the first segments, where convergence comes before the queue is full and its head stays;
-    - those before the convergence segment, where training ends before it is the head.
+    - the convergence segment, when convergence is found and again as the head;
+    - the first segments, if convergence comes before the queue is full, because its head stays;
+    - those before the convergence segment, if training ends before that becomes the head.
 
-    And with \(N_e \le N_s\) the convergence segment is not in it: the code starts the average as
-    a copy of that segment, counted zero times, which the first segment to be added replaces.
+    With \(N_e \le N_s\), the convergence segment is left out: the code starts the average as a
+    copy of that segment with weight zero, so the first added segment replaces it.
 
     Examples:
         >>> valley = ReferenceValley(n_converge=2, n_tolerance=3)
@@ -142,7 +141,7 @@ class ReferenceValley(Valley):
 
     @property
     def needed(self) -> frozenset[int]:
-        """The queues but for what the next look moves out, and the stand-in."""
+        """The queues, without what the next look moves out, and the stand-in."""
         if self.dead:
             return frozenset()
         converged = self.start is not None
@@ -153,12 +152,12 @@ class ReferenceValley(Valley):
     def _converge(self, window: list[Look], threshold: float) -> Decision:
         behind = self.n_tolerance - self.n_converge
         if behind < 0:
-            # Left out of the second queue, these would never be its head.
+            # The second queue is too short for these ever to become its head.
             return Decision(_numbers(window[1 : 1 - behind]))
         if behind == 0:
             return Decision()
-        # Back from the convergence segment, but not past a loss above the threshold. The authors
-        # count from the convergence segment of a full queue: in a shorter one, `back` goes beyond.
+        # Go back from the convergence segment, but not past a loss above the threshold. The authors
+        # index from the convergence segment of a full queue; in a shorter one, `back` goes beyond.
         back = self._last(self.n_tolerance)[: behind + 1]
         above = [i for i, look in enumerate(back) if look.loss > threshold]
         first = above[-1] + 1 if above else 0
@@ -179,24 +178,23 @@ class ReferenceValley(Valley):
             return Decision()
         if self.threshold is None:  # never converged: the last segment
             return Decision((self.looks - 1,))
-        # The head is left out, whether or not it was added.
+        # The authors' code drops the head, whether or not it was added.
         queue = self._last(self.n_tolerance)[1:]
         while queue and queue[-1].loss > self.threshold:
             queue.pop()
         return Decision(_numbers(queue) or self._stand_in())
 
     def _stand_in(self) -> tuple[int, ...]:
-        """The convergence segment as long as nothing was added: the result if nothing ever is."""
+        """The convergence segment while nothing was added: the average if nothing ever is."""
         return () if self.start is None or self.added else (self.start,)
 
 
 class PaperValley(Valley):
-    r"""Counts as Algorithm 1 of the paper, with looks for iterations: every iterate once.
+    r"""Counts every iterate once, like Algorithm 1 of the paper with looks for iterations.
 
-    The average begins with the convergence segment and ends before the first \(N_e\) losses in a
-    row that are above the threshold; the search for those begins with the look after the one that
-    found convergence. If there are none, it goes on to the end of training; if there is no
-    convergence, everything is averaged.
+    The average starts with the convergence segment and ends before the first \(N_e\) losses in a
+    row above the threshold, counted from the look after the one that found convergence. Otherwise
+    it continues to the end of training. Without convergence, everything is averaged.
 
     Examples:
         >>> valley = PaperValley(n_converge=2, n_tolerance=3)
@@ -208,15 +206,15 @@ class PaperValley(Valley):
 
     by_iterates = True
 
-    _next = 0  # the first segment that was neither added nor dropped
+    _next = 0  # the first segment neither added nor dropped
 
     @property
     def needed(self) -> frozenset[int]:
-        """Those that may be the start of the valley, or the first above it."""
+        """The candidates for the start of the valley, or for its end."""
         return frozenset(() if self.dead else range(self._next, self.looks))
 
     def _wait(self) -> Decision:
-        # Everything is averaged, should convergence never come; later segments may be its start.
+        # Average everything that cannot be the start, in case convergence never comes.
         return Decision(self._until(self.looks - self.n_converge + 1))
 
     def _converge(self, window: list[Look], threshold: float) -> Decision:
@@ -233,14 +231,14 @@ class PaperValley(Valley):
         return Decision(() if self.dead else self._until(self.looks))
 
     def _settled(self, threshold: float) -> tuple[int, ...]:
-        """All but those that may yet turn out to be the first of N_e above the threshold."""
+        """Add all segments that cannot be among the last N_e above the threshold."""
         return self._until(self.looks - min(self._above(threshold), self.n_tolerance - 1))
 
     def _above(self, threshold: float) -> int:
-        """How many losses in a row are above the threshold, up to now."""
+        """Count the most recent consecutive losses above the threshold."""
         count = 0
         for look in reversed(self._recent):
-            # Negative losses have a threshold below their mean; the start is averaged all the same.
+            # Negative losses put the threshold below their mean; the start still counts as inside.
             if look.number == self.start or look.loss <= threshold:
                 break
             count += 1

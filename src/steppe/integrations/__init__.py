@@ -1,4 +1,4 @@
-"""What a training framework needs beyond an example, one module per framework.
+"""Integrations with training frameworks, one module per framework.
 
-Nothing is imported here: each module imports its framework, and only whoever uses it needs that.
+Each module imports its framework, so this package imports none of them.
 """

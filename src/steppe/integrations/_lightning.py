@@ -1,8 +1,8 @@
-"""What `lightning` and `pytorch_lightning` share: this needs neither of them.
+"""Code shared by the integrations of `lightning` and `pytorch_lightning`; imports neither.
 
-In automatic optimization Lightning hands `opt.step` the closure that a flatness-aware optimizer
-wants. But it clips, accumulates and unscales inside that closure or around it, in single passes:
-those settings need `ManualFlatness`, or an option of the optimizer.
+In automatic optimization, Lightning passes `opt.step` the closure that a flatness-aware optimizer
+needs. But it clips, accumulates and unscales in or around that closure, once per pass. Those
+settings need `ManualFlatness` or an option of the optimizer instead.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from steppe.optim import FlatnessOptimizer, distributed, notices
 Batch = TypeVar("Batch")
 
 STRATEGIES = {
-    "FSDPStrategy": "each process holds a flat piece of the parameters, and no process sees the "
-    "norm over all of them",
+    "FSDPStrategy": "each process holds a flat shard of the parameters, so no process sees the "
+    "global norm",
     "DeepSpeedStrategy": "DeepSpeed owns the weights and the step",
-    "XLAStrategy": "XLA reduces gradients and takes the step by itself",
-    "SingleDeviceXLAStrategy": "XLA takes the step by itself",
+    "XLAStrategy": "XLA reduces gradients and takes the step itself",
+    "SingleDeviceXLAStrategy": "XLA takes the step itself",
 }
-"""Strategies that are refused, by the names of their classes, and why."""
+"""Unsupported strategies by class name, and the reason."""
 
 SHARDED = """\
     Trainer(strategy="ddp")
 
-or a loop of your own, with torch's fully_shard (FSDP2) where it must be sharded."""
+If you must shard, write your own loop with torch's fully_shard (FSDP2)."""
 
 MANUAL = """\
     from {package} import ManualFlatness
@@ -48,7 +48,7 @@ MANUAL = """\
 
         def training_step(self, batch, batch_idx):
             loss = self.flatness_step(batch, self.loss{arguments})
-            if loss is not None:  # None while batches are being gathered
+            if loss is not None:  # None while accumulating
                 self.log("train_loss", loss)
 {more}"""
 
@@ -59,44 +59,43 @@ CLIPPING = """
 
 
 class Checks:
-    """The guard of one fit (`steppe.optim.frameworks`), as a callback without its base class.
+    """The guard of one fit (see `steppe.optim.frameworks`): a callback without its base class.
 
-    It is made by the first step of a fit whose optimizer is ours, and leaves with the fit. In
-    automatic optimization it
+    The first step of a steppe optimizer in a fit creates it, and the end of the fit removes it. In
+    automatic optimization, it raises an error that shows the right code
 
-    - raises, before the first pass, for gradient clipping, accumulation, a GradScaler, the
-      ``dataloader_iter`` flavor of `training_step`, and strategies that shard parameters without
-      saying so, with the code that does the same right;
-    - raises if a metric of the module is updated in later passes: see `first_pass`.
+    - before the first pass, for gradient clipping, accumulation, a GradScaler, a `training_step`
+      that takes ``dataloader_iter``, and strategies that own or shard the parameters;
+    - if later passes update a metric of the module (see `first_pass`).
 
-    ``self.log`` counts in the first pass only, at the unperturbed weights. In manual optimization
-    it raises for steps without passes, and for steps taken past Lightning, which then neither
-    counted nor unscaled them. An optimizer without ``model=`` is given the module.
+    It also limits ``self.log`` to the first pass, at the unperturbed weights. In manual
+    optimization, it raises for steps without passes, and for steps that bypass Lightning, which
+    then neither counts nor unscales them. It sets ``model=`` of optimizers that lack it.
     """
 
     module: ClassVar[type]
     """The package's LightningModule."""
     nothing: Callable[[], None]
-    """The package's closure for a step without one."""
+    """The package's placeholder for a missing closure."""
 
     def __init__(self, trainer: Any) -> None:
         self._counts: dict[str, int] = {}
         self.on_train_batch_start(trainer)
         for opt in _flat(trainer):
-            if opt.model is None:  # or batch norm would count every pass
+            if opt.model is None:  # batch norm would otherwise update its statistics in every pass
                 opt.model = trainer.lightning_module
-            if trainer.precision == "bf16-mixed":  # the loss that a step gets has no graph to tell
+            if trainer.precision == "bf16-mixed":  # the detached loss does not show it
                 notices.tell_bfloat16(type(opt).__name__)
-        # In front of the method, until the fit is over; a copy of the module logs for itself.
+        # An instance attribute hides the method until the fit ends; copies of the module keep it.
         module = trainer.lightning_module
         module.__dict__["log"] = partial(_log_first, module)
         trainer.callbacks.append(self)
 
     @classmethod
     def of(cls, opt: FlatnessOptimizer, trainer: Any) -> Self | None:
-        """The trainer's guard, after its checks; None if the optimizer is not the trainer's."""
+        """Return the trainer's guard after its checks; None if the trainer does not own `opt`."""
         if not any(known is opt for known in trainer.optimizers):
-            return None  # one that a hook or a step of the module uses for itself
+            return None  # the module runs this optimizer itself
         for callback in trainer.callbacks:
             if isinstance(callback, cls):
                 return callback
@@ -105,10 +104,10 @@ class Checks:
     def closure(
         self, opt: FlatnessOptimizer, closure: Callable[..., Any] | None
     ) -> Callable[..., Any] | None:
-        """What a step is to evaluate; None if the direction is in ``.grad`` already.
+        """Return the closure for a step to evaluate; None if ``.grad`` holds the direction.
 
-        Lightning steps without a closure under fp16. Otherwise it always has one, which calls its
-        hooks after the user's, or after an empty one where the user gave none.
+        Under fp16, Lightning steps without a closure. Otherwise it always passes one, which wraps
+        the user's closure, or a placeholder if there is none, and then calls hooks.
         """
         if closure is not None:
             inner = closure.args[-1] if isinstance(closure, partial) and closure.args else closure
@@ -119,19 +118,19 @@ class Checks:
                 f"step() of {type(opt).__name__} was called without a closure, but a step needs "
                 "gradients at several points: one backward is not enough. In manual optimization "
                 f"write:\n\n{self._manual()}\n\n"
-                "An optimizer_step of your own calls optimizer.step(closure=optimizer_closure)."
+                "If you override optimizer_step, call optimizer.step(closure=optimizer_closure)."
             )
         if closure is not None:
             closure()
         return None
 
     def on_train_batch_start(self, trainer: Any, *rest: Any) -> None:
-        """Checks again what a callback may change between epochs, such as accumulation."""
+        """Repeat the checks, because callbacks may change settings such as accumulation."""
         self._check(trainer)
         self._taken = _steps(trainer) - trainer.global_step
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
-        """Compares the metrics after the first pass with those after the second."""
+        """Raise if a metric was updated after the first pass."""
         if not pl_module.automatic_optimization or not isinstance(optimizer, FlatnessOptimizer):
             return
         metrics = {n: m for n, m in pl_module.named_modules() if isinstance(m, Metric)}
@@ -142,24 +141,24 @@ class Checks:
             if metric.update_count > self._counts.get(name, 0):
                 raise UserError(
                     f"training_step updates the metric {name!r} in every pass of a "
-                    f"{type(optimizer).__name__} step, at perturbed weights too. Write in "
-                    "training_step:\n\n"
+                    f"{type(optimizer).__name__} step, including passes at perturbed weights. In "
+                    "training_step, write:\n\n"
                     f"    from {type(self).__module__} import first_pass\n\n"
                     "    if first_pass(self):\n"
                     f"        self.{name}.update(...)\n"
                 )
 
     def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
-        """Raises if a step of manual optimization went past Lightning."""
+        """Raise if a step of manual optimization bypassed Lightning."""
         if _steps(trainer) - trainer.global_step > self._taken:
             raise UserError(
-                "A flatness-aware optimizer took a step that Lightning did not count (global_step "
-                f"is {trainer.global_step}) and whose gradients it did not unscale. In manual "
-                "optimization write:\n\n" + self._manual()
+                "A flatness-aware optimizer took a step that Lightning neither counted "
+                f"(global_step is {trainer.global_step}) nor unscaled. In manual optimization "
+                "write:\n\n" + self._manual()
             )
 
     def on_fit_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        # A new list: the old one is being gone through.
+        # Lightning is iterating over the old list.
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
         pl_module.__dict__.pop("log", None)
 
@@ -169,7 +168,6 @@ class Checks:
         return MANUAL.format(package=type(self).__module__, arguments=arguments, more=more)
 
     def _check(self, trainer: Any) -> None:
-        """Raises for the first setting under which the step would not be the optimizer's."""
         for opt in _flat(trainer):
             for setting, reason, remedy in self._wrong(trainer, trainer.lightning_module, opt):
                 raise UserError(
@@ -180,7 +178,7 @@ class Checks:
     def _wrong(
         self, trainer: Any, module: Any, opt: FlatnessOptimizer
     ) -> Iterator[tuple[str, str, str]]:
-        """Setting, reason and the code that is right, for all that is wrong."""
+        """Yield every unsupported setting, with the reason and the code to write instead."""
         for strategy, reason in STRATEGIES.items():
             if _is_a(strategy, trainer.strategy):
                 yield strategy, reason, SHARDED
@@ -189,41 +187,41 @@ class Checks:
         automatic = "in automatic optimization"
         swa = any(_is_a("StochasticWeightAveraging", c) for c in trainer.callbacks)
         if swa and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
-            reason = "Lightning renews the statistics in an epoch whose closures run no backward"
+            reason = "Lightning updates the statistics in an epoch whose closures run no backward"
             yield f"StochasticWeightAveraging with batch norm {automatic}", reason, self._manual()
         clip = trainer.gradient_clip_val
         own_clipping = is_overridden("configure_gradient_clipping", module, self.module)
-        reason = "Lightning clips the gradient of every pass, where the direction is to be clipped"
+        reason = "Lightning would clip the gradient of every pass instead of the final direction"
         if own_clipping or (clip and trainer.gradient_clip_algorithm == "value"):
             remedy = self._manual(more=CLIPPING.format(clip=clip or 1.0))
             yield f"Gradient clipping {automatic}", reason, remedy
         elif clip:
             remedy = (
                 f"    {type(opt).__name__}(base, ..., model=self, max_norm={clip})"
-                "  # in configure_optimizers\n\nand leave gradient_clip_val out."
+                "  # in configure_optimizers\n\nand remove gradient_clip_val."
             )
             yield f"Trainer(gradient_clip_val={clip}) {automatic}", reason, remedy
         batches = trainer.accumulate_grad_batches
         if batches != 1:
             setting = f"Trainer(accumulate_grad_batches={batches}) {automatic}"
             remedy = self._manual(f", accumulate={batches}")
-            yield setting, "only the last batch is evaluated in every pass", remedy
+            yield setting, "later passes would evaluate only the last batch", remedy
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             reason = "Lightning runs one pass, unscales its gradient and steps without a closure"
             yield f'Trainer(precision="16-mixed") {automatic}', reason, self._manual()
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-            reason = "every pass would take another batch from the iterator"
+            reason = "every pass would take a new batch from the iterator"
             remedy = "    def training_step(self, batch, batch_idx): ..."
             yield f"training_step(dataloader_iter) {automatic}", reason, remedy
         if opt.needs_graph and not is_overridden("backward", module, self.module):
-            reason = "it needs the graph of the gradient, and Lightning calls loss.backward()"
+            reason = "it needs backward(create_graph=True), but Lightning calls loss.backward()"
             yield "Automatic optimization", reason, self._manual()
 
 
 class FlatnessSteps:
     """`ManualFlatness` without its base class, the package's LightningModule."""
 
-    if TYPE_CHECKING:  # what the LightningModule beside it has
+    if TYPE_CHECKING:  # provided by the LightningModule
         device: Any
         lr_scheduler_step: Any
         manual_backward: Any
@@ -243,29 +241,29 @@ class FlatnessSteps:
         accumulate: int = 1,
         optimizer: Any = None,
     ) -> Tensor | None:
-        """Takes one step; returns the loss at the unperturbed weights, detached.
+        """Take one step and return the detached loss at the unperturbed weights.
 
-        Schedulers of the optimizer then step by their ``interval`` and ``frequency`` as in
-        automatic optimization, except `ReduceLROnPlateau`, whose metric is yours to give.
+        Then step the optimizer's schedulers by their ``interval`` and ``frequency``, as in
+        automatic optimization. Step `ReduceLROnPlateau` yourself: it needs your metric.
 
         Args:
-            batch: what `training_step` was given.
-            loss: from a batch to its loss; called once per batch in every pass, so log outside it.
-            accumulate: how many batches make a step. Earlier ones are kept (inputs only, not
-                activations) until their number is reached or the epoch ends, because every pass
-                needs them all; the loss is the mean over them. Until then None is returned.
-            optimizer: which of ``self.optimizers()``, where there are several.
+            batch: the batch passed to `training_step`.
+            loss: maps a batch to its loss; called once per batch in every pass, so log outside it.
+            accumulate: batches per step. Every pass needs all of them, so this keeps the inputs
+                (not activations) and returns None until it has that many or the epoch ends. The
+                loss is the mean over batches.
+            optimizer: one of ``self.optimizers()``, if there are several.
         """
         if accumulate < 1:
             raise UserError(f"accumulate must be at least 1, got {accumulate}")
-        # SWA's last epoch, for batch-norm statistics alone
+        # SWA's last epoch only updates batch-norm statistics.
         if self.trainer.fit_loop._skip_backward:
             with torch.no_grad():
                 loss(batch)
             return None
         handle = self.optimizers() if optimizer is None else optimizer
         opt = _unwrap(handle)
-        # Those of an optimizer that an interrupted fit has left behind are not of this one.
+        # Drop batches that an interrupted fit left behind for another optimizer.
         known = self.trainer.optimizers
         self._waiting = {o: kept for o, kept in self._waiting.items() if o in known}
         batches = self._waiting.setdefault(opt, [])
@@ -273,7 +271,7 @@ class FlatnessSteps:
         if len(batches) < accumulate and not self.trainer.is_last_batch:
             return None
         del self._waiting[opt]
-        # Lightning runs training_step under autocast as a whole; here it is for the passes alone.
+        # Lightning wraps all of training_step in autocast; only the passes should use it.
         with torch.autocast(self.device.type, enabled=False):
             value = self._passes(opt, batches, loss)
             handle.step()
@@ -285,7 +283,7 @@ class FlatnessSteps:
     ) -> Tensor:
         precision = self.trainer.precision_plugin
         total = torch.zeros((), device=self.device)
-        # Lightning's DDP module, which reduces the sum once, is around the one that `opt` has.
+        # `opt.model` is inside Lightning's DDP module, which should reduce the sum once.
         passes = opt.passes(
             batches,
             getattr(precision, "scaler", None),
@@ -303,7 +301,7 @@ class FlatnessSteps:
         return total
 
     def _step_schedulers(self, opt: Optimizer) -> None:
-        # Of this epoch, as Lightning counts.
+        # Lightning counts batches per epoch.
         batches = self.trainer.fit_loop.epoch_loop.batch_idx + 1
         epochs = self.trainer.current_epoch + 1
         for config in self.trainer.lr_scheduler_configs:
@@ -317,16 +315,15 @@ class FlatnessSteps:
 
 
 def first_pass(module: nn.Module) -> bool:
-    """Whether `training_step` runs at the unperturbed weights, for metrics that count examples.
+    """Whether `training_step` runs at the unperturbed weights; use it to update metrics once.
 
     Automatic optimization calls `training_step` once per pass. True outside a step.
     """
-    trainer: Any = module._trainer  # none, if it is a copy that someone keeps
+    trainer: Any = module._trainer  # None for copies of the module
     return trainer is None or all(opt._open is None or not opt._open.next for opt in _flat(trainer))
 
 
 def _log_first(module: Any, *args: Any, **kwargs: Any) -> None:
-    """`LightningModule.log`, for the first pass of a step."""
     if first_pass(module):
         type(module).log(module, *args, **kwargs)
 
@@ -340,18 +337,18 @@ def _steps(trainer: Any) -> int:
 
 
 def _is_a(name: str, value: object) -> bool:
-    """Whether a class of this name is among its classes, in whichever package."""
+    """Whether a value's class or a base class has this name, in any package."""
     return any(cls.__name__ == name for cls in type(value).__mro__)
 
 
 def _unwrap(handle: Any) -> FlatnessOptimizer:
-    """The optimizer behind Lightning's handle, which has its methods but not its attributes."""
+    """Return the optimizer behind Lightning's handle, which forwards methods but no attributes."""
     opt = getattr(handle, "optimizer", None)
     if isinstance(opt, FlatnessOptimizer):
         return opt
     raise UserError(
-        "flatness_step needs one of steppe.optim's flatness-aware optimizers from "
-        f"configure_optimizers, got {type(handle if opt is None else opt).__name__}. Where there "
-        "are several, say which: "
+        "flatness_step needs a flatness-aware optimizer of steppe.optim from "
+        f"configure_optimizers, got {type(handle if opt is None else opt).__name__}. If there are "
+        "several, choose one: "
         "self.flatness_step(batch, self.loss, optimizer=self.optimizers()[0])."
     )

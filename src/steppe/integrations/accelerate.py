@@ -1,8 +1,4 @@
-"""Flatness-aware steps in loops that Hugging Face's Accelerate drives.
-
-Accelerate hands the loop one micro-batch at a time and takes the step after the last one. A
-flatness-aware step needs all of them again at every point it visits, so they are kept until then.
-"""
+"""Flatness-aware steps with Hugging Face Accelerate."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from steppe.optim import FlatnessOptimizer, Phase, notices
 Batch = TypeVar("Batch")
 
 _DATA_PARALLEL = """\
-Train with data parallelism, which steppe does support:
+Train with data parallelism, which steppe supports:
 
     torchrun --nproc-per-node 2 train.py"""
 _FULLY_SHARD = """\
@@ -46,25 +42,23 @@ _PREPARE = """\
 
 
 class FlatnessPasses(Generic[Batch]):
-    """Runs the passes of a step over all its micro-batches, as Accelerate hands them out.
+    """Runs the passes of a step over all micro-batches that Accelerate accumulates.
 
-    `Accelerator.prepare` hides the optimizer's phases, and `Accelerator.accumulate` shows the loop
-    one micro-batch after the other. `over` keeps them while Accelerate accumulates. With the last
-    one it goes through all of them once per phase, reducing gradients between processes where
-    Accelerate would. What follows is Accelerate's usual loop: clipping, ``optimizer.step()`` and
-    ``scheduler.step()`` act on the direction, and a step that fp16 overflows is skipped.
-
-    Every micro-batch stays in memory until the step. Draws are repeated in each pass, as they are
-    with `FlatnessOptimizer.phases`.
+    Accelerate gives the loop one micro-batch at a time, but every pass of a flatness-aware step
+    needs all of them. `over` therefore keeps micro-batches in memory until the last one, then
+    visits all of them once per phase, reducing gradients between processes where Accelerate would.
+    The rest of the loop does not change: clipping, ``optimizer.step()`` and ``scheduler.step()``
+    act on the direction, and a step that overflows in fp16 is skipped. All passes replay the same
+    random draws, as with `FlatnessOptimizer.phases`.
 
     Args:
-        accelerator: what prepared the other two.
-        model: the model as `Accelerator.prepare` returned it; the optimizer's `model` becomes this.
-        optimizer: a flatness-aware optimizer as `Accelerator.prepare` returned it.
+        accelerator: the accelerator that prepared the model and optimizer.
+        model: the prepared model, which also becomes the optimizer's `model`.
+        optimizer: the prepared flatness-aware optimizer.
 
     Raises:
-        UserError: in modes that could not compute what the method defines: DeepSpeed, Megatron-LM,
-            XLA, Accelerate's FSDP, tensor, context and sequence parallelism, fp8.
+        UserError: in modes that would silently change the method: DeepSpeed, Megatron-LM, XLA,
+            Accelerate's FSDP, tensor, context and sequence parallelism, fp8.
 
     Examples:
         >>> import torch
@@ -93,13 +87,13 @@ class FlatnessPasses(Generic[Batch]):
         opt = unwrapped(optimizer)
         if not isinstance(opt, FlatnessOptimizer):
             raise UserError(
-                f"FlatnessPasses runs the phases of a flatness-aware optimizer, got "
-                f"{type(opt).__name__}. Wrap it before it is prepared:\n\n{_PREPARE}"
+                f"FlatnessPasses needs a flatness-aware optimizer, got {type(opt).__name__}. Wrap "
+                f"it before accelerator.prepare:\n\n{_PREPARE}"
             )
         if opt is optimizer:
             raise UserError(
                 f"This {type(opt).__name__} is not prepared: its step() would neither wait for the "
-                f"last micro-batch nor undo the loss scale of fp16. Write\n\n{_PREPARE}"
+                f"last micro-batch nor unscale fp16 gradients. Write\n\n{_PREPARE}"
             )
         opt.model = model
         self.accelerator = accelerator
@@ -109,11 +103,11 @@ class FlatnessPasses(Generic[Batch]):
         self._silent = accelerator.mixed_precision == "bf16"
 
     def over(self, batch: Batch) -> Iterator[tuple[Phase, Batch]]:
-        """Every pass to run now, as its phase and the micro-batch: none while accumulating.
+        """Yield the phase and micro-batch of every pass to run now; nothing while accumulating.
 
-        Run forward and ``accelerator.backward`` once for each. Losses of ``phase.index == 0`` are
-        those at the unperturbed weights. Leaving the loop early, or an exception in it, restores
-        the weights and gives the micro-batches up.
+        Run forward and ``accelerator.backward`` once for each. Losses with ``phase.index == 0``
+        are at the unperturbed weights. Leaving the loop early, or an exception in it, restores the
+        weights and discards the micro-batches.
         """
         self._kept.append(batch)
         if not self.accelerator.sync_gradients:
@@ -134,18 +128,18 @@ class FlatnessPasses(Generic[Batch]):
 
 
 def unwrapped(optimizer: Optimizer | None) -> Optimizer | None:
-    """The optimizer that Accelerate was given, out of what it returned."""
+    """Return the optimizer inside Accelerate's wrapper."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def check_mode(accelerator: Accelerator) -> None:
-    """Raises UserError where a flatness-aware step would compute something else."""
+    """Raise UserError in modes that would silently change a flatness-aware step."""
     reason, remedy = _REFUSED.get(accelerator.distributed_type, ("", ""))
     layout = accelerator.parallelism_config
     if layout is not None and (layout.tp_enabled or layout.cp_enabled or layout.sp_enabled):
-        reason, remedy = "a model or a sequence split over processes", _DATA_PARALLEL
+        reason, remedy = "the model or sequence is split across processes", _DATA_PARALLEL
     if accelerator.mixed_precision == "fp8":
         reason = "differences of gradients do not survive fp8"
         remedy = "Use fp16:\n\n    accelerator = Accelerator(mixed_precision='fp16')"

@@ -1,4 +1,4 @@
-"""Lightning (`lightning`): a module for manual optimization; what would go wrong is refused."""
+"""Lightning (`lightning`): a module for manual optimization, and checks of Trainer settings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["ManualFlatness", "first_pass"]
 
 
 class ManualFlatness(FlatnessSteps, LightningModule):
-    """A LightningModule whose steps are taken by a flatness-aware optimizer, pass by pass.
+    """A LightningModule that runs the passes of a flatness-aware optimizer.
 
-    A base class, or a mixin in front of another LightningModule. It switches manual optimization
-    on; call `flatness_step` from `training_step`. Under it hold, unlike in automatic optimization:
-    fp16 with Lightning's GradScaler, accumulation over batches, clipping of the direction by any
-    rule, and `on_before_optimizer_step` once per step with the direction in ``.grad``.
+    Use it as the base class, or as a mixin before another LightningModule. It turns on manual
+    optimization; call `flatness_step` from `training_step`. Unlike automatic optimization, it
+    supports fp16 with Lightning's GradScaler, accumulation, any clipping of the direction, and
+    `on_before_optimizer_step` once per step with the direction in ``.grad``.
 
     Examples:
         >>> import torch
@@ -42,7 +42,7 @@ class ManualFlatness(FlatnessSteps, LightningModule):
 
 
 class Guard(Checks, Callback):
-    """Found by `steppe.optim.frameworks` when a Trainer steps one of our optimizers."""
+    """Used by `steppe.optim.frameworks` when a Trainer steps a steppe optimizer."""
 
     module = LightningModule
     nothing = staticmethod(do_nothing_closure)

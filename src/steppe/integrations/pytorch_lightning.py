@@ -1,6 +1,6 @@
-"""Lightning under its older name, `pytorch_lightning`: the same as `steppe.integrations.lightning`.
+"""Lightning under its older name, `pytorch_lightning`; see `steppe.integrations.lightning`.
 
-The two packages have the same classes twice, and modules of one do not train with the other.
+The two packages define separate classes, and modules of one do not train with the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class ManualFlatness(FlatnessSteps, LightningModule):
 
 
 class Guard(Checks, Callback):
-    """Found by `steppe.optim.frameworks` when a Trainer steps one of our optimizers."""
+    """Used by `steppe.optim.frameworks` when a Trainer steps a steppe optimizer."""
 
     module = LightningModule
     nothing = staticmethod(do_nothing_closure)

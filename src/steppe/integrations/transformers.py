@@ -1,8 +1,4 @@
-"""Flatness-aware steps in Hugging Face's Trainer.
-
-The Trainer runs one backward pass per micro-batch and then calls ``optimizer.step()`` bare, which a
-flatness-aware optimizer answers with an error. Only its `training_step` has to be another one.
-"""
+"""Flatness-aware steps with the Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -24,25 +20,24 @@ _USAGE = """\
 
 
 class FlatnessTrainer(Trainer):
-    """A Trainer whose step is flatness-aware; everything else is the Trainer's.
+    """A Trainer that takes flatness-aware steps.
 
-    Micro-batches of a step are kept until the last one, and gone through once per pass. The loss
-    that is logged is that at the unperturbed weights. `max_grad_norm` (1.0 unless you say
-    otherwise), the logged ``grad_norm``, loss scaling in fp16 and the scheduler act on the
-    direction. Checkpoints hold the optimizer's whole state, and training resumes from them exactly.
-    The count of floating-point operations is still that of one pass.
+    It keeps the micro-batches of a step and visits all of them once per pass. It logs the loss at
+    the unperturbed weights. `max_grad_norm` (default: 1.0), the logged ``grad_norm``, fp16 loss
+    scaling and the scheduler act on the direction. Checkpoints hold the full optimizer state, so
+    training resumes exactly. The reported floating-point operations count a single pass.
 
     Args:
-        *args: as for `transformers.Trainer`.
-        flatness: makes the flatness-aware optimizer out of the one that the Trainer makes from its
-            arguments (`optim`, `learning_rate`, `weight_decay`) or was given:
-            ``functools.partial(FAD, rho=0.05)``. Leave it out if ``optimizers=`` brings one.
-        **kwargs: as for `transformers.Trainer`.
+        *args: passed to `transformers.Trainer`.
+        flatness: wraps the Trainer's optimizer, whether the Trainer builds it from `optim`,
+            `learning_rate` and `weight_decay` or receives it: ``functools.partial(FAD, rho=0.05)``.
+            Omit it if ``optimizers=`` already contains a flatness-aware optimizer.
+        **kwargs: passed to `transformers.Trainer`.
 
     Raises:
-        UserError: if no optimizer is flatness-aware, and in the modes that
-            `FlatnessPasses` refuses; also for optimizers that step inside
-            backward (LOMO, layer-wise GaLore and Apollo) or need its graph.
+        UserError: without a flatness-aware optimizer, in modes that `FlatnessPasses` does not
+            support, and for optimizers that step inside backward (LOMO, layer-wise GaLore and
+            Apollo) or need its graph.
 
     Examples:
         >>> import tempfile
@@ -75,12 +70,12 @@ class FlatnessTrainer(Trainer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.flatness = flatness
-        # Inputs, and what losses are divided by: the step's labels, or else its micro-batches.
+        # Inputs, and the divisor of losses: the number of labels in the step, or of micro-batches.
         self._passes: FlatnessPasses[tuple[dict[str, Any], Tensor | int | None, int]] | None = None
         check_mode(self.accelerator)
         if flatness is not None and isinstance(self.optimizer, FlatnessOptimizer):
             raise UserError(
-                f"Both flatness= and optimizers= bring a flatness-aware optimizer "
+                f"Both flatness= and optimizers= provide a flatness-aware optimizer "
                 f"({type(self.optimizer).__name__}): leave one out."
             )
         if self.optimizer is None and any(n in self.args.optim for n in ("lomo", "layerwise")):
@@ -90,8 +85,8 @@ class FlatnessTrainer(Trainer):
             )
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """The Trainer's optimizer, made flatness-aware. Called at the start of every training."""
-        self._passes = None  # with whatever an earlier training has left there
+        """Build the Trainer's optimizer and wrap it; called at the start of every training."""
+        self._passes = None  # drop micro-batches left from an earlier training
         optimizer = super().create_optimizer(model)
         opt = unwrapped(optimizer)
         if self.flatness is not None and not isinstance(opt, FlatnessOptimizer):
@@ -115,10 +110,9 @@ class FlatnessTrainer(Trainer):
         inputs: dict[str, Any],
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Keeps a micro-batch; with the last one of a step, runs all passes.
+        """Store a micro-batch; on the last one of a step, run all passes and return its loss.
 
-        Returns:
-            The loss of the step's micro-batches together when it was the last one, else zero.
+        Return zero for the other micro-batches.
         """
         if self._passes is None:
             assert self.optimizer is not None
