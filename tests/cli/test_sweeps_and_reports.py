@@ -61,7 +61,7 @@ def test_a_chosen_config_can_be_run_again(sweep: Path, tmp_path: Path) -> None:
     chosen = json.loads((tmp_path / "best.json").read_text())
     assert len(chosen) == 24
     (tmp_path / "config.json").write_text(json.dumps(chosen[0]["config"]))
-    with pytest.raises(UserError, match="take one's 'config'"):
+    with pytest.raises(UserError, match="such as a list entry's 'config'"):
         steppe("train", "--config", tmp_path / "best.json", "--out", tmp_path / "no")
     steppe("train", "--config", tmp_path / "config.json", "--out", tmp_path / "again")
 

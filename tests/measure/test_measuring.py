@@ -309,19 +309,19 @@ def test_the_radius_is_the_optimizers_own(run: Path, optimizer, expected) -> Non
     ("options", "message"),
     [
         ({"domains": ["76"]}, "unknown domain .* '76'. Known: 0, 15, 30, .*trained on: 0, 30"),
-        ({"domains": ["75", "75"]}, "'75' is named twice"),
-        ({"domains": []}, "no domain is named"),
-        ({"top": 0}, "top=0"),
-        ({"top": 113}, "top=113: the model has 112 parameters"),
-        ({"images": -1}, "images=-1"),
-        ({"images": 1}, "images=1: there are 2 domains"),
-        ({"batch_size": 0}, "batch_size=0"),
+        ({"domains": ["75", "75"]}, "'75' is listed twice"),
+        ({"domains": []}, "no domain given"),
+        ({"top": 0}, "top must be >= 1, got 0"),
+        ({"top": 113}, "top=113 is more than the model's 112 parameters"),
+        ({"images": -1}, "images must be >= 0, got -1"),
+        ({"images": 1}, "images=1 is too few for 2 domains"),
+        ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
         ({"precision": "half"}, "unknown precision 'half'"),
         ({"which": "first"}, "which='first'"),
         ({"rho": 0.0}, "rho=0.0"),
         ({"alpha": 1.5}, "alpha=1.5"),
-        ({"tol": 0.0}, "tol=0.0"),
-        ({"trace_rtol": -1.0}, "trace_rtol=-1.0"),
+        ({"tol": 0.0}, "tol must be > 0, got 0.0"),
+        ({"trace_rtol": -1.0}, "trace_rtol must be > 0, got -1.0"),
         ({"device": "abacus"}, "'abacus' cannot be used"),
     ],
 )
@@ -346,7 +346,7 @@ def test_unfinished_runs(run: Path, caplog: pytest.LogCaptureFixture) -> None:
         (run / "state").write_text("running\n")
         assert measure_run(run, **QUICK).weights.step == 11
     (message,) = caplog.messages
-    assert "not finished (running): measured as it was after step 11" in message
+    assert "not finished (running): measuring its weights after step 11" in message
     shutil.rmtree(run / "checkpoint")
     with pytest.raises(UserError, match="no checkpoint yet"):
         measure_run(run, **QUICK)
@@ -379,10 +379,10 @@ def _changed(text: str, **changes: Any) -> str:
         (lambda text: text.replace('"version": 1', '"version": 2'), "newer steppe.*format 2"),
         (lambda text: b"\xff\xfe", "train.json is damaged"),
         (lambda text: "[" * 100_000, "train.json is damaged"),
-        (lambda text: text.replace('"name": "train"', '"name": "75"'), r"it is called 75"),
-        (lambda text: text.replace('"version": 1', '"version": 0'), "ever written"),
+        (lambda text: text.replace('"name": "train"', '"name": "75"'), "it belongs to 75"),
+        (lambda text: text.replace('"version": 1', '"version": 0'), "unknown format 0"),
         (lambda text: text.replace('"version": 1', '"version": "1"'), "train.json is damaged"),
-        (lambda text: _changed(text, values=[1.0, 2.0]), "do not descend"),
+        (lambda text: _changed(text, values=[1.0, 2.0]), "not in descending order"),
         (lambda text: _changed(text, values=[2.0, float("nan")]), "damaged"),
         (lambda text: _changed(text, residuals=[]), "has a residual"),
         (lambda text: _changed(text, values=["2.0", "1.0"]), "train.json is damaged"),
@@ -423,7 +423,7 @@ def test_an_interrupt_or_a_full_disk_leaves_what_was_there(run: Path, monkeypatc
 def test_a_folder_that_cannot_be_written_is_found_out_first(run: Path, monkeypatch) -> None:
     (run / "curvature").write_text("in the way")
     monkeypatch.setattr(measuring, "top_eigenvalues", lambda *_: pytest.fail("too late"))
-    with pytest.raises(UserError, match="cannot be written to"):
+    with pytest.raises(UserError, match="is not writable"):
         measure_run(run, **QUICK)
 
 
@@ -536,4 +536,4 @@ def test_a_run_of_a_sweep_and_what_is_replaced(
         assert "replaces" not in caplog.text
         assert load_measurements(tmp_path / "job" / "result")["train"] == found
         measure_run(tmp_path / "job", **{**QUICK, "images": 8})
-    assert f"replaces the measurement of {found.date}: 1 eigenvalues, 12 images" in caplog.text
+    assert f"replacing the measurement of {found.date}: 1 eigenvalues, 12 images" in caplog.text

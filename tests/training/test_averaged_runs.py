@@ -187,7 +187,7 @@ def test_the_intervals_are_the_papers() -> None:
 
 def test_swad_needs_validation_images(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(scoring.Scoring, "validates", False)
-    with pytest.raises(UserError, match="follows the validation loss"):
+    with pytest.raises(UserError, match="needs the validation loss"):
         train(make_config({**DIGITS, "averaging": SWAD}), tmp_path)
     assert not (tmp_path / "records.jsonl").exists()
 
@@ -278,7 +278,7 @@ def test_what_cannot_be_an_ensemble_is_refused(members, tmp_path) -> None:
     with pytest.raises(UserError, match="held out 60 and .* 75"):
         evaluate_ensemble([members[0], tmp_path / "other"])
     assert evaluate_ensemble([members[0], tmp_path / "other"], data="RotatedDigits")
-    with pytest.raises(UserError, match="in the ensemble twice"):
+    with pytest.raises(UserError, match="the ensemble lists a run twice"):
         evaluate_ensemble([members[0], members[0]])
     doodles = {"dataset": "Doodles", "targets": ["sketch"], "steps": 1, "device": "cpu"}
     train(make_config(doodles), tmp_path / "doodles")
@@ -289,5 +289,5 @@ def test_what_cannot_be_an_ensemble_is_refused(members, tmp_path) -> None:
 @pytest.mark.parametrize("algorithm", ["MTL", "ARM"])
 def test_what_predicts_with_more_than_its_network_is_not_exported(tmp_path, algorithm) -> None:
     train(make_config({**DIGITS, "algorithm": algorithm, "steps": 1}), tmp_path / "run")
-    with pytest.raises(UserError, match=f"{algorithm} predicts with more than its network"):
+    with pytest.raises(UserError, match=f"{algorithm} needs more than its network"):
         export_run(tmp_path / "run", tmp_path / "file.safetensors")

@@ -89,12 +89,12 @@ def test_normalization_is_what_the_backbone_was_trained_with():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"name": "resnt18"}, ["'resnt18'", "did you mean 'resnet18'?", "every name in timm"]),
+        ({"name": "resnt18"}, ["'resnt18'", "did you mean 'resnet18'?", "every timm model"]),
         ({"name": "resnet_50"}, ["did you mean 'resnet50'?"]),
         ({"name": "resnet50-v1", "weights": "imagenet"}, ["no ImageNet weights", "--weights FILE"]),
         ({"name": "mobilenetv3_smal_100"}, ["did you mean 'mobilenetv3_small_100'?"]),
         ({"name": "resnet18.nobody"}, ["'resnet18.nobody'", "nobody"]),
-        ({"name": "resnet18", "channels": 1}, ["'resnet18'", "3 channels, not 1"]),
+        ({"name": "resnet18", "channels": 1}, ["'resnet18'", "3 channels, got 1"]),
         ({"name": "small-cnn", "weights": "imagenet"}, ["no ImageNet weights", "weights=none"]),
         # What timm knows of no weights for.
         ({"name": "resnet10t.none", "weights": "imagenet"}, ["'resnet10t.none'", "--weights FILE"]),
@@ -202,7 +202,7 @@ def test_a_pickled_program_is_not_run(tmp_path, format):
         path.write_bytes(pickle.dumps(content))
     else:
         torch.save(content, path, _use_new_zipfile_serialization=format == "torch")
-    with pytest.raises(UserError, match=r"w\.pth hold more than tensors.*as safetensors"):
+    with pytest.raises(UserError, match=r"w\.pth contain more than tensors.*use safetensors"):
         build("resnet18", weights=str(path))
     assert not marker.exists()
 
@@ -227,11 +227,11 @@ def cut(path: Path) -> None:
         ("cut.pt", cut, "cannot be read"),
         ("cut.safetensors", damaged, "cannot be read"),
         ("text.pt", lambda path: path.write_text("hello"), "are damaged"),
-        ("module.pt", lambda path: torch.save(nn.Linear(2, 2), path), "hold more than tensors"),
-        ("tensor.pt", lambda path: torch.save(torch.zeros(2), path), "hold no state dict"),
-        ("numbers.pt", lambda path: torch.save({0: torch.zeros(2)}, path), "hold no state dict"),
-        ("log.pt", lambda path: torch.save({"loss": 1.0}, path), "hold no state dict"),
-        ("nothing.pt", lambda path: torch.save({}, path), "they lack .* of its tensors"),
+        ("module.pt", lambda path: torch.save(nn.Linear(2, 2), path), "contain more than tensors"),
+        ("tensor.pt", lambda path: torch.save(torch.zeros(2), path), "are not a state dict"),
+        ("numbers.pt", lambda path: torch.save({0: torch.zeros(2)}, path), "are not a state dict"),
+        ("log.pt", lambda path: torch.save({"loss": 1.0}, path), "are not a state dict"),
+        ("nothing.pt", lambda path: torch.save({}, path), "tensors are missing"),
     ],
 )
 def test_a_file_that_is_none_is_named(tmp_path, name, prepare, words):
@@ -245,13 +245,13 @@ def test_a_file_that_is_none_is_named(tmp_path, name, prepare, words):
 @pytest.mark.parametrize(
     ("name", "state", "words"),
     [
-        ("resnet50", resnet18_state, ["lack", "'resnet50'"]),
-        ("small-cnn", resnet18_state, ["lack", "'small-cnn'"]),
-        ("resnet18", lambda: {**resnet18_state(), "extra": torch.zeros(1)}, ["hold", "'extra'"]),
+        ("resnet50", resnet18_state, ["missing", "'resnet50'"]),
+        ("small-cnn", resnet18_state, ["missing", "'small-cnn'"]),
+        ("resnet18", lambda: {**resnet18_state(), "extra": torch.zeros(1)}, ["unexpected", "'extra'"]),
         (
             "resnet18",
             lambda: {**resnet18_state(), "conv1.weight": torch.zeros(64, 1, 7, 7)},
-            ["differ", "'conv1.weight'"],
+            ["another shape", "'conv1.weight'"],
         ),
     ],
 )
@@ -259,7 +259,7 @@ def test_the_weights_of_another_network_are_refused(tmp_path, name, state, words
     path = write(tmp_path / "w.safetensors", state())
     with pytest.raises(UserError) as caught:
         build(name, weights=str(path))
-    for word in (str(path), "are not those of", *words):
+    for word in (str(path), "do not fit", *words):
         assert word in str(caught.value)
 
 

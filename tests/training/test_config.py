@@ -184,7 +184,7 @@ def test_overrides(override, key, value):
     [
         ("steps", "--set steps: expected KEY=VALUE"),
         ("optimiser.rho=0.1", "unknown axis 'optimiser', did you mean 'optimizer'?"),
-        ("dataset.name=PACS", "only algorithm, optimizer, averaging have a dot"),
+        ("dataset.name=PACS", "only algorithm, optimizer, averaging take a dot"),
         ("stepz=3", "did you mean 'steps'"),
         ("optimizer.rhoo=3", "did you mean 'rho'"),
         ("optimizer.lr=fast", "optimizer 'fad'"),
@@ -206,7 +206,7 @@ def test_the_later_override_the_earlier(tmp_path):
     # Another optimizer brings its own options.
     assert "alpha" not in configure({"optimizer": "sam"}, file=file).optimizer.options
     assert configure({}, file=file, space="fair").space == "fair"
-    with pytest.raises(UserError, match="--space fad would change none"):
+    with pytest.raises(UserError, match="--space fad would change nothing"):
         configure({}, file=file, space="fad")
     # What is drawn comes after options and before overrides; names may be in any case.
     drawn = configure({"optimizer": "FAD", "steps": 8}, ["dropout=0.3"], file=file, draw=1)

@@ -125,7 +125,7 @@ def test_a_network_that_cannot_be_traced_is_one_line(run, tmp_path, monkeypatch)
         )
 
     monkeypatch.setattr(network, "forward", forward)
-    with pytest.raises(UserError, match=r"'small-cnn' cannot be written as a graph.*\.safetensors"):
+    with pytest.raises(UserError, match=r"'small-cnn' cannot be exported as a graph.*\.safetensors"):
         export_run(run, tmp_path / "model.pt2")
 
 

@@ -378,7 +378,7 @@ def test_a_damaged_best_is_told_and_the_last_can_be_used(half, steppe):
     code, _, err = steppe("evaluate", half, "--which", "best")
     assert code == 1
     assert "best is damaged" in assert_one_line(err)
-    assert "Choose one, for instance with --which step:" in err
+    assert "Choose one, for example with --which step:" in err
     assert steppe("evaluate", half)[0] == 1  # the best is what is taken by default
     assert steppe("evaluate", half, "--which", "last", "--json")[0] == 0
 
@@ -421,7 +421,7 @@ def test_records_that_are_gone_are_missed(half, undisturbed, steppe):
     os.truncate(half / "records.jsonl", len(records) - 10)
     code, _, err = steppe("train", "--resume", "--out", half)
     assert code == 1
-    assert "records.jsonl lacks 10 bytes" in assert_one_line(err)
+    assert "records.jsonl has lost 10 bytes" in assert_one_line(err)
     (half / "records.jsonl").write_bytes(records)
     assert steppe("train", "--resume", "--out", half)[0] == 0
     assert_same_run(half, undisturbed)
@@ -447,7 +447,7 @@ def test_a_mistake_leaves_nothing_in_the_way(tmp_path, steppe, undisturbed):
     assert code == 0, err
     assert_same_run(out, undisturbed)
     for more, message in (
-        ((), "holds a run already: add --resume"),
+        ((), "already holds a run: add --resume"),
         (("--resume", "--seed", 3), "was started with seed=0, not 3"),
     ):
         code, _, err = steppe(*words(DIGITS, out, *more))

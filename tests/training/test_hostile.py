@@ -151,13 +151,13 @@ def test_no_other_step_passes_for_the_last(run, use, state):
     (run / "m.safetensors").unlink(missing_ok=True)
     damage(run)
     with pytest.raises(
-        RunError, match=r"step-000030 is damaged.*whole: step 20, best \(step"
+        RunError, match=r"step-000030 is damaged.*intact: step 20, best \(step"
     ) as told:
         use(run)
     assert "--which step:20" in str(told.value)
     assert not (run / "m.safetensors").exists()
     assert use(run, which="step:20") == 20
-    with pytest.raises(UserError, match="no checkpoint after step 7: it has 20, 30"):
+    with pytest.raises(UserError, match="no checkpoint after step 7: available are 20, 30"):
         use(run, which="step:7")
     with pytest.raises(RunError, match="is damaged"):
         use(run, which="step:30")
@@ -166,7 +166,7 @@ def test_no_other_step_passes_for_the_last(run, use, state):
 def test_curvature_measures_the_step_that_was_asked_for(run):
     quick = Settings(top=1, images=16, trace_rtol=0.5)
     damage(run)
-    with pytest.raises(RunError, match="whole: step 20"):
+    with pytest.raises(RunError, match="intact: step 20"):
         measure_run(run, quick, device="cpu")
     measured = measure_run(run, replace(quick, which="step:20"), device="cpu")
     assert measured.to_json()["weights"]["step"] == 20
@@ -176,7 +176,7 @@ def test_curvature_measures_the_step_that_was_asked_for(run):
 
 def test_a_finished_run_without_its_last_checkpoint_says_so(run):
     shutil.rmtree(run / "checkpoint" / "step-000030")
-    with pytest.raises(RunError, match="lacks the last checkpoint, after step 30; whole: step 20"):
+    with pytest.raises(RunError, match="is missing the last checkpoint, after step 30; intact: step 20"):
         load_model(run, "last")
     (run / "state").write_text("planned")  # killed, say: then it is the last
     assert load_model(run, "last").step == 20
@@ -184,7 +184,7 @@ def test_a_finished_run_without_its_last_checkpoint_says_so(run):
 
 def test_a_checkpoint_under_another_name_is_damage(run):
     (run / "checkpoint" / "step-000020").rename(run / "checkpoint" / "step-000025")
-    with pytest.raises(RunError, match=r"is broken \(it is of step 20\)"):
+    with pytest.raises(RunError, match=r"is broken \(it belongs to step 20\)"):
         load_model(run, "step:25")
 
 
@@ -247,7 +247,7 @@ def test_a_fifo_in_a_checkpoint_is_damage(run, name):
     file = run / "checkpoint" / "step-000030" / name
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(RunError, match=f"{name}: not a plain file; whole: step 20"):
+    with pytest.raises(RunError, match=f"{name}: not a plain file; intact: step 20"):
         load_model(run, "last")
 
 
@@ -265,7 +265,7 @@ def test_the_weights_of_another_model_are_told(run):
     with pytest.raises(RunError, match="not a checkpoint of this run"):
         load_model(run)
     (run / "data.json").write_text("[]")
-    with pytest.raises(UserError, match="is damaged: it has no dataset, no classes"):
+    with pytest.raises(UserError, match="is damaged: no valid dataset, classes"):
         load_model(run)
 
 
@@ -295,7 +295,7 @@ def test_the_lock_is_not_a_way_to_other_files(run, tmp_path):
         train(RunDirectory(run).config(), run, resume=True)
     (run / ".lock").unlink()
     os.mkfifo(run / ".lock")
-    with pytest.raises(UserError, match="not a plain file"):
+    with pytest.raises(UserError, match="not a regular file"):
         train(RunDirectory(run).config(), run, resume=True)
     (run / ".lock").unlink()
     (run / ".lock").write_text("keep")

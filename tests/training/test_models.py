@@ -219,10 +219,10 @@ def test_preprocess_says_what_is_no_image(run, own, tmp_path):
     for wrong, words in [
         (tmp_path / "x.png", "x.png cannot be read"),
         (tmp_path / "gone.png", "gone.png cannot be read: No such file"),
-        (torch.zeros(3, 8, 8), "uint8 from 0 to 255, and the tensor is torch.float32"),
+        (torch.zeros(3, 8, 8), "uint8 pixels from 0 to 255, but the tensor is torch.float32"),
         (torch.zeros(8, 8, dtype=torch.uint8), r"shape \(8, 8\) is not an image"),
         (deep, "mode is 'I;16'; convert it to 8 bits"),
-        (7, "7 is not an image: give a path"),
+        (7, "7 is not an image: pass a path"),
         ([], "at least one"),
     ]:
         with pytest.raises(UserError, match=words):
@@ -296,12 +296,12 @@ def test_classes_that_the_model_does_not_know_are_an_error(run, own, tmp_path):
     folder = paint_domain(tmp_path / "zoo", 8)
     shutil.copytree(folder / "ant", folder / "aardvark")
     for data in (folder, folder.parent):
-        with pytest.raises(UserError, match="does not know: aardvark. It knows ant, bee, cat"):
+        with pytest.raises(UserError, match="unknown to the model: aardvark. Known: ant, bee, cat"):
             evaluate_run(run, data)
     # In the run's own data too, where it would shift the numbers of all the others.
     shutil.copytree(folder / "ant", own / "pen" / "aardvark")
     try:
-        with pytest.raises(UserError, match="does not know: aardvark"):
+        with pytest.raises(UserError, match="unknown to the model: aardvark"):
             evaluate_run(run)
     finally:
         shutil.rmtree(own / "pen" / "aardvark")
@@ -331,7 +331,7 @@ def test_channels_that_no_file_has_are_an_error(run, monkeypatch):
     def stereo(_: Path) -> Any:
         return CLASSES, [Domain("left", Arrays(np.zeros((3, 9, 9, 2), np.uint8)), np.arange(3))]
 
-    with pytest.raises(UserError, match="'left' have 2 channels, and the model takes 3"):
+    with pytest.raises(UserError, match="'left' have 2 channels, but the model takes 3"):
         evaluate_run(run, "stereo")
     network = build_network("mnist-cnn", n_classes=3, image_size=9, channels=2)
     model = TrainedModel(ERM(network, 1), CLASSES, 9, step=0)
@@ -343,11 +343,11 @@ def test_what_is_no_finished_run_says_so(run, own, tmp_path):
     with pytest.raises(UserError, match="is not a run"):
         load_model(tmp_path)
     RunDirectory(tmp_path / "new").create(config(own))
-    with pytest.raises(UserError, match="was not begun yet"):
+    with pytest.raises(UserError, match="has not started yet"):
         load_model(tmp_path / "new")
     with pytest.raises(UserError, match="which='first': expected last, best, or step:N"):
         load_model(run, "first")
-    with pytest.raises(UserError, match="nonesuch: no such folder, and no dataset"):
+    with pytest.raises(UserError, match="nonesuch is neither a folder nor"):
         evaluate_run(run, "nonesuch")
 
     broken = shutil.copytree(run, tmp_path / "broken")
@@ -358,7 +358,7 @@ def test_what_is_no_finished_run_says_so(run, own, tmp_path):
     (broken / "config.json").write_text(json.dumps(text))
     weights = broken / "checkpoint" / "best" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
-    with pytest.raises(RunError, match=r"damaged.*whole: step 24, step 21\. .*--which step:24"):
+    with pytest.raises(RunError, match=r"damaged.*intact: step 24, step 21\. .*--which step:24"):
         load_model(broken, "best")
     shutil.rmtree(broken / "checkpoint")
     with pytest.raises(UserError, match="no checkpoint yet"):

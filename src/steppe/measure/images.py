@@ -1,4 +1,4 @@
-"""The images that a run's loss is measured on: drawn evenly from domains, read in batches."""
+"""Draw the images that a run's loss is measured on, evenly from domains, and read them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from steppe.errors import UserError, unknown
 from .stored import Sample
 
 _DRAW = 3
-"""Begins the seeds of the images drawn, so that they are none of training or evaluation."""
+"""First number of the seeds, which keeps them apart from those of training and evaluation."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The images of a domain that were drawn."""
-
     domain: Domain
     chosen: Indices
     sample: Sample
@@ -32,7 +30,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Stream:
-    """Batches that are read anew in every pass."""
+    """Batches that are read again in every pass."""
 
     drawn: Sequence[Drawn]
     view: View
@@ -41,7 +39,7 @@ class Stream:
 
     def __iter__(self) -> Iterator[Batch]:
         for one in self.drawn:
-            # Domain by domain: some algorithms look at a batch as a whole.
+            # Domain by domain, because some algorithms use statistics of the batch.
             store = Host(self.device)
             yield from store.evaluation(one.domain, one.chosen, self.view, self.batch_size)
 
@@ -53,12 +51,12 @@ def draw(
     images: int,
     seed: int,
 ) -> tuple[list[Drawn], bool]:
-    """The images of each domain, and whether they are what the run was trained on."""
+    """Draw images from each domain; also returns whether these are the training domains."""
     training = {split.domain.name: split.parts["train"] for split in splits if split.source}
     wanted = list(training) if names is None else list(names)
     known = [domain.name for domain in dataset.domains]
     if not wanted:
-        raise UserError(f"no domain is named: known are {', '.join(known)}")
+        raise UserError(f"no domain given: choose from {', '.join(known)}")
     for name in wanted:
         if name not in known:
             raise UserError(
@@ -66,17 +64,17 @@ def draw(
                 + f" (trained on: {', '.join(training)})"
             )
         if wanted.count(name) > 1:
-            raise UserError(f"domain {name!r} is named twice: name each once")
+            raise UserError(f"domain {name!r} is listed twice: list each once")
     chosen = [(i, domain) for i, domain in enumerate(dataset.domains) if domain.name in wanted]
     pools = [training.get(domain.name, np.arange(len(domain))) for _, domain in chosen]
     counts = shares([len(pool) for pool in pools], images)
     if 0 in counts:
         raise UserError(
-            f"images={images}: there are {len(pools)} domains, ask for at least one image of each"
+            f"images={images} is too few for {len(pools)} domains: draw at least one from each"
         )
     drawn = []
     for (position, domain), pool, count in zip(chosen, pools, counts, strict=True):
-        # The first of one order: more images are these and others.
+        # A prefix of a fixed order, so that a larger sample contains a smaller one.
         order = np.random.default_rng([_DRAW, seed, position]).permutation(pool)
         part: Literal["train", "all"] = "train" if domain.name in training else "all"
         drawn.append(Drawn(domain, order[:count], Sample(domain.name, part, count, len(pool))))
@@ -84,7 +82,7 @@ def draw(
 
 
 def shares(sizes: Sequence[int], total: int) -> list[int]:
-    """How many to take of each, as evenly as the sizes allow; all, if `total` is 0.
+    """Split `total` over pools as evenly as their sizes allow; 0 takes everything.
 
     Examples:
         >>> shares([100, 3, 50], 60), shares([2, 2], 9), shares([2, 5], 0)

@@ -1,4 +1,4 @@
-"""The curvature of a run's loss at the weights that it found."""
+"""Measure the curvature of a run's loss at its weights."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ from .stored import (
 )
 
 RHO, ALPHA = 0.05, 0.5
-"""Where the run's optimizer has none."""
+"""Defaults for runs whose optimizer has none."""
 PROBES, DENSITY_STEPS = 4, 80
 GRID = 256
-"""Points of the density."""
+"""Grid points of the density."""
 NUMBERS = 64 * 3 * 224**2
-"""What a batch has by default."""
+"""Input values per batch by default."""
 HELD = 2 << 30
-"""Bytes of images that are held on the device; more are read anew in every pass."""
+"""Bytes of images kept on the device; more are read again in every pass."""
 
 log = logging.getLogger("steppe")
 
@@ -71,19 +71,18 @@ def measure_run(
     root: str | None = None,
     meter: Meter | None = None,
 ) -> Measured:
-    r"""Measure the curvature of a run's loss at its weights, and keep the result in its folder.
+    """Measure the curvature of a run's loss at its weights, and store the result in its folder.
 
     The loss is the mean cross-entropy of the model's logits, in evaluation mode and without
-    augmentation, on images drawn evenly from the domains without regard to their classes. The
-    result is written to ``curvature/NAME.json`` below the run's folder; `load_measurements` reads
-    it back.
+    augmentation, on images drawn evenly from the domains regardless of class. The result goes to
+    ``curvature/NAME.json`` in the run's folder; `load_measurements` reads it back.
 
     Args:
         run: the run's folder; an unfinished run needs a checkpoint.
-        settings: what to measure, and how exactly.
+        settings: what to measure, and how accurately.
         device: where to compute.
         root: the data folder (default: the run's own).
-        meter: shows how far the whole is, as a share.
+        meter: shows the overall progress as a share.
 
     Examples:
         >>> import tempfile
@@ -105,15 +104,15 @@ def measure_run(
     where = find_device(device)
     model = load_model(path, settings.which, str(where)).to(getattr(torch, settings.precision))
     if directory.state != "done":
-        seen = "%s is not finished (%s): measured as it was after step %d"
+        seen = "%s is not finished (%s): measuring its weights after step %d"
         log.warning(seen, path, directory.state, model.step)
     if root is not None:
         config = config.model_copy(update={"root": str(Path(root).resolve())})
     dataset, splits = open_data(config)
-    if directory.data().get("fingerprint") != dataset.fingerprint():  # the split would be another
+    if directory.data().get("fingerprint") != dataset.fingerprint():  # the split would differ
         raise UserError(
             f"the images of {dataset.spec.name} ({dataset.origin}) are not those that {path} was "
-            "trained on: put them back, or name their folder with --root"
+            "trained on: restore them, or pass their folder with --root"
         )
     drawn, is_training = draw(dataset, splits, settings.domains, settings.images, settings.seed)
     name = measurement_name(None if is_training else [d.domain.name for d in drawn], settings.which)
@@ -145,7 +144,7 @@ def measure_run(
 
 
 def run_folder(run: Path) -> Path:
-    """The run's own folder; a finished run of a sweep has it below."""
+    """The run's own folder; a sweep's finished job has it in `result`."""
     result = run / "result"
     return result if (result / "config.json").exists() else run
 
@@ -155,9 +154,9 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _used(model: nn.Module, batches: Iterable[Batch]) -> list[nn.Parameter]:
-    """The parameters that predictions use: an adversary's and a teacher's are not among them.
+    """Parameters that predictions depend on.
 
-    Their rows of the Hessian would be zero.
+    Others, such as an adversary's or a teacher's, would have zero rows in the Hessian.
     """
     params = [p for p in model.parameters() if p.requires_grad]
     loss = cross_entropy(model, next(iter(batches)))
@@ -172,7 +171,6 @@ def _solve(
     ball: tuple[float, float],
     phases: Phases,
 ) -> dict[str, Any]:
-    """The numbers of a measurement."""
     phases.begin("images")
     device = next(model.parameters()).device
     each = model.channels * model.image_size**2
@@ -184,9 +182,9 @@ def _solve(
     parameters = sum(p.numel() for p in params)
     if settings.top > parameters:
         raise UserError(
-            f"top={settings.top}: the model has {parameters} parameters, ask for at most as many"
+            f"top={settings.top} is more than the model's {parameters} parameters: reduce it"
         )
-    # The graphs of so few images take no more memory than that of one batch usually does.
+    # Keeping the graphs of so few images takes no more memory than one usual batch.
     keep = True if numbers <= NUMBERS else None
     op = HessianOperator(model, cross_entropy, batches, params, keep_graphs=keep)
     value, gradient = op.gradient()
@@ -230,25 +228,25 @@ def _solve(
 def _density(op: HessianOperator, seed: int, report: Report) -> DensityCurve:
     found = spectral_density(op, probes=PROBES, steps=DENSITY_STEPS, seed=seed, progress=report)
     low, high = float(found.nodes.min()), float(found.nodes.max())
-    margin = 0.05 * (high - low) or 1.0  # five widths of the smoothing: nothing lies beyond
+    margin = 0.05 * (high - low) or 1.0  # five smoothing widths, beyond which it vanishes
     grid = torch.linspace(low - margin, high + margin, GRID, dtype=torch.float64)
     values = found.at(grid)
     return DensityCurve(tuple(grid.tolist()), tuple(values.tolist()), PROBES, DENSITY_STEPS)
 
 
 def _ball(config: RunConfig, settings: Settings) -> tuple[float, float]:
-    """The radius and the share: those asked for, or the optimizer's own where it has them."""
+    """The settings' rho and alpha, or else the optimizer's, or else the defaults."""
     chosen = config.optimizer
     known = optimizers[chosen.name].radii if chosen.name in optimizers else ("rho",)
-    # ASAM's rho is relative to the weights: it is no radius of a ball.
+    # ASAM's rho is relative to the weights, not the radius of a ball.
     is_radius = "rho" in known and not chosen.options.get("adaptive")
     rho = settings.rho
     if rho is None:
         rho = float(chosen.options.get("rho", RHO)) if is_radius else RHO
-    # GAM's alpha weighs its first-order term and may exceed 1: it is none of Equation 3's.
+    # Only FAD's alpha is that of Equation 3; GAM's weights its first-order term and may exceed 1.
     own = float(chosen.options.get("alpha", ALPHA)) if chosen.name == "fad" else ALPHA
     alpha = own if settings.alpha is None else settings.alpha
-    lambda_max_from_flatness(0.0, rho=rho, alpha=alpha)  # refuses now what would be refused later
+    lambda_max_from_flatness(0.0, rho=rho, alpha=alpha)  # rejects bad values before the work
     return rho, alpha
 
 
@@ -261,11 +259,11 @@ def _say_what_is_replaced(run: Path, name: str) -> None:
         log.warning("%s", error)
     else:
         what = f"{len(old.eigenvalues.values)} eigenvalues, {old.images} images, {old.precision}"
-        log.info("replaces the measurement of %s: %s", old.date, what)
+        log.info("replacing the measurement of %s: %s", old.date, what)
 
 
 def _costs(settings: Settings) -> dict[str, float]:
-    """What the phases cost, in products of the Hessian with a vector: rough, for the time left."""
+    """Rough cost of each phase in Hessian-vector products, for the progress display."""
     costs = {"images": 2.0, "eigenvalues": 40.0 + 4 * settings.top, "trace": 25.0}
     if settings.density:
         costs["density"] = float(PROBES * DENSITY_STEPS)
@@ -278,14 +276,14 @@ def _explained() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise RunError(
-            f"the device has too little memory ({str(error).splitlines()[0]}): ask for fewer "
-            "eigenvalues (--top) or smaller batches (--batch-size)"
+            f"the device is out of memory ({str(error).splitlines()[0]}): reduce the number of "
+            "eigenvalues (--top) or the batch size (--batch-size)"
         ) from None
 
 
 @contextmanager
 def _warnings_logged(run: Path) -> Iterator[None]:
-    """A solver's warnings as lines of the log, once the progress is out of the way."""
+    """Log the solvers' warnings once the progress display is gone."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield

@@ -1,4 +1,4 @@
-"""How far a computation of several phases is, as one share."""
+"""Progress of a computation with several phases."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from steppe.curvature.results import Report
 
 
 class Phases:
-    """Makes one share of several: phase after phase, each with its part of the cost.
-
-    The share never falls, whatever a phase says of itself.
+    """Combines the progress of successive phases into one share, which never decreases.
 
     Args:
-        costs: what each phase is expected to cost, in any unit, in their order.
-        meter: shows the whole.
+        costs: expected cost of each phase in any unit, in order.
+        meter: shows the combined share.
 
     Examples:
         >>> import sys
@@ -33,7 +31,7 @@ class Phases:
         self._reached = 0.0
 
     def begin(self, phase: str) -> Report:
-        """A phase begins; what is returned takes its reports."""
+        """Start a phase, and return the function that takes its reports."""
         names, total = list(self._costs), sum(self._costs.values())
         before = sum(self._costs[name] for name in names[: names.index(phase)]) / total
         own = self._costs[phase] / total

@@ -1,5 +1,3 @@
-"""What to measure of a run, and how exactly."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,12 +12,11 @@ Precision = Literal["float32", "float64"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure of a run, and how exactly.
+    """What to measure of a run, and how accurately.
 
     Attributes:
-        domains: names of domains of the run's dataset. Of a domain that the run was trained on, the
-            images of its training split are used, of others all. None: the training split of all
-            domains that it was trained on.
+        domains: domain names. A training domain contributes its training split, any other domain
+            all its images (default: the training split of all training domains).
         top: number of Hessian eigenvalues, largest first.
         images: number of images to sample across all domains; 0 uses all.
         which: weights to measure: after the last step (``last``), the best by validation
@@ -52,12 +49,12 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("tol", "trace_rtol"):
             if not getattr(self, name) > 0:
-                raise UserError(f"{name}={getattr(self, name)}: give a positive number")
+                raise UserError(f"{name} must be > 0, got {getattr(self, name)}")
         if self.top < 1:
-            raise UserError(f"top={self.top}: ask for at least one eigenvalue")
+            raise UserError(f"top must be >= 1, got {self.top}")
         if self.images < 0:
-            raise UserError(f"images={self.images}: give a number of images, or 0 for all")
+            raise UserError(f"images must be >= 0, got {self.images} (0 uses all)")
         if self.batch_size is not None and self.batch_size < 1:
-            raise UserError(f"batch_size={self.batch_size}: a batch has at least one image")
+            raise UserError(f"batch_size must be >= 1, got {self.batch_size}")
         if self.precision not in get_args(Precision):
             raise UserError(unknown("precision", self.precision, get_args(Precision)))

@@ -1,4 +1,4 @@
-"""What was measured of a run's curvature, as its folder keeps it: ``curvature/NAME.json``."""
+"""Measurements of a run's curvature, stored in its folder as ``curvature/NAME.json``."""
 
 from __future__ import annotations
 
@@ -23,31 +23,30 @@ from steppe.training.which import PATTERN
 from .settings import Precision
 
 VERSION = 1
-"""Of the format of these files; raised when an older steppe would misread them."""
+"""Format of these files; incremented when an older steppe would misread them."""
 FOLDER = "curvature"
-"""Below the run's folder."""
 TRAINING = "train"
-"""The name of a measurement on what the run was trained on."""
+"""Name of a measurement on the run's training data."""
 VOLATILE = ("seconds", "date")
-"""Fields that measure the machine or the day: two equal measurements may differ in them."""
+"""Fields that may differ between identical measurements."""
 _LONGEST = 150
-"""Characters in a name; file systems take 255 bytes."""
+"""Characters in a name; file systems allow 255 bytes."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The images of one domain that the loss is the mean of: so many, drawn `of` so many."""
+    """Images of one domain that the loss averages over: `images`, drawn from `of`."""
 
     domain: str
     part: Literal["train", "all"]
-    """``train``: the images that the run learned from; ``all`` of the domain."""
+    """``train`` for the training split, ``all`` for the whole domain."""
     images: int
     of: int
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Which weights of a run, and the step after which they were saved."""
+    """The choice of a run's weights, and the step after which they were saved."""
 
     which: Annotated[str, Field(pattern=PATTERN)]
     step: int
@@ -62,16 +61,13 @@ class Spectrum:
     residuals: tuple[float, ...]
     """The norms of `H v - value * v`, in the same order."""
     tol: float
-    """The residual that was asked for, relative to the largest eigenvalue."""
+    """The target residual, relative to the largest eigenvalue."""
     converged: bool
 
 
 @dataclass(frozen=True)
 class DensityCurve:
-    """The smoothed spectral density: its values on a grid of eigenvalues.
-
-    Behind it are `steps` products of each of the random `probes`.
-    """
+    """The smoothed spectral density on a grid, from `steps` products with each random probe."""
 
     grid: tuple[float, ...]
     values: tuple[float, ...]
@@ -81,19 +77,19 @@ class DensityCurve:
 
 @dataclass(frozen=True)
 class Measured:
-    """The curvature of a run's loss at some of its weights, with what is needed to redo it.
+    """The curvature of a run's loss at its weights, with everything needed to repeat it.
 
     Attributes:
-        name: what its file is called: ``train``, or the domains' names.
-        domains: the images that the loss is the mean of.
-        parameters: how many numbers it was differentiated by: those that the predictions use.
+        name: file name without suffix: ``train``, or the domains' names.
+        domains: the images that the loss averages over.
+        parameters: number of parameters that predictions depend on.
         gradient_norm: small at a minimum.
-        density: how its eigenvalues are spread, where that was asked for.
-        batch_size: images in a batch: the mean is the same, its rounding may not be.
-        seed: of the images drawn and of the random vectors.
-        products: products of the Hessian with a vector, without those of `flatness`.
-        passes: over the data, for these products and the gradient.
-        version: of this format.
+        density: the spectral density, if requested.
+        batch_size: images per batch; it only affects rounding.
+        seed: seed of the images and the random vectors.
+        products: Hessian-vector products, without those of `flatness`.
+        passes: passes over the data for these products and the gradient.
+        version: file format.
     """
 
     name: str
@@ -125,17 +121,16 @@ class Measured:
 
     @property
     def images(self) -> int:
-        """How many images the loss is the mean of."""
+        """Number of images that the loss averages over."""
         return sum(sample.images for sample in self.domains)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, as its file has them."""
         values: dict[str, Any] = _plain(self)
         return values
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; of a result, the fields that make two of them equal."""
+    """Convert a value to JSON types; results keep only the fields that they compare by."""
     if is_dataclass(value):
         kept = (field.name for field in fields(value) if field.compare)
         return {name: _plain(getattr(value, name)) for name in kept}
@@ -143,9 +138,9 @@ def _plain(value: Any) -> Any:
 
 
 def measurement_name(domains: Sequence[str] | None, which: str) -> str:
-    """What a measurement's file is called, without its ending.
+    """File name of a measurement, without suffix.
 
-    `domains` are in the dataset's order; None for what the run was trained on.
+    `domains` are in the dataset's order; None means the run's training data.
 
     Examples:
         >>> measurement_name(None, "last"), measurement_name(["art_painting", "sketch"], "best")
@@ -155,18 +150,18 @@ def measurement_name(domains: Sequence[str] | None, which: str) -> str:
     """
     name = TRAINING
     if domains is not None:
-        # Quoted, so that no domain's name reads as another name, or as a path.
+        # Quoted, so that no domain name reads as another name or as a path.
         name = "+".join(quote(domain, safe=" ", errors="surrogateescape") for domain in domains)
         if name == TRAINING:
             name += "+"
     if len(name) > _LONGEST:
         name = f"{name[:_LONGEST]}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    # Not every file system has colons.
+    # Some file systems do not allow colons.
     return name if which == "last" else f"{name}@{which.replace(':', '-')}"
 
 
 def prepare_folder(run: Path) -> None:
-    """Finds out before a measurement, not after it, whether its result can be stored."""
+    """Check before a measurement that its result can be stored."""
     folder = run / FOLDER
     try:
         folder.mkdir(exist_ok=True)
@@ -175,8 +170,8 @@ def prepare_folder(run: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be written to ({error.strerror}): results are kept in the run's "
-            "folder; copy the run to where you may write"
+            f"{folder} is not writable ({error.strerror}): results go to the run's folder, so copy "
+            "the run to a writable place"
         ) from None
 
 
@@ -191,15 +186,15 @@ def save_measurement(run: Path, measured: Measured) -> None:
         replace(path, text.encode())
     except OSError as error:
         raise RunError(
-            f"{path} could not be written: {error.strerror or error}. Make room and measure again."
+            f"{path} could not be written: {error.strerror or error}. Free some space and rerun."
         ) from error
 
 
 def load_measurements(run: str | os.PathLike[str]) -> dict[str, Measured]:
-    """Read what was measured of a run's curvature, by name.
+    """Read a run's curvature measurements, by name.
 
-    A name is ``train``, or names of domains joined by ``+``; with ``@best`` at the end for the
-    weights validated best, ``@step-300`` for those after step 300.
+    A name is ``train``, or domain names joined by ``+``. ``@best`` at the end marks the best
+    weights by validation, ``@step-300`` those after step 300.
 
     Examples:
         >>> import tempfile
@@ -234,20 +229,20 @@ def _read(path: Path) -> Measured:
     except ValueError as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise UserError(
-            f"{path} is damaged ({reason}): remove it and measure again with 'steppe curvature'"
+            f"{path} is damaged ({reason}): remove it and rerun 'steppe curvature'"
         ) from None
 
 
 def _contradiction(measured: Measured, stem: str) -> str | None:
-    """What cannot be true of a measurement, if anything."""
+    """The first impossible fact about a measurement, if any."""
     values, residuals = measured.eigenvalues.values, measured.eigenvalues.residuals
     numbers = (*values, *residuals, measured.trace.value, measured.trace.stderr, measured.loss)
     checks = {
-        "it has no eigenvalues, or no domains": bool(values and measured.domains),
-        "it has numbers that are not finite": all(map(math.isfinite, numbers)),
-        "its eigenvalues do not descend": list(values) == sorted(values, reverse=True),
+        "no eigenvalues or no domains": bool(values and measured.domains),
+        "non-finite numbers": all(map(math.isfinite, numbers)),
+        "eigenvalues not in descending order": list(values) == sorted(values, reverse=True),
         "not every eigenvalue has a residual": len(values) == len(residuals),
-        "its format is not one that was ever written": measured.version >= 1,
-        f"it is called {measured.name}": measured.name == stem,
+        f"unknown format {measured.version}": measured.version >= 1,
+        f"it belongs to {measured.name}": measured.name == stem,
     }
     return next((wrong for wrong, holds in checks.items() if not holds), None)

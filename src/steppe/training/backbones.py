@@ -1,4 +1,4 @@
-"""Backbones by name: torchvision's ResNets, two small networks for small images, all of timm."""
+"""Backbones by name: torchvision's ResNets, two networks for small images, and all of timm."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 TORCHVISION, SMALL = of_library("torchvision"), of_library("steppe")
 
-_WRAPPERS = ("state_dict", "model")  # keys under which training scripts keep the state dict
-_PREFIXES = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every key
+_WRAPPERS = ("state_dict", "model")  # keys under which training scripts store the state dict
+_PREFIXES = ("module.", "_orig_mod.")  # added to every key by DataParallel and torch.compile
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """A featurizer and what must be known to use it."""
+    """A featurizer and the facts needed to use it."""
 
     module: nn.Module
     mean: tuple[float, ...]
     std: tuple[float, ...]
     heads: tuple[str, ...]
-    """What its library calls the classifier, or the two whose mean a distilled network takes."""
+    """The library's names for the classifier; a distilled network averages two."""
     stages: Mapping[str, int | None] = field(default_factory=dict)
-    """The paths of its stages, and how many channels its library says they have."""
+    """Paths of its stages, with the channel counts that the library declares."""
 
 
 def build_network(
@@ -53,15 +53,15 @@ def build_network(
     """Build the network of a run.
 
     Args:
-        name: ``resnet18`` or ``resnet50`` (torchvision's), ``resnet50-v1`` (the same with the
-            stride in the 1x1 convolution), ``small-cnn``, ``mnist-cnn``, or any name in timm.
+        name: ``resnet18`` or ``resnet50`` (torchvision), ``resnet50-v1`` (ResNet-50 with the stride
+            in the 1x1 convolution), ``small-cnn``, ``mnist-cnn``, or any timm model.
         n_classes: the number of classes.
         image_size: height and width of the images.
-        channels: of the images.
+        channels: channels of the images.
         weights: ``none``, ``imagenet`` (downloaded by torchvision or timm), or the path of a
             safetensors or torch checkpoint file with the backbone's weights.
-        dropout: before the classifier.
-        freeze_bn: keep batch-norm statistics as they are.
+        dropout: dropout rate before the classifier.
+        freeze_bn: freeze batch-norm statistics.
 
     Examples:
         >>> network = build_network("small-cnn", n_classes=10, image_size=8, channels=1)
@@ -94,7 +94,7 @@ def _build(name: str, image_size: int, channels: int, pretrained: bool) -> Backb
         return Backbone(small, (0.0,) * channels, (1.0,) * channels, ("classifier",), stages)
     if name in TORCHVISION:
         if channels != 3:
-            raise UserError(f"backbone {name!r} needs images of 3 channels, not {channels}")
+            raise UserError(f"backbone {name!r} needs images with 3 channels, got {channels}")
         return _torchvision(name, pretrained)
     return _timm(name, channels, pretrained)
 
@@ -106,13 +106,13 @@ def _torchvision(name: str, pretrained: bool) -> Backbone:
     if pretrained:
         if name == RESNET50_V1:
             raise UserError(
-                f"torchvision has no ImageNet weights for {name!r}: give a local file with "
-                "--weights FILE, or start from scratch with --weights none"
+                f"torchvision has no ImageNet weights for {name!r}: pass a local file with "
+                "--weights FILE, or train from scratch with --weights none"
             )
         weights = get_model_weights(name)["IMAGENET1K_V1"]
         try:
             state = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
-        except (OSError, RuntimeError) as error:  # no connection, or not the file it should be
+        except (OSError, RuntimeError) as error:  # no connection, or a wrong hash
             raise UserError(_no_imagenet(name, error)) from None
         model.load_state_dict(state)
     model.fc = nn.Identity()
@@ -137,14 +137,14 @@ def _timm(name: str, channels: int, pretrained: bool) -> Backbone:
         known = (*TORCHVISION, *SMALL)
         close = timm.list_models(f"{name[:6]}*")[:200]
         message = unknown("backbone", name, [*known, *close]).partition(" Known:")[0]
-        raise UserError(f"{message} Known: {', '.join(known)}, and every name in timm")
+        raise UserError(f"{message} Known: {', '.join(known)}, and every timm model")
     try:
         model = timm.create_model(name, pretrained=pretrained, num_classes=0, in_chans=channels)
     except (OSError, RuntimeError) as error:
         if pretrained:
             raise UserError(_no_imagenet(name, error)) from None
         raise UserError(f"backbone {name!r} cannot be built: {_reason(error)}") from None
-    cfg = cast(Any, model).pretrained_cfg  # timm's models have it beyond nn.Module
+    cfg = cast(Any, model).pretrained_cfg
     mean, std = (tuple(cfg[k]) if channels == 3 else (0.5,) * channels for k in ("mean", "std"))
     return Backbone(model, mean, std, _timm_heads(cfg), _timm_stages(model))
 
@@ -164,11 +164,11 @@ def _timm_stages(model: nn.Module) -> dict[str, int | None]:
 def _measure(
     backbone: Backbone, name: str, channels: int, image_size: int
 ) -> tuple[int, list[Stage]]:
-    """How many features one black image has, and what comes out of the stages.
+    """Measure the feature count and the stages' output shapes on one black image.
 
-    Looked at, because what timm's models say of it is not always true.
+    What timm's models declare is not always right.
     """
-    module = backbone.module.eval()  # so that no statistics change
+    module = backbone.module.eval()  # so that batch-norm statistics stay unchanged
     shapes: dict[int, torch.Size] = {}
 
     def tap(number: int, output: Any) -> None:
@@ -181,12 +181,12 @@ def _measure(
             features = module(torch.zeros(1, channels, image_size, image_size))
     except (RuntimeError, AssertionError, ValueError) as error:
         raise UserError(
-            f"backbone {name!r} does not take images with image_size={image_size}: {_reason(error)}"
+            f"backbone {name!r} does not accept image_size={image_size}: {_reason(error)}"
         ) from None
     if features.dim() != 2 or not features.shape[1]:
-        raise UserError(f"backbone {name!r} cannot be used: it has no features but its logits")
+        raise UserError(f"backbone {name!r} cannot be used: it has no features before its logits")
     stages = []
-    for number, shape in shapes.items():  # in the order in which they were reached
+    for number, shape in shapes.items():  # in execution order
         said = backbone.stages[paths[number].name]
         dim = -1 if len(shape) == 3 or (said == shape[-1] != shape[1]) else 1
         stages.append(Stage(paths[number].name, shape[dim], dim))
@@ -194,10 +194,10 @@ def _measure(
 
 
 def library_state(name: str, network: Network, image_size: int) -> dict[str, Tensor]:
-    """The weights of a network under the names that the backbone's own library has for them.
+    """Rename a network's weights to the names of the backbone's own library.
 
-    Its model of that name for as many classes takes them with ``load_state_dict`` and gives the
-    same logits; that is tried out here. The small networks have no library.
+    The library's model with as many classes loads them with ``load_state_dict`` and gives the same
+    logits, which is verified here. The small networks have no library.
     """
     n_classes, channels = network.classifier.out_features, network.mean.numel()
     model: nn.Module | None = None
@@ -216,7 +216,7 @@ def library_state(name: str, network: Network, image_size: int) -> dict[str, Ten
         return state
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     if {k: v.numel() for k, v in shapes.items()} == {k: v.numel() for k, v in state.items()}:
-        # Some classifiers are convolutions of one pixel.
+        # Some classifiers are 1x1 convolutions.
         state = {key: value.reshape(shapes[key]) for key, value in state.items()}
         model.load_state_dict(state)
         ramp = torch.linspace(-1, 1, channels * image_size**2)
@@ -225,15 +225,15 @@ def library_state(name: str, network: Network, image_size: int) -> dict[str, Ten
             if torch.allclose(model.eval()(ramp), network.eval()(ramp), rtol=1e-3, atol=1e-4):
                 return state
     raise UserError(
-        f"the network cannot be written for timm: the classifier of {name!r} is more than a linear "
-        "layer. Use it with steppe.training.load_model."
+        f"the network cannot be exported for timm: the classifier of {name!r} is not a single "
+        "linear layer. Use it with steppe.training.load_model."
     )
 
 
 def _no_imagenet(name: str, error: Exception) -> str:
     return (
-        f"the ImageNet weights of {name!r} could not be downloaded ({_reason(error)}): give a "
-        "local file with --weights FILE, or start from nothing with --weights none"
+        f"the ImageNet weights of {name!r} could not be downloaded ({_reason(error)}): pass a "
+        "local file with --weights FILE, or train from scratch with --weights none"
     )
 
 
@@ -242,7 +242,7 @@ def _reason(error: Exception) -> str:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Reads a state dict from a safetensors or torch checkpoint file, unpickling no objects."""
+    """Read a state dict from a safetensors or torch checkpoint file, without unpickling objects."""
     if not path.is_file():
         raise UserError(f"weights {path}: not a file")
     try:
@@ -251,10 +251,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise UserError(f"weights {path} cannot be read: {_reason(error)}") from None
-    except Exception as error:  # pickle.UnpicklingError and what a broken pickle may raise
+    except Exception as error:  # pickle.UnpicklingError, or anything a broken pickle raises
         raise UserError(
-            f"weights {path} hold more than tensors, or are damaged, and are not unpickled: save "
-            f"the state dict alone, or as safetensors ({type(error).__name__})"
+            f"weights {path} contain more than tensors, or are damaged, and steppe does not "
+            f"unpickle them ({type(error).__name__}): save only the state dict, or use safetensors"
         ) from None
     for key in _WRAPPERS:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
@@ -262,7 +262,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, Mapping) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
     ):
-        raise UserError(f"weights {path} hold no state dict: expected names with tensors")
+        raise UserError(f"weights {path} are not a state dict: expected tensors by name")
     return cast(dict[str, Tensor], dict(state))
 
 
@@ -272,17 +272,18 @@ def _load_weights(backbone: Backbone, path: Path, name: str) -> None:
         if all(key.startswith(prefix) for key in state):
             state = {key.removeprefix(prefix): value for key, value in state.items()}
     own = backbone.module.state_dict()
-    # Counters of batches seen: used by none of our settings, and missing from converted weights.
+    # Batch counters are unused here, and converted weights lack them.
     counters = {key for key in own if key.endswith("num_batches_tracked")}
     missing = sorted(own.keys() - state.keys() - counters)
     dropped = tuple(f"{head}." for head in backbone.heads)
     foreign = sorted(k for k in state.keys() - own.keys() if not k.startswith(dropped))
     shapes = [k for k in own.keys() & state.keys() if own[k].shape != state[k].shape]
-    for problem, keys in (("lack", missing), ("also hold", foreign), ("differ in", shapes)):
+    problems = {"missing": missing, "unexpected": foreign, "of another shape": shapes}
+    for problem, keys in problems.items():
         if keys:
             raise UserError(
-                f"weights {path} are not those of {name!r}: they {problem} {len(keys)} of its "
-                f"tensors, such as {sorted(keys)[0]!r}"
+                f"weights {path} do not fit {name!r}: {len(keys)} tensors are {problem}, such as "
+                f"{sorted(keys)[0]!r}"
             )
     backbone.module.load_state_dict({k: state[k] for k in own.keys() & state.keys()}, strict=False)
 
@@ -290,8 +291,8 @@ def _load_weights(backbone: Backbone, path: Path, name: str) -> None:
 def _small_cnn(channels: int, image_size: int) -> nn.Sequential:
     """Convolutions with batch norm that halve the image until it is 4 x 4 or smaller.
 
-    The first keeps the size of a very small image, which has no detail to lose. No pooling: its
-    gradient is not repeatable on a GPU.
+    The first one keeps the size of a very small image. There is no pooling, whose gradient is
+    nondeterministic on a GPU.
     """
     layers: list[nn.Module] = []
     width = 16

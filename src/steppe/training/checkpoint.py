@@ -1,10 +1,9 @@
-"""Checkpoints: written whole or not at all, checked when they are read.
+"""Checkpoints: written atomically, verified when they are read.
 
 A checkpoint is a folder ``checkpoint/step-000300`` with the weights (``model.safetensors``), the
-rest of the state's tensors (``state.safetensors``) and ``state.json``, which has their checksums
-and its own. It is written under another name, flushed to the disk and renamed; the one before it is
-kept, so that a damaged one can be passed over. ``checkpoint/best`` has the weights of the best
-record.
+other tensors of the state (``state.safetensors``) and ``state.json``, which holds the rest, their
+checksums and its own. It is written under a temporary name, synced and renamed. The previous one is
+kept as a fallback. ``checkpoint/best`` has the weights of the best record.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from . import tree
 
 FORMAT = 2
 KEPT = 2
-"""Checkpoints kept: the last one and the one to fall back on."""
+"""Checkpoints kept: the last one and a fallback."""
 MODEL = "model.safetensors"
 _STATE = "state.safetensors"
 _INDEX = "state.json"
 _TEMPORARY = ".writing-"
 _REPLACED = ".replaced-"
 
-# What reading files that we did not write may raise.
+# What reading a foreign file may raise.
 _NOT_OURS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 log = logging.getLogger("steppe")
@@ -48,8 +47,6 @@ log = logging.getLogger("steppe")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was read from a checkpoint folder."""
-
     path: Path
     step: int
     model: dict[str, Tensor]
@@ -58,7 +55,7 @@ class Checkpoint:
 
 
 class Damaged(Exception):
-    """A checkpoint whose files are missing or differ from their checksums."""
+    """A checkpoint's files are missing or do not match their checksums."""
 
 
 def folder_name(step: int) -> str:
@@ -66,9 +63,9 @@ def folder_name(step: int) -> str:
 
 
 def save(root: Path, step: int, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
-    """Writes the checkpoint after `step`, then removes those that are no longer kept.
+    """Write the checkpoint after `step`, then remove those that are no longer kept.
 
-    Later ones are not: the run went back behind them because they are damaged.
+    Later ones are removed too: they are damaged, or the run would not have gone back to this step.
     """
     tensors: tree.Tensors = {}
     index = {"step": step, "state": tree.to_json(dict(state), tensors)}
@@ -86,50 +83,50 @@ def save_best(root: Path, step: int, model: Mapping[str, Tensor], value: float) 
 
 
 def load_last(root: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole; None if there is none at all.
+    """Load the newest intact checkpoint; None if there are no checkpoints.
 
-    A damaged one is passed over with a warning. If every one is damaged, that is an error: starting
-    anew would throw the run away, and that is for a person to decide.
+    A damaged one is skipped with a warning. If all are damaged, that is an error: only the user may
+    decide to start over and discard the run.
     """
     found = _folders(root)
     for path in found:
         try:
             return load(path)
         except Damaged as error:
-            log.warning("%s; looking for the one before it", error)
+            log.warning("%s; trying the previous one", error)
     if found:
         raise RunError(
-            f"every checkpoint in {root} is damaged: nothing to resume from. Remove {root} to "
-            "start the run anew."
+            f"every checkpoint in {root} is damaged, so there is nothing to resume from. Remove "
+            f"{root} to start the run over."
         )
     return None
 
 
 def load_chosen(root: Path, step: int | None = None) -> Checkpoint | None:
-    """The checkpoint after a step (default: the last), and no other; None if there is none at all.
+    """Load the checkpoint after a step (default: the last); None if there are no checkpoints.
 
-    For what depends on the weights: a result of another step must not pass for this one's.
+    Unlike `load_last`, it never falls back: results must not come from another step's weights.
 
     Raises:
         UserError: there is no checkpoint after that step.
-        RunError: it is damaged; says which ones are whole.
+        RunError: it is damaged; the message lists the intact ones.
     """
     while found := _folders(root):
         path = found[0] if step is None else root / folder_name(step)
         if path not in found:
             saved = ", ".join(str(_step(each)) for each in reversed(found))
-            raise UserError(f"{root} has no checkpoint after step {step}: it has {saved}")
+            raise UserError(f"{root} has no checkpoint after step {step}: available are {saved}")
         try:
             return load_this(path)
         except RunError:
             if path.exists():
                 raise
-            # A run that is still going has made newer ones, and removed this one.
+            # A run in progress has written newer ones and removed this one.
     return None
 
 
 def load_this(path: Path) -> Checkpoint:
-    """A checkpoint; if it is damaged, the error says which others are whole."""
+    """Load a checkpoint; if it is damaged, the error lists the intact ones."""
     try:
         return load(path)
     except Damaged as error:
@@ -137,7 +134,7 @@ def load_this(path: Path) -> Checkpoint:
 
 
 def whole_ones(root: Path) -> str:
-    """Which checkpoints are whole, and how to choose one."""
+    """Describe which checkpoints are intact, and how to choose one."""
     choices = {}
     for path in (*_folders(root), root / "best"):
         with suppress(Damaged):
@@ -147,23 +144,23 @@ def whole_ones(root: Path) -> str:
             else:
                 choices[after.replace(" ", ":")] = after
     if not choices:
-        return "no other checkpoint is whole"
-    whole = ", ".join(choices.values())
-    return f"whole: {whole}. Choose one, for instance with --which {next(iter(choices))}"
+        return "no other checkpoint is intact"
+    intact = ", ".join(choices.values())
+    return f"intact: {intact}. Choose one, for example with --which {next(iter(choices))}"
 
 
 def any_saved(root: Path) -> bool:
-    """Whether there is a checkpoint to go on from, whole or not."""
+    """Whether there is a checkpoint, intact or not."""
     return bool(_folders(root))
 
 
 def load(path: Path) -> Checkpoint:
-    """Reads a checkpoint folder and checks every checksum."""
+    """Read a checkpoint folder and verify every checksum."""
     try:
         index = parse(read(path / _INDEX))
         claimed = index.pop("checksum")
         if claimed != _digest(_dump(index)):
-            raise Damaged(f"checkpoint {path} is damaged: {_INDEX} differs from its checksum")
+            raise Damaged(f"checkpoint {path} is damaged: {_INDEX} does not match its checksum")
         if index["format"] > FORMAT:
             raise RunError(
                 f"checkpoint {path} was written by a newer steppe (format {index['format']}; this "
@@ -175,17 +172,17 @@ def load(path: Path) -> Checkpoint:
                 raise ValueError(f"{name!r} is not the name of a file")
             data = read(path / name, sys.maxsize)  # a model may have any size
             if _digest(data) != checksum:
-                raise Damaged(f"checkpoint {path} is damaged: {name} differs from its checksum")
+                raise Damaged(f"checkpoint {path} is damaged: {name} does not match its checksum")
             parts[name] = load_tensors(data)
         if type(index["step"]) is not int:
-            raise ValueError(f"step {index['step']!r} is not a number")
+            raise ValueError(f"step {index['step']!r} is not an integer")
         if path.name != "best" and path.name != folder_name(index["step"]):
-            raise ValueError(f"it is of step {index['step']}")
+            raise ValueError(f"it belongs to step {index['step']}")
         state = tree.from_json(index.get("state"), parts[_STATE])
         return Checkpoint(path, index["step"], parts[MODEL], state or {}, index["format"])
     except (PermissionError, RunError):
-        raise  # nothing is damaged, but for a person to fix
-    except OSError as error:  # missing, or on a broken disk
+        raise  # not damage, but something for the user to fix
+    except OSError as error:  # missing, or a failing disk
         reason = f"{Path(error.filename or path).name}: {error.strerror}"
         raise Damaged(f"checkpoint {path} is damaged: {reason}") from None
     except _NOT_OURS as error:
@@ -193,7 +190,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def clean(root: Path) -> None:
-    """Removes what a killed writer left unfinished."""
+    """Remove what a killed writer left unfinished."""
     for path in root.glob(f"{_REPLACED}*"):
         whole = root / path.name.removeprefix(_REPLACED)
         if not whole.exists():
@@ -206,7 +203,7 @@ def clean(root: Path) -> None:
 def _files(
     model: dict[str, Tensor], tensors: dict[str, Tensor], index: dict[str, Any]
 ) -> dict[str, bytes]:
-    # A copy of its own for every name: safetensors refuses tensors that share memory.
+    # Cloned, because safetensors rejects tensors that share memory.
     plain = {key: value.detach().cpu().contiguous().clone() for key, value in model.items()}
     parts = {MODEL: save_tensors(plain), _STATE: save_tensors(tensors)}
     checksums = {name: _digest(data) for name, data in parts.items()}
@@ -223,7 +220,7 @@ def _digest(data: bytes) -> str:
 
 
 def _write(path: Path, files: Mapping[str, bytes]) -> None:
-    """A folder with these files, in place of the one that may be there, durably."""
+    """Write a folder with these files durably, replacing an existing one."""
     temporary, replaced = (path.with_name(p + path.name) for p in (_TEMPORARY, _REPLACED))
     for left_over in (temporary, replaced):
         shutil.rmtree(left_over, ignore_errors=True)
@@ -234,8 +231,8 @@ def _write(path: Path, files: Mapping[str, bytes]) -> None:
                 with durable(temporary / name) as file:
                     file.write(data)
             sync_folder(temporary)
-            # Two folders cannot be swapped at once. Killed between the two renames, the run has
-            # none of that name, and `clean` puts the old one back.
+            # Two folders cannot be swapped atomically. After a kill between the renames, `clean`
+            # puts the old one back.
             if path.exists():
                 path.rename(replaced)
             temporary.rename(path)
@@ -257,7 +254,7 @@ def _step(path: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    # Renamed first: a kill in the middle leaves rubbish that `clean` knows, not half a checkpoint.
+    # Renamed first, so that a kill leaves garbage that `clean` removes, not half a checkpoint.
     doomed = path.with_name(f"{_TEMPORARY}removed-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)

@@ -1,4 +1,4 @@
-"""What a config is completed from: what was typed, a file, a run, and everybody's defaults."""
+"""Complete a config from command-line options, a file, a resumed run, and defaults."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from .draws import draw_hparams
 from .loggers import check_loggers
 
 _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
-"""DomainBed's."""
+"""As in DomainBed."""
 
 _DATASETS = ("steps", "checkpoint_every", "batch_size", "backbone", "image_size", "augment")
-"""Keys whose defaults a dataset has."""
+"""Keys whose defaults come from the dataset."""
 
 _NEEDED = {
-    "dataset": "--dataset NAME ('steppe data list' has them)",
-    "targets": "--target DOMAIN, to hold out",
+    "dataset": "--dataset NAME ('steppe data list' shows them)",
+    "targets": "--target DOMAIN, the domain to hold out",
 }
 
 
 def make_config(values: Mapping[str, Any]) -> RunConfig:
-    """Make a complete config from what was given.
+    """Make a complete config from some of its keys.
 
-    What is missing comes from the dataset (steps, batch size, backbone, ...) and the optimizer
-    (its hyperparameters); unknown keys are errors that suggest the nearest known one.
+    Missing keys take the defaults of the dataset (steps, batch size, backbone, ...) and of the
+    optimizer (its hyperparameters). An unknown key is an error that suggests the closest known one.
 
     Examples:
         >>> config = make_config({"dataset": "PACS", "targets": "sketch", "optimizer": "fad"})
@@ -58,7 +58,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     import_plugins(_texts(given.get("plugins")))
     check_loggers(_texts(given.get("loggers")))
     if isinstance(given.get("root"), str | os.PathLike):
-        given["root"] = str(Path(given["root"]).resolve())  # to be found from another folder too
+        given["root"] = str(Path(given["root"]).resolve())
     for key, advice in _NEEDED.items():
         if given.get(key) in (None, "", (), []):  # 0 is a domain's name
             raise UserError(f"config has no {key!r}: give {advice}")
@@ -70,7 +70,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     weights = given.setdefault("weights", "imagenet" if spec.pretrained else "none")
     if isinstance(weights, str | os.PathLike) and weights not in ("imagenet", "none"):
         given["weights"] = str(Path(weights).resolve())
-    given.setdefault("space", DEFAULT_SPACE)  # an older run has None, and options of its own
+    given.setdefault("space", DEFAULT_SPACE)  # None in older runs, which store all their options
     space = given["space"] or DEFAULT_SPACE
     get_space(space if isinstance(space, str) else shown(space))
     defaults = {"freeze_bn": weights != "none", **{key: getattr(spec, key) for key in _DATASETS}}
@@ -97,7 +97,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         raise UserError(f"config:{value} {message}") from None
     algorithm.check_batch(config.batch_size // config.accumulate)
     sources = config.sources or [name for name in spec.domains if name not in config.targets]
-    if sources:  # if none is left, whoever opens the data says so
+    if sources:  # opening the data reports that none is left
         algorithm.check_domains(len(sources))
     if config.augment and spec.channels != 3:
         raise UserError(f"augment=true needs images of 3 channels; {spec.name} has {spec.channels}")
@@ -105,7 +105,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def _domains(names: Iterable[Any], spec: DatasetSpec) -> tuple[Any, ...]:
-    """Names of domains, of which one text may have several, with commas or as a sweep joins them.
+    """Split domain names that are joined by commas, or by "+" as in a sweep.
 
     Examples:
         >>> _domains(["sketch,photo", "cartoon"], dataset_spec("PACS"))
@@ -121,7 +121,7 @@ def _domains(names: Iterable[Any], spec: DatasetSpec) -> tuple[Any, ...]:
 
 
 def _unknown_key(key: str, given: Mapping[str, Any]) -> str:
-    """What to say to a wrong key: the nearest one, which may be an option on one of the axes."""
+    """Message for an unknown key, with the closest key or the axis that has such an option."""
     known = list(RunConfig.model_fields)
     for axis, registry in AXES.items():
         chosen = registry[_split_name(given.get(axis, {}), axis)[0]]
@@ -131,7 +131,7 @@ def _unknown_key(key: str, given: Mapping[str, Any]) -> str:
         if having and not any(name.endswith(f".{key}") for name in known):
             return (
                 f"unknown config key {shown(key)}: {axis}.{key} is an option of "
-                f"{', '.join(having)}: choose one with --{axis}, then --set {axis}.{key}=..."
+                f"{', '.join(having)}. Choose one with --{axis}, then --set {axis}.{key}=..."
             )
     return unknown("config key", key, known)
 
@@ -142,7 +142,7 @@ def _option_names(spec: AxisSpec) -> Iterable[str]:
 
 
 def _texts(value: Any) -> list[str]:
-    """The texts of a list, or of one text with commas; the validator refuses anything else."""
+    """Strings of a list, or of one comma-separated string; validation rejects anything else."""
     values = value.split(",") if isinstance(value, str) else value
     if not isinstance(values, list | tuple):
         return []
@@ -161,12 +161,12 @@ def _split_name(value: Any, kind: str) -> tuple[str, dict[str, Any]]:
 
 
 def _plain(where: str, value: Any) -> Any:
-    """An option as it comes back from a file, so that a config is the same before and after."""
+    """The option after a round trip through JSON, so that storing a config never changes it."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError):
         raise UserError(
-            f"config: {where}={shown(value)}: expected a finite number, a text, or a list of them"
+            f"config: {where}={shown(value)}: expected a finite number, a string, or a list of them"
         ) from None
 
 
@@ -184,16 +184,16 @@ def _complete_optimizer(value: Any, space: str, pretrained: bool) -> dict[str, A
     spec = optimizer_spec(name)
     spec.check_names(options)
     chosen: dict[str, Any] = {**spec.defaults(space, pretrained), **options}
-    try:  # what is wrong with a value, only the optimizer knows
+    try:  # only the optimizer knows which values are valid
         spec.build([torch.nn.Parameter(torch.zeros(1))], **chosen)
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         given = ", ".join(f"{key}={shown(value)}" for key, value in options.items())
-        raise UserError(f"config: optimizer {spec.name!r} refuses {given}: {error}") from None
+        raise UserError(f"config: optimizer {spec.name!r} rejects {given}: {error}") from None
     return {"name": spec.name, **chosen}
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Put ``key=value`` texts into a config; a dot reaches into one of the axes.
+    """Apply ``key=value`` strings to a config; a dotted key sets an option on an axis.
 
     Examples:
         >>> apply_overrides({"optimizer": "fad"}, ["optimizer.rho=0.1", "steps=50"])
@@ -210,14 +210,14 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
             value = parse(text)
         except json.JSONDecodeError:
             value = text
-        except ValueError as error:  # JSON that nobody means
+        except ValueError as error:  # valid JSON, but oversized
             raise UserError(f"--set {key}={text[:20]}...: {error}") from None
         if not dot:
             result[outer] = value
             continue
         if outer not in _DEFAULTS:
             hint, _, _ = unknown("axis", outer, _DEFAULTS).partition(" Known:")
-            only = f"only {', '.join(_DEFAULTS)} have a dot"
+            only = f"only {', '.join(_DEFAULTS)} take a dot"
             raise UserError(f"--set {override[:LONGEST]}: {hint.rstrip('.')} ({only})")
         old = result.get(outer, {})
         result[outer] = {**({"name": old} if isinstance(old, str) else old), inner: value}
@@ -233,36 +233,36 @@ def configure(
     draw: int | None = None,
     space: str | None = None,
 ) -> RunConfig:
-    """Make a config as the command line gives it, the later overriding the earlier.
+    """Make a config from command-line input; later arguments override earlier ones.
 
     Args:
-        options: config keys that were given.
-        overrides: ``key=value`` texts.
+        options: config keys and their values.
+        overrides: ``key=value`` strings.
         file: a config to start from.
-        resumed: the config of the run that is taken up again.
-        draw: DomainBed's `hparams_seed`; none: no hyperparameters are drawn.
-        space: where defaults and draws come from (default: `fair`, the tuned ones).
+        resumed: the config of the run to resume.
+        draw: hyperparameter sample, DomainBed's `hparams_seed` (default: draw nothing).
+        space: search space of defaults and draws (default: `fair`, the tuned values).
     """
     values: dict[str, Any] = {}
     texts = list(overrides)
     if resumed is not None:
         values = resumed.model_dump()
-        # A name alone asks for nothing new: the run keeps the options it was begun with.
+        # Repeating the name alone keeps the options that the run started with.
         kept = {f"{axis}={values[axis]['name']}".lower() for axis in _DEFAULTS}
         options = {k: v for k, v in options.items() if f"{k}={v}".lower() not in kept}
         texts = [text for text in texts if text.replace(" ", "").lower() not in kept]
     elif file is not None:
-        values = read_config(file).model_dump(exclude={"version", "resolved"})  # written anew
+        values = read_config(file).model_dump(exclude={"version", "resolved"})
         for key in ("dataset", "weights"):
             if options.get(key, values[key]) != values[key]:
                 raise UserError(
-                    f"{file} is for {key}={values[key]!r}, and other settings in it follow from "
-                    f"that: change them there, or give options without --config"
+                    f"{file} is for {key}={values[key]!r}, which determines other settings in it: "
+                    "edit the file, or pass options without --config"
                 )
         if draw is None and space not in (None, values["space"]):
             raise UserError(
-                f"{file} has all its values, from space={values['space']!r}: --space {space} would "
-                "change none of them. Leave out --config, or add --draw."
+                f"{file} already has every value, from space={values['space']!r}: --space {space} "
+                "would change nothing. Leave out --config, or add --draw."
             )
     values |= options
     if space is not None:
@@ -283,7 +283,7 @@ def configure(
     axes = ("optimizer", "algorithm")
     for axis in axes:
         drawn[axis] = {**getattr(config, axis).options, **drawn[axis]}
-    # The texts once more, because they come last; but not one that is a whole axis: it was drawn.
+    # Overrides win over drawn values, except one that names a whole axis, whose options were drawn.
     later = [text for text in texts if text.partition("=")[0].strip() not in axes]
     drawn["draw"] = draw
     asked = {key: value for key, value in options.items() if key not in axes}
@@ -291,5 +291,5 @@ def configure(
 
 
 def _finetunes(space: str, dataset: DatasetSpec, weights: Any) -> bool:
-    """Which version of a space holds: ours goes by the weights, the others by the dataset."""
+    """Whether a space's fine-tuning version applies: `fair` looks at the weights, others do not."""
     return weights != "none" if space == DEFAULT_SPACE else dataset.pretrained

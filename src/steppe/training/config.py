@@ -1,4 +1,4 @@
-"""One run, described: validated, complete, and the same after a trip through JSON."""
+"""The config of one run: validated, complete, and unchanged by a round trip through JSON."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from steppe.registry import Registry
 from steppe.strangers import parse, read
 
 VERSION = 4
-"""Of the format of `config.json`; raised when an older steppe would misread it."""
+"""Format of `config.json`; incremented when an older steppe would misread it."""
 
 AXES: Mapping[str, Registry[Any]] = {
     "algorithm": algorithms,
     "optimizer": optimizers,
     "averaging": averages,
 }
-"""Keys whose values are names with options, and what knows the names."""
+"""Keys whose values are a name with options, and the registry of the names."""
 
 RUN: JsonDict = {"role": "run"}
-"""Marks the keys that say which run it is: what it learns from, its seeds, its draw."""
+"""Marks keys that identify a run: its data, its seeds, its hyperparameter sample."""
 MACHINE: JsonDict = {"role": "machine"}
-"""Marks the keys that say how a run is carried out: it is the same run with another value, and a
-resumed one may have it. A key without a mark is a hyperparameter."""
+"""Marks keys that say how a run executes; a resumed run may change them. A key without a mark is a
+hyperparameter."""
 
 _LONGEST_TEXT, _LONGEST_LIST, _DEEPEST = 4000, 10_000, 10
-"""What no value exceeds: characters, items, and lists in lists."""
+"""Upper limits for any value: characters, items, nesting depth."""
 
 _run_key = partial(Field, json_schema_extra=RUN)
 _machine_key = partial(Field, json_schema_extra=MACHINE)
@@ -53,7 +53,7 @@ _seed_key = partial(_run_key, ge=0, lt=2**64)
 
 
 class Named(BaseModel):
-    """A name on one of the axes, and the options that go with it."""
+    """A name on one of the axes, with its options."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -61,15 +61,14 @@ class Named(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything but the name."""
         return dict(self.model_extra or {})
 
 
 class RunConfig(BaseModel):
-    """Everything that determines a run, and a little about how it is carried out.
+    """Everything that determines a run, and a few settings of how it executes.
 
-    `make_config` fills in what a dataset and an optimizer have defaults for; a `RunConfig` is
-    always complete.
+    A `RunConfig` is always complete: `make_config` fills in the defaults of the dataset and the
+    optimizer.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -143,7 +142,7 @@ class RunConfig(BaseModel):
 
     data: Literal["auto", "device", "stream", "host"] = _machine_key(
         "auto",
-        description="Where images live and are transformed: auto, device, stream or host; the "
+        description="Where images are stored and transformed: auto, device, stream or host; the "
         "pixels are the same",
     )
     packed: bool = _machine_key(True, description="Use the dataset's pack if it exists")
@@ -162,7 +161,7 @@ class RunConfig(BaseModel):
     )
 
     resolved: dict[str, str] | None = _machine_key(
-        None, description="What auto stood for when the run last started; written by the run"
+        None, description="What auto resolved to when the run last started; written by the run"
     )
 
     @field_validator("targets", "sources", "loggers", "plugins", mode="before")
@@ -172,7 +171,7 @@ class RunConfig(BaseModel):
             return tuple(v for v in value.split(",") if v)
         if info.field_name in ("loggers", "plugins"):
             return value
-        # Domains may be called 0, 15, ...: numbers, once read from a command line.
+        # A command line parses domains called 0, 15, ... as numbers.
         if isinstance(value, int | float):
             return (str(value),)
         return tuple(map(str, value)) if isinstance(value, list | tuple) else value
@@ -193,7 +192,7 @@ class RunConfig(BaseModel):
         if not isinstance(values, dict):
             return values
         refuse_foreign(values)
-        # A run that was begun before there was an engine goes on without one.
+        # Runs from before the engine existed continue without it.
         return {"engine": "off", **values} if values.get("version", VERSION) <= 2 else values
 
     @model_validator(mode="after")
@@ -213,12 +212,11 @@ class RunConfig(BaseModel):
         return dataset_spec(self.dataset)
 
     def to_json(self) -> str:
-        """The text of `config.json`."""
         return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
 
 
 def keys(*marks: JsonDict) -> frozenset[str]:
-    """The keys of a config that have one of these marks.
+    """Config keys that have one of these marks.
 
     Examples:
         >>> sorted(keys(MACHINE))
@@ -229,23 +227,19 @@ def keys(*marks: JsonDict) -> frozenset[str]:
 
 
 def refuse_foreign(values: Mapping[str, Any]) -> None:
-    """Refuses a newer format, and values that no setting has, before anything computes with them.
-
-    Raises:
-        UserError: says which one.
-    """
+    """Reject a newer format and oversized values before anything computes with them."""
     flat = dict(values)
     for outer, options in values.items():
         if isinstance(options, Mapping):
             del flat[outer]
             flat |= {f"{outer}.{key}": value for key, value in options.items()}
     for key, value in flat.items():
-        if (wrong := _monster([key, value])) is not None:
+        if (wrong := _oversized([key, value])) is not None:
             raise UserError(f"config: {key[:LONGEST]}={shown(value)}: {wrong}")
     version = values.get("version", VERSION)
     if not isinstance(version, int) or version < 1:
         raise UserError(
-            f"config has version={shown(version)}: expected a number from 1 to {VERSION}"
+            f"config has version={shown(version)}: expected an integer from 1 to {VERSION}"
         )
     if version > VERSION:
         raise UserError(
@@ -254,10 +248,10 @@ def refuse_foreign(values: Mapping[str, Any]) -> None:
         )
 
 
-def _monster(value: Any, depth: int = 0) -> str | None:
+def _oversized(value: Any, depth: int = 0) -> str | None:
     if isinstance(value, str):
         if "\0" in value:
-            return "no name has a null character"
+            return "null characters are not allowed"
         return "too long" if len(value) > _LONGEST_TEXT else None
     if isinstance(value, int):
         return "an integer of more than 64 bits" if abs(value) >= 2**64 else None
@@ -269,24 +263,23 @@ def _monster(value: Any, depth: int = 0) -> str | None:
         return "too many values"
     if depth == _DEEPEST:
         return "nested too deeply"
-    return next((wrong for item in value if (wrong := _monster(item, depth + 1))), None)
+    return next((wrong for item in value if (wrong := _oversized(item, depth + 1))), None)
 
 
 def read_config(path: Path) -> RunConfig:
-    """Read a `config.json`; the dataset of a complete one need not be there any more."""
+    """Read a `config.json`; a complete one does not need its dataset."""
     try:
         values = parse(read(path))
-    except ValueError as error:  # not JSON, or no text at all
+    except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
-        chosen = ": of a list of chosen configs, take one's 'config'"
-        hint = chosen if isinstance(values, list) else ""
-        raise UserError(f"{path} holds no config: expected an object with keys{hint}")
+        hint = ", such as a list entry's 'config'" if isinstance(values, list) else ""
+        raise UserError(f"{path} is not a config: expected a JSON object{hint}")
     try:
         with suppress(ValidationError):
             return RunConfig(**values)
         from .complete import make_config
 
-        return make_config(values)  # fills in what is missing, or says what is wrong
+        return make_config(values)  # fills in missing keys, or explains the error
     except UserError as error:
         raise UserError(f"{path}: {error}") from None

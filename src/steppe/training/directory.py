@@ -1,4 +1,4 @@
-"""A run's folder: config.json, records.jsonl, log.txt, state."""
+"""The files of a run: config.json, data.json, records.jsonl, log.txt, state, checkpoint/."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from steppe.validation import first_best, mean
 from .config import RunConfig, read_config
 
 VOLATILE = ("seconds_per_step", "evaluation_seconds", "memory_gb")
-"""Fields of a record that measure the machine: two equal runs may differ in them."""
+"""Record fields that measure the machine and may differ between identical runs."""
 
 _LONGEST_STATE = 1000
-"""Bytes; it is one word."""
+"""Size limit of the `state` file in bytes; it holds one word."""
 
 
 class _Facts(BaseModel, strict=True):
-    """What every `data.json` says, among other things."""
+    """Keys that every `data.json` has; it may have more."""
 
     dataset: str
     classes: list[str] = Field(min_length=1)
@@ -39,7 +39,7 @@ class _Facts(BaseModel, strict=True):
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of one run."""
+    """Reads and writes the files of one run."""
 
     path: Path
 
@@ -49,12 +49,12 @@ class RunDirectory:
 
     @property
     def records_file(self) -> Path:
-        """One line of JSON for every evaluation."""
+        """One line of JSON per evaluation."""
         return self.path / "records.jsonl"
 
     @property
     def data_file(self) -> Path:
-        """What the run learns from: classes, domains, numbers of images."""
+        """The run's data: classes, domains, image counts."""
         return self.path / "data.json"
 
     @property
@@ -65,7 +65,7 @@ class RunDirectory:
         return self.config_file.exists()
 
     def create(self, config: RunConfig) -> None:
-        """Starts a run: its config is the first thing written."""
+        """Create the folder with its config, which makes it a run."""
         self.path.mkdir(parents=True, exist_ok=True)
         _replace(self.config_file, config.to_json())
 
@@ -75,22 +75,22 @@ class RunDirectory:
         return read_config(self.config_file)
 
     def note(self, resolved: Mapping[str, str]) -> None:
-        """Notes in the config what its settings stood for on this machine."""
+        """Store in the config what its `auto` settings resolved to on this machine."""
         config = self.config()
         if config.resolved != resolved:
             _replace(self.config_file, config.model_copy(update={"resolved": resolved}).to_json())
 
     def data(self) -> dict[str, Any]:
         if not self.data_file.exists():
-            raise UserError(f"{self.path} was not begun yet: it has no data.json")
+            raise UserError(f"{self.path} has not started yet: it has no data.json")
         try:
             facts = parse(read(self.data_file))
             _Facts.model_validate(facts if isinstance(facts, dict) else {})
         except ValidationError as error:
-            wrong = ", no ".join(dict.fromkeys(str(each["loc"][0]) for each in error.errors()))
-            raise UserError(f"{self.data_file} is damaged: it has no {wrong}") from None
+            wrong = ", ".join(dict.fromkeys(str(each["loc"][0]) for each in error.errors()))
+            raise UserError(f"{self.data_file} is damaged: no valid {wrong}") from None
         except ValueError as error:
-            raise UserError(f"{self.data_file} is damaged, not JSON: {error}") from None
+            raise UserError(f"{self.data_file} is damaged: not JSON ({error})") from None
         return dict(facts)
 
     def write_data(self, facts: Mapping[str, Any]) -> None:
@@ -98,7 +98,7 @@ class RunDirectory:
 
     @property
     def state(self) -> str:
-        """`planned`, `running`, `done` or `failed`; a run that was interrupted is planned again."""
+        """`planned`, `running`, `done` or `failed`; an interrupted run is `planned` again."""
         try:
             return read(self.path / "state", _LONGEST_STATE).decode(errors="replace").strip()
         except FileNotFoundError:
@@ -111,23 +111,22 @@ class RunDirectory:
         except RunError:
             if not path.exists():
                 raise
-            # On a full disk there is no room for another file, but there is for this one.
+            # A full disk has no room for a new file, but overwriting this one still works.
             with full_disk_explained(path), path.open("r+b", buffering=0) as file:
                 file.truncate(file.write(f"{state}\n".encode()))
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Adds a record with its checksum, flushed to the disk; a failed write leaves no half line.
+        """Append a record with its checksum and sync it; a failed write leaves no partial line.
 
-        A checksum covers its own line alone, so that lines without one, of earlier versions, may
-        come before it.
+        Each checksum covers only its own line, so lines of earlier versions may come without one.
         """
         rest = seal(json.dumps(record, allow_nan=False)) + b"\n"
         path = self.records_file
-        # Unbuffered, so that a failed write fails here and not in a later flush.
+        # Unbuffered, so that a failed write raises here, not in a later flush.
         with full_disk_explained(path), path.open("ab", buffering=0) as file:
             before = file.tell()
             try:
-                while rest:  # a disk that fills up takes what it can, and fails the next time
+                while rest:  # a disk that fills up writes a part, and fails on the next call
                     rest = rest[file.write(rest) :]
                 os.fsync(file.fileno())
             except OSError:
@@ -135,12 +134,12 @@ class RunDirectory:
                 raise
 
     def records(self) -> list[dict[str, Any]]:
-        """All complete records; a last line cut off by a crash is left out."""
+        """All complete records, without a last line that a crash cut off."""
         try:
             *lines, rest = read(self.records_file).split(b"\n")
         except FileNotFoundError:
             return []
-        if rest and self.state == "done":  # nothing was cut off
+        if rest and self.state == "done":  # no crash explains an incomplete line
             lines.append(rest)
         records = []
         for number, line in enumerate(lines, start=1):
@@ -151,28 +150,28 @@ class RunDirectory:
             except ValueError as error:
                 raise RunError(
                     f"{self.records_file}, line {number} is damaged: {error}. Restore the file "
-                    f"from a copy, or remove {self.path} to start over."
+                    f"from a backup, or remove {self.path} to start over."
                 ) from None
         return records
 
     def records_size(self) -> int:
-        """The length of the records in bytes, which a checkpoint remembers."""
+        """Size of the records in bytes, which each checkpoint stores."""
         return self.records_file.stat().st_size if self.records_file.exists() else 0
 
     def cut_records(self, size: int) -> None:
-        """Drops what was recorded after a checkpoint: the resumed run records it again."""
+        """Drop the records after a checkpoint; the resumed run writes them again."""
         missing = size - self.records_size()
         if missing > 0:
             raise RunError(
-                f"{self.records_file} lacks {missing} bytes that were there when the last "
-                f"checkpoint was written: put it back, or remove {self.path} to start anew"
+                f"{self.records_file} has lost {missing} bytes since the last checkpoint: restore "
+                f"it, or remove {self.path} to start over"
             )
         if missing:
             os.truncate(self.records_file, size)
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Has everything that steppe logs also go to ``log.txt``."""
+        """Copy everything that steppe logs to ``log.txt``."""
         handler = _LogFile(self.path / "log.txt")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logger = logging.getLogger("steppe")
@@ -188,15 +187,12 @@ class RunDirectory:
 
 
 class _LogFile(logging.Handler):
-    """Lines at the end of a file; nothing depends on them, and a full disk loses only them.
-
-    Unbuffered, so that nothing is left to be written, and to fail, when it is closed.
-    """
+    """Appends lines to a file, unbuffered; a full disk loses the lines but never stops the run."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        if path.exists() and not path.is_file():  # a FIFO would be waited for
-            raise UserError(f"{path} is not a plain file: remove it")
+        if path.exists() and not path.is_file():  # opening a FIFO would block
+            raise UserError(f"{path} is not a regular file: remove it")
         with full_disk_explained(path):
             self._file = path.open("ab", buffering=0)
 
@@ -210,13 +206,13 @@ class _LogFile(logging.Handler):
 
 
 def select(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The record that train-domain validation picks: the first with the highest mean accuracy.
+    """Pick a run's record by training-domain validation: the first with the highest mean accuracy.
 
-    The last one, where a run has no validation images. Where weights were averaged, records of the
-    averaged ones come before all others: SWAD has one, the last.
+    If any record is of averaged weights, only those compete (SWAD has one, the last). A run without
+    validation images selects its last record.
     """
     if not records:
-        raise RunError("the run has no records: was its records.jsonl lost?")
+        raise RunError("the run has no records: its records.jsonl is missing or empty")
     records = [record for record in records if record.get("averaged")] or records
     values = [validation_accuracy(record) for record in records]
     best = None if None in values else first_best(values)
@@ -224,7 +220,7 @@ def select(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def validation_accuracy(record: Mapping[str, Any]) -> float | None:
-    """The mean accuracy on the source domains' validation images, if there are any."""
+    """Mean accuracy on the source domains' validation images; None without any."""
     scores = [d["val"]["accuracy"] for d in record["domains"].values() if "val" in d]
     return mean(scores) if scores else None
 

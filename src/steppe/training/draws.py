@@ -1,4 +1,4 @@
-"""Random hyperparameters of a run, seeded as DomainBed seeds them."""
+"""Random hyperparameters of a run, with DomainBed's seeding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from steppe.options import Like, Option
 from steppe.search import Distribution, Hyperparameter, LogUniform, run_space
 
 _SEED_NAMES = {"dropout": "resnet_dropout"}
-"""Names under which DomainBed seeds a draw, where they are not ours."""
+"""DomainBed's names for seeding a draw, where they differ from steppe's."""
 
 
 def draw_hparams(
@@ -28,11 +28,11 @@ def draw_hparams(
     *,
     pretrained: bool | None = None,
 ) -> dict[str, Any]:
-    """Draw what a search varies: batch size, dropout, the options of optimizer and algorithm.
+    """Draw the hyperparameters of a search: batch size, dropout, optimizer and algorithm options.
 
-    Each name has a generator of its own, seeded by (hparams_seed, trial_seed, name), so that a new
-    name leaves the draws of the others alone; seed 0 gives the defaults. `pretrained` says whether
-    the network is fine-tuned (default: as the dataset has it).
+    Each name has its own generator, seeded by (hparams_seed, trial_seed, name), so adding a name
+    does not change the other draws. `hparams_seed=0` gives the defaults. `pretrained` says whether
+    the network is fine-tuned (default: the dataset's setting).
 
     Examples:
         >>> from steppe.domains import dataset_spec
@@ -72,6 +72,6 @@ def draw_hparams(
     }
 
 
-@lru_cache(maxsize=2**16)  # of a sweep, the same for every target
+@lru_cache(maxsize=2**16)  # a sweep repeats its draws for every target
 def _sample(distribution: Distribution, seed: int) -> float | int:
     return distribution.sample(np.random.RandomState(seed))

@@ -1,4 +1,4 @@
-"""Accuracy, cross-entropy and calibration error of a model on a part of a domain."""
+"""Accuracy, cross-entropy and calibration error of a model on part of a domain."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch.nn import functional as F
 from steppe.domains.batches import Batch
 
 BATCH = 64
-"""Images in a batch of an evaluation."""
+"""Images per evaluation batch."""
 LARGE_BATCH = 256
-"""The same on a GPU, where the algorithm predicts each image by itself."""
+"""Images per evaluation batch on a GPU, if the algorithm predicts each image independently."""
 BINS = 15
-"""Bins of the calibration error, equal in width."""
+"""Equal-width bins of the calibration error."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How well a model does on some images.
+    """A model's scores on a set of images.
 
     Attributes:
         cross_entropy: the mean, in nats.
-        calibration_error: the expected calibration error, over 15 bins of equal width: the mean
-            over images of the difference between confidence and accuracy in the image's bin.
-        step: after which the weights were saved, where they are a checkpoint's.
-        which: the choice that they are, likewise: ``best``, ``last`` or ``step:N``.
+        calibration_error: expected calibration error over 15 equal-width bins: the mean over images
+            of the gap between confidence and accuracy in the image's bin.
+        step: the step after which the weights were saved, if they come from a checkpoint.
+        which: the choice of checkpoint: ``best``, ``last`` or ``step:N``.
     """
 
     accuracy: float
@@ -45,7 +45,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class EnsembleScores:
-    """What an ensemble makes of a domain, and what its members make of it alone."""
+    """Scores of an ensemble on a domain, and of each member alone."""
 
     ensemble: Scores
     members: tuple[Scores, ...]
@@ -56,20 +56,20 @@ class EnsembleScores:
 
 
 class Tally:
-    """Sums over batches, on the device; sums of several processes add up."""
+    """Sums over batches, kept on the device; those of several processes can be added."""
 
     def __init__(self, device: torch.device) -> None:
-        # Rows: images, images that are right, confidence; the last column has no bin: its first
+        # Rows: images, correct images, confidence. Columns: the bins, and an extra one whose first
         # entry is the cross-entropy.
         self.sums = torch.zeros(3, BINS + 1, dtype=torch.float64, device=device)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         logits = logits.float()
         confidence = logits.softmax(1).amax(1)
-        right = logits.argmax(1).eq(labels)  # not softmax's: it rounds close ones to equal
-        # A bin is (low, high], so that a confidence of 1 is in the last.
+        right = logits.argmax(1).eq(labels)  # softmax rounds close logits to ties
+        # A bin is (low, high], so that a confidence of 1 falls into the last.
         bins = (confidence * BINS).ceil().long().sub_(1).clamp_(0, BINS - 1)
-        # One product with a one-hot matrix: a scatter is not repeatable on a GPU.
+        # A product with a one-hot matrix, because scatter is nondeterministic on a GPU.
         rows = torch.stack([torch.ones_like(confidence), right.float(), confidence]).double()
         self.sums[:, :BINS] += rows @ F.one_hot(bins, BINS).double()
         self.sums[0, BINS] += F.cross_entropy(logits, labels, reduction="none").double().sum()
@@ -92,7 +92,7 @@ def evaluate(
     device: torch.device,
     reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Scores:
-    """The scores of a model over batches; `reduce` adds the sums of several processes."""
+    """Score a model over batches; `reduce` adds the sums of several processes."""
     tally = Tally(device)
     for images, labels in batches:
         logits = predict(images.to(device, non_blocking=True))

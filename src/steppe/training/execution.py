@@ -1,10 +1,9 @@
-"""The engine: how the passes of a step are carried out, as fast as the device allows.
+"""The engine: runs the passes of a step as fast as the device allows.
 
 It has three gears. *Eager* runs layer by layer. *Compiled* runs the backbone, forward and backward,
-through `torch.compile`, once for all batch sizes and all algorithms. *Captured* records all passes
-of an update, the optimizer's arithmetic included, as one CUDA graph and replays it. Where a run
-does not allow a gear, the engine goes on in a lower one and says why in one line. What is computed
-stays the same, up to the rounding of fused kernels.
+through `torch.compile`. *Captured* records all passes of an update, the optimizer's arithmetic
+included, as one CUDA graph and replays it. If a run rules out a gear, the engine uses a lower one
+and logs the reason. Results are the same up to the rounding of fused kernels.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from .update import Passes, base_of
 T = TypeVar("T")
 
 WARM_UP = 3
-"""Updates before one is captured: they create the optimizer's state and the kernels' workspaces."""
+"""Updates before capture, which create the optimizer's state and the kernels' workspaces."""
 MOST_GRAPHS = 4
-"""Kinds of update that are captured for one objective, each with memory of its own."""
+"""Kinds of update captured per objective, each with its own memory."""
 COMPILED_FROM = 64
-"""Height and width of the images from which compiling pays for itself."""
+"""Image height and width from which compiling pays off."""
 RECOMPILATIONS = 64
-"""As torch counts them, per function, and a process may train many backbones. (Torch's limit is 8:
-after that it would go on without compiled code, and without a word.)"""
+"""Recompilations per function; one process may train many backbones. At torch's own limit, 8, torch
+silently falls back to eager code."""
 
 
 @dataclass(frozen=True)
 class Gears:
-    """Which gears a run may use, and why not the others, one line for each."""
+    """The gears that a run may use, with one line per excluded gear that says why."""
 
     compiled: bool
     captured: bool
@@ -56,10 +55,10 @@ def choose_gears(
     world: int,
     differentiates: bool = False,
 ) -> Gears:
-    """The gears for a run.
+    """Choose the gears for a run.
 
-    The optimizer may need the graph of a gradient, to differentiate it; the algorithm may
-    differentiate inside its loss.
+    `needs_graph` means that the optimizer differentiates the gradient, `differentiates` that the
+    algorithm takes gradients inside its loss.
 
     Examples:
         >>> choose_gears("auto", torch.device("cpu"), 224, needs_graph=False, world=1).compiled
@@ -68,17 +67,17 @@ def choose_gears(
     if engine == "off" or (engine == "auto" and device.type != "cuda"):
         return Gears(compiled=False, captured=False)
     if needs_graph:
-        why = "not compiled: the optimizer differentiates twice, which compiled code does not allow"
+        why = "not compiled: the optimizer differentiates twice, which compiled code cannot do"
         return Gears(compiled=False, captured=False, reasons=(why,))
     not_compiled = not_captured = ""
     if engine == "auto" and image_size < COMPILED_FROM:
-        not_compiled = f"images of {image_size} pixels are too small to gain by it"
+        not_compiled = f"images of {image_size} pixels are too small to benefit"
     elif differentiates:
         not_compiled = "the algorithm takes gradients inside its loss"
     if device.type != "cuda":
         not_captured = f"a {device.type.upper()} has no CUDA graphs"
     elif world > 1:
-        not_captured = "gradients are shared between processes in every pass"
+        not_captured = "every pass averages gradients across processes"
     wanted = {"compiled": not_compiled, "captured": not_captured}
     if engine == "compile":
         del wanted["captured"]
@@ -87,16 +86,16 @@ def choose_gears(
 
 
 class Engine:
-    """Carries out updates and predictions in the highest gear that works.
+    """Runs updates and predictions in the highest gear that works.
 
     Args:
-        gears: what the run allows.
-        passes: of the algorithm that is trained.
+        gears: the gears that the run allows.
+        passes: the passes of the algorithm in training.
         network: the network inside it.
-        batch: images of a pass, if code is to be compiled for that number alone, which is faster:
-            sums over a number of images that is left open take twice as long. None: for any.
-        deterministic: whether kernels are chosen without timing them.
-        say: receives each line about a gear that is not used.
+        batch: images per pass, if code may be compiled for that number only; sums over a dynamic
+            batch take twice as long (default: compile for any number).
+        deterministic: choose kernels without timing them.
+        say: called with each line about a gear that is not used.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Engine:
         self._passes, self._network, self._say = passes, network, say
         self.compiled, self.captured = gears.compiled, gears.captured
         self.reasons: list[str] = []
-        """Why gears are not used, one line each."""
+        """One line per unused gear."""
         for reason in gears.reasons:
             self._note(reason)
         self._graphs: dict[Hashable, _Graph] = {}
@@ -132,7 +131,7 @@ class Engine:
     def optimize(
         self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
     ) -> list[Losses]:
-        """Takes one step and returns the losses at the weights before it, one for each part."""
+        """Take one step, and return the losses at the weights before it, one per part."""
         if not self.captured:
             return self._launch(optimizer, objective, prepared)
         key = (objective, _kind(prepared), _settings(optimizer))
@@ -140,8 +139,8 @@ class Engine:
             return self._replay(self._graphs[key], optimizer, prepared)
         if sum(known[0] == objective for known in self._seen) > MOST_GRAPHS:  # type: ignore[index]
             self._stop_capturing(
-                "its updates are of too many kinds: sizes, hyperparameters or Python numbers in "
-                "the loss change from step to step"
+                "updates differ too often: batch sizes, hyperparameters or Python numbers in the "
+                "loss change from step to step"
             )
             return self._launch(optimizer, objective, prepared)
         self._seen[key] = self._seen.get(key, 0) + 1
@@ -154,13 +153,13 @@ class Engine:
         return self._replay(graph, optimizer, prepared)
 
     def forget(self) -> None:
-        """Drops what was captured: an optimizer's state was replaced."""
+        """Drop the captured graphs, because an optimizer's state was replaced."""
         self._graphs.clear()
         self._seen.clear()
         self._pool = None
 
     def guarded(self, compute: Callable[[], T]) -> T:
-        """What a function returns; without compiled code if that cannot be made."""
+        """Call a function; if compilation fails, call it again in eager mode."""
         if not self.compiled:
             return compute()
         from torch._dynamo.exc import TorchDynamoException
@@ -185,8 +184,8 @@ class Engine:
         losses = self._launch(optimizer, objective, prepared)
         if _random_states(prepared[0].images.device) != before:
             self._stop_capturing(
-                "the loss draws random numbers (dropout inside the backbone), which all passes of "
-                "a step must share"
+                "the loss draws random numbers (such as dropout in the backbone), which all passes "
+                "of a step must share"
             )
         return losses
 
@@ -195,19 +194,19 @@ class Engine:
     ) -> _Graph | None:
         whole = skips_by_itself(base_of(optimizer))
         if isinstance(optimizer, FlatnessOptimizer) and not whole:
-            self._stop_capturing("the step of the base optimizer needs the host: it is not fused")
+            self._stop_capturing("the base optimizer is not fused, so its step needs the host")
             return None
         static = [_mapped(part, lambda t: t.clone()) for part in prepared]
         steps = optimizer.steps if isinstance(optimizer, FlatnessOptimizer) else 0
         module, scaler = self._passes.module, self._passes.scaler
-        module.zero_grad()  # gradients are to be allocated in the graph's own memory
+        module.zero_grad()  # the graph must allocate gradients in its own memory
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         run = self._passes.optimize if whole else self._passes.differentiate
         device = static[0].images.device
         try:
-            # Other threads, which copy images, may go on allocating meanwhile. The outer stream is
-            # there for captures that fail: they would leave their own as the current one.
+            # "thread_local" lets the threads that copy images keep allocating. The outer stream
+            # context restores the current stream after a failed capture.
             with (
                 torch.cuda.device(device),
                 torch.cuda.stream(torch.cuda.current_stream(device)),
@@ -217,12 +216,12 @@ class Engine:
         except RuntimeError as error:
             _release_generator(device)
             module.zero_grad()
-            if scaler is not None:  # it may be in the middle of a step that never was
+            if scaler is not None:  # it may be in the middle of the abandoned step
                 scaler._per_optimizer_states.clear()
             self._stop_capturing(_first_line(error))
             return None
         finally:
-            if isinstance(optimizer, FlatnessOptimizer):  # nothing has run yet
+            if isinstance(optimizer, FlatnessOptimizer):  # capturing runs no kernel
                 optimizer.abandon()
                 optimizer.steps = steps
         gradients = [(p, p.grad) for p in module.parameters() if p.grad is not None]
@@ -240,7 +239,7 @@ class Engine:
                 p.grad = gradient
             self._passes.apply(optimizer)
             self._passes.module.zero_grad()
-        # Copies: the memory may be another recording's too.
+        # Copied, because another graph may reuse the memory.
         return [_mapped(losses, Tensor.clone) for losses in graph.losses]
 
     def _stop_capturing(self, why: str) -> None:
@@ -255,21 +254,21 @@ class Engine:
 
 @dataclass(frozen=True)
 class _Graph:
-    """One recorded update: where it reads its batch, and where it leaves its losses."""
+    """One captured update, with the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     prepared: Sequence[Any]
     losses: list[Losses]
     gradients: list[tuple[nn.Parameter, Tensor]]
-    """Held, so that nobody else is given their memory."""
+    """Kept alive, so that their memory is not reused."""
     whole: bool
-    """Whether it makes the optimizer's step too."""
+    """Whether it includes the optimizer's step."""
 
 
 def _settings(optimizer: Optimizer) -> Hashable:
-    """Everything about an optimizer that a recording has as constants.
+    """Everything about an optimizer that a captured graph holds as constants.
 
-    One that is not recorded may change them as it likes; some count their steps there.
+    An optimizer that is not captured may change them freely; some count their steps there.
     """
     if not skips_by_itself(base_of(optimizer)):
         return id(optimizer)
@@ -287,17 +286,17 @@ def _settings(optimizer: Optimizer) -> Hashable:
 
 
 def _kind(tree: Any) -> Hashable:
-    """A tree with the shapes of its tensors, and everything else as it is."""
+    """A hashable form of a tree: shapes of tensors, other values as they are."""
     if isinstance(tree, Tensor):
         return (tuple(tree.shape), tree.dtype)
     if (inside := _inside(tree)) is not None:
         return tuple((key, _kind(value)) for key, value in inside)
     plain = tree is None or isinstance(tree, bool | int | float | str)
-    return repr(tree) if plain else id(tree)  # nobody can say whether it has changed
+    return repr(tree) if plain else id(tree)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a tree, in a fixed order."""
+    """Tensors of a tree, in a fixed order."""
     if isinstance(tree, Tensor):
         yield tree
     for _, value in _inside(tree) or ():
@@ -305,7 +304,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _inside(tree: Any) -> list[tuple[Any, Any]] | None:
-    """What a tree has below it, by name; None for a leaf."""
+    """Children of a tree, by name; None for a leaf."""
     if is_dataclass(tree):
         return [(field.name, getattr(tree, field.name)) for field in fields(tree)]
     if isinstance(tree, Mapping):
@@ -336,10 +335,7 @@ def _random_states(device: torch.device) -> list[Any]:
 
 
 def _release_generator(device: torch.device) -> None:
-    """Gives the device's generator a state of its own again.
-
-    A capture that fails leaves it as if the capture went on, and every later draw would be refused.
-    """
+    """Reset the device's generator, which a failed capture leaves unusable for later draws."""
     generator = torch.cuda.default_generators[device.index]
     released = torch.Generator(device)
     released.set_state(generator.get_state())
@@ -347,5 +343,5 @@ def _release_generator(device: torch.device) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    cause = getattr(error, "inner_exception", error)  # what a compiler says, without who says it
+    cause = getattr(error, "inner_exception", error)  # torch.compile wraps the compiler's error
     return next(iter(str(cause).strip().splitlines()), type(cause).__name__)

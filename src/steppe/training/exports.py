@@ -1,4 +1,4 @@
-"""A run's network in one file that other programs load; the file's ending chooses the format."""
+"""Export a run's network as one file for other programs; the suffix chooses the format."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .models import TrainedModel, load_model
 from .which import Which
 
 EXTRA_FILE = "steppe.json"
-"""Where a ``.pt2`` file has what is needed to use it."""
+"""Name of the metadata among the extra files of a ``.pt2``."""
 Metadata = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file: what its network takes, and how it is made."""
+    """A file format: the input that its network takes, and the function that writes it."""
 
     takes: str
     write: Callable[[TrainedModel, RunConfig, Metadata], bytes]
@@ -40,13 +40,13 @@ class Format:
 def export_run(
     run: str | os.PathLike[str], out: str | os.PathLike[str], which: Which | None = None
 ) -> dict[str, str]:
-    """Write a run's network as one file, in the format that its ending names.
+    """Export a run's network as one file, in the format of its suffix.
 
-    ``.safetensors`` has the weights, under the backbone library's own names:
+    ``.safetensors`` holds the weights under the backbone library's own names:
     ``timm.create_model(name, num_classes=...)`` or torchvision's constructor loads them with
-    ``load_state_dict``. ``.pt2`` (`torch.export`) and ``.onnx`` (needs the extra ``onnx``) have the
-    whole network, normalization included: they take pixels as uint8, N x channels x size x size,
-    for any N, and give logits.
+    ``load_state_dict``. ``.pt2`` (`torch.export`) and ``.onnx`` (needs the extra ``onnx``) hold the
+    whole network, normalization included: they take uint8 pixels, N x channels x size x size for
+    any N, and return logits.
 
     Args:
         run: the run's folder.
@@ -54,28 +54,26 @@ def export_run(
         which: ``best``, ``last`` or ``step:N``, as in `load_model`.
 
     Returns:
-        What is needed to use the file, and where it comes from: classes, preprocessing, the step,
-        the training domains and the config. It is also inside the file: in the metadata of
-        safetensors and ONNX, and in ``steppe.json`` among the extra files of a ``.pt2``.
+        The file's metadata: classes, preprocessing, step, training domains and config. It is also
+        in the file: as metadata of safetensors and ONNX, and in ``steppe.json`` among the extra
+        files of a ``.pt2``.
 
     Raises:
-        UserError: the ending is unknown, or the network cannot be written so.
+        UserError: the suffix is unknown, or the network does not fit the format.
     """
     path = Path(out)
     form = FORMATS.get(path.suffix.lower())
     if form is None:
-        raise UserError(
-            f"{path} cannot be exported: its ending must be one of {', '.join(FORMATS)}"
-        )
+        raise UserError(f"cannot export to {path}: its suffix must be one of {', '.join(FORMATS)}")
     if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+        raise UserError(f"cannot export to {path}: there is no folder {path.parent}")
     if form.write is _onnx:
-        import onnxscript  # noqa: F401  (an extra brings it: found out before the work)
+        import onnxscript  # noqa: F401  (fails before the work if the extra is missing)
     model, config = load_model(run, which), RunDirectory(Path(run)).config()
     if type(model.algorithm).predict is not Algorithm.predict:
         raise UserError(
-            f"{os.fspath(run)} cannot be exported: {config.algorithm.name} predicts with more than "
-            "its network. Use it with steppe.training.load_model."
+            f"cannot export {os.fspath(run)}: {config.algorithm.name} needs more than its network "
+            "to predict. Use it with steppe.training.load_model."
         )
     metadata = {**_metadata(model, config), "input": form.takes}
     for parameter in model.parameters():
@@ -90,7 +88,7 @@ def export_run(
 
 def _metadata(model: TrainedModel, config: RunConfig) -> dict[str, str]:
     network = model.algorithm.network
-    # Without where things lie on this machine; a plugin may lie here alone.
+    # Without this machine's paths; plugins may exist only here.
     public = config.model_dump(mode="json", exclude={*keys(MACHINE), "plugins"})
     public |= {key: Path(public[key]).name for key in ("dataset", "weights")}
     return {
@@ -127,16 +125,16 @@ def _onnx(model: TrainedModel, config: RunConfig, metadata: Metadata) -> bytes:
         made = torch.onnx.export(
             program, dynamo=True, verbose=False, input_names=["pixels"], output_names=["logits"]
         )
-    assert made is not None  # what dynamo=True returns
+    assert made is not None  # with dynamo=True
     made.model.metadata_props.update(metadata)
     data: bytes = made.model_proto.SerializeToString()
     return data
 
 
 def _program(model: TrainedModel, config: RunConfig) -> torch.export.ExportedProgram:
-    """The model as a graph for batches of any size, without the paths of this machine."""
+    """Trace the model for any batch size, without this machine's paths."""
     size = config.image_size
-    # Two images: the tracer would take one for a constant.
+    # Two images, because the tracer specializes a batch of one.
     example = torch.zeros(2, model.channels, size, size, dtype=torch.uint8)
     batch = torch.export.Dim("batch", min=1)
     with torch.no_grad(), _explained(config):
@@ -148,18 +146,17 @@ def _program(model: TrainedModel, config: RunConfig) -> torch.export.ExportedPro
 
 @contextmanager
 def _explained(config: RunConfig) -> Iterator[None]:
-    """Tells of a network that torch's exporters do not manage."""
     try:
         yield
-    except (RuntimeError, ValueError) as error:  # all that they raise on purpose
+    except (RuntimeError, ValueError) as error:  # what torch's exporters raise on purpose
         raise UserError(
-            f"the network {config.backbone!r} cannot be written as a graph: "
+            f"the network {config.backbone!r} cannot be exported as a graph: "
             f"{reason(error)[:200]}. Export it as .safetensors."
         ) from error
 
 
-_IMAGE = "the whole image resized to image_size x image_size (bilinear), RGB or gray"
-_PIXELS = f"uint8, N x channels x height x width: {_IMAGE}, 0 to 255; it is normalized inside"
+_IMAGE = "the whole image resized to image_size x image_size (bilinear), RGB or grayscale"
+_PIXELS = f"uint8, N x channels x height x width: {_IMAGE}, 0 to 255; the network normalizes it"
 FORMATS = {
     ".safetensors": Format(
         f"float32, N x channels x height x width: {_IMAGE}, 0 to 1, minus mean, divided by std",
@@ -168,4 +165,4 @@ FORMATS = {
     ".pt2": Format(_PIXELS, _pt2),
     ".onnx": Format(_PIXELS, _onnx),
 }
-"""By the ending of the file."""
+"""By file suffix."""

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: asked for at any moment, obeyed between two steps."""
+"""SIGTERM and Ctrl-C, noted when they arrive and acted on between two steps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _ONE_SECOND = 1.0
 
 
 class Interrupts:
-    """Notes a signal instead of dying from it; a second one is no longer held back.
+    """Holds back the first SIGTERM or SIGINT; a second one takes effect at once.
 
-    The same one again within a second is no second one: schedulers signal a process and its group.
+    A repeat within a second does not count as a second one: schedulers signal a process and its
+    group.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class Interrupts:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # only it may set handlers
+        if threading.current_thread() is threading.main_thread():  # others cannot set handlers
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -36,7 +37,7 @@ class Interrupts:
         if self.number is None:
             self.number, self._noted = number, time.monotonic()
             text = f"\n{signal.Signals(number).name}: stopping as soon as the state is saved\n"
-            os.write(2, text.encode())  # a handler may not use what it may have interrupted
+            os.write(2, text.encode())  # print is not reentrant: the handler may interrupt one
         elif number != self.number or time.monotonic() - self._noted > _ONE_SECOND:
             self._restore()
             os.kill(os.getpid(), number)

@@ -1,11 +1,11 @@
-"""Sends a run's records to TensorBoard, Weights & Biases or MLflow as well.
+"""Send a run's records to TensorBoard, Weights & Biases or MLflow.
 
-`records.jsonl` is the truth about a run and a tracker shows a copy of it, so a tracker that fails
-is reported once and left alone, and training goes on.
+Trackers show a copy of `records.jsonl`, so a failing tracker is reported once and dropped, and
+training continues.
 
-A resumed run sends its records again from the first one, because a kill may have lost some that a
-tracker had not written yet. No point is shown twice: TensorBoard drops the old ones; W&B and MLflow
-keep theirs and take only later steps, which makes no difference where resuming is bit-exact.
+A resumed run sends all its records again, because a kill may have lost some that a tracker had not
+written yet. No point appears twice: TensorBoard drops the old ones; W&B and MLflow ignore steps
+that they already have.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("steppe")
 
 _PROJECT = "steppe"
-"""The W&B project and the MLflow experiment, unless the trackers' own variables name another."""
+"""Default W&B project and MLflow experiment; the trackers' own variables override it."""
 
 
 def flatten(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a nested record under names such as trackers group them by.
+    """Flatten a nested record's numbers, with slashes in the names so that trackers group them.
 
     Examples:
         >>> flatten({"epoch": 2, "domains": {"photo": {"val": {"accuracy": 0.9}}}, "note": "x"})
@@ -61,25 +61,25 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 
 class _TensorBoard:
-    """Event files in the run's folder `tensorboard`; show them with ``tensorboard --logdir``."""
+    """Writes event files to `tensorboard` in the run's folder."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any], resume: bool) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._open = partial(SummaryWriter, str(directory / "tensorboard"))
-        # Indented text is code in Markdown, which TensorBoard takes it for.
+        # TensorBoard renders Markdown, where indented text is code.
         self._config = indent(json.dumps(config, indent=2, default=str), "    ")
         self._writer: SummaryWriter | None = None
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:
-            # Opened with the first record, because readers drop what earlier files have from
-            # purge_step on, and from there on a resumed run sends its records again.
+            # Opened at the first record: readers drop earlier points from purge_step on, and a
+            # resumed run sends them again.
             self._writer = self._open(purge_step=step)
             self._writer.add_text("config", self._config, step)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # events wait in a queue, which a kill would lose
+        self._writer.flush()  # a kill would lose queued events
 
     def close(self, state: str) -> None:
         if self._writer is not None:
@@ -87,14 +87,13 @@ class _TensorBoard:
 
 
 class _WandB:
-    """A W&B run; `WANDB_PROJECT`, `WANDB_ENTITY`, `WANDB_MODE` and the rest are W&B's own."""
+    """Logs to a W&B run; W&B's own variables such as `WANDB_PROJECT` apply."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any], resume: bool) -> None:
         import wandb
 
-        # The server knows a resumed run by its id and goes on where its history ends; W&B drops
-        # what is logged for an earlier step. Offline every start of a run has a folder of its own,
-        # and the newest has all records: that is the one for `wandb sync`.
+        # W&B continues a run with a known id and drops rows for earlier steps. Offline, every start
+        # makes its own folder; the newest has all records and is the one for `wandb sync`.
         file = directory / "wandb.id"
         run_id = _remembered(file, resume)
         if run_id is None:
@@ -107,15 +106,15 @@ class _WandB:
             dir=str(directory),
             config=dict(config),
             resume="allow",
-            reinit="create_new",  # leaves alone a run that the calling program may have of its own
+            reinit="create_new",  # keeps a W&B run of the calling program intact
             settings=wandb.Settings(
-                console="off",  # capturing the terminal breaks progress bars; log.txt has the text
-                finish_timeout=300,  # otherwise a dead network keeps the process for ever
+                console="off",  # capturing the terminal breaks progress bars
+                finish_timeout=300,  # a dead network would block the process forever
             ),
         )
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        # Without commit a row is held back until the next one comes.
+        # Without commit, W&B holds a row back until the next one.
         self._run.log(dict(values), step=step, commit=True)
 
     def close(self, state: str) -> None:
@@ -123,14 +122,13 @@ class _WandB:
 
 
 class _MLflow:
-    """An MLflow run where `MLFLOW_TRACKING_URI` points to.
+    """Logs to an MLflow run at `MLFLOW_TRACKING_URI`.
 
-    The extra brings the client for a server; MLflow's local SQLite file needs ``pip install
-    mlflow``.
+    The extra installs the client for a server; a local SQLite file needs ``pip install mlflow``.
     """
 
     _STATUS = {"done": "FINISHED", "failed": "FAILED"}  # noqa: RUF012  (read only)
-    _REFUSED = re.compile(r"[^\w.\- :/]")  # in names; a folder of the user's may have any
+    _REFUSED = re.compile(r"[^\w.\- :/]")  # characters that MLflow rejects in names
 
     def __init__(self, directory: Path, config: Mapping[str, Any], resume: bool) -> None:
         from mlflow.entities import Metric, Param
@@ -149,8 +147,8 @@ class _MLflow:
             self._client.log_batch(run_id, params=params)
         else:
             self._client.update_run(run_id, status="RUNNING")
-            # MLflow only appends, so that what it has must not be sent again. Asked for each name,
-            # because a kill may have come between two names of one record.
+            # MLflow only appends, so points must not be sent twice. Checked per name, because a
+            # kill may have separated two names of one record.
             for name in self._client.get_run(run_id).data.metrics:
                 points = self._client.get_metric_history(run_id, name)
                 self._last[name] = max(point.step for point in points)
@@ -181,21 +179,20 @@ def _experiment(client: MlflowClient) -> str:
     try:
         return str(client.create_experiment(name))
     except MlflowException:
-        found = client.get_experiment_by_name(name)  # of an earlier run, or a quicker worker's
+        found = client.get_experiment_by_name(name)  # from an earlier run or another worker
         if found is None:
             raise
         return str(found.experiment_id)
 
 
 def _remembered(file: Path, resume: bool) -> str | None:
-    """The tracker's id of the run, where it is resumed and was tracked before."""
+    """The tracker's id of a resumed run, if it was tracked before."""
     return (file.read_text().strip() or None) if resume and file.exists() else None
 
 
 Tracker = _TensorBoard | _WandB | _MLflow
-"""Where the records of one run also go; it is closed with the run's state, or as ``running``."""
 
-# The names are also those of the packages.
+# The names are also the package names.
 _BACKENDS: dict[str, type[Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WandB,
@@ -204,7 +201,7 @@ _BACKENDS: dict[str, type[Tracker]] = {
 
 
 class Trackers:
-    """The trackers of a run; the first failure of one is its last act."""
+    """The open trackers of a run; one that fails is dropped."""
 
     def __init__(self) -> None:
         self._open: dict[str, Tracker] = {}
@@ -218,7 +215,7 @@ class Trackers:
 
     def _each(self, action: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
-            # Not tried again after a failure: a dead server may take minutes to be given up on.
+            # Dropped after one failure, because each timeout of a dead server may take minutes.
             del self._open[name]
             with _contained(name, fatal=False):
                 action(tracker)
@@ -228,11 +225,10 @@ class Trackers:
 def open_loggers(
     names: Sequence[str], directory: Path, config: Mapping[str, Any], resume: bool = False
 ) -> Trackers:
-    """Start the trackers of a run; only their packages are imported.
+    """Start the trackers of a run, importing only their packages.
 
-    A tracker that cannot be started is an error for a new run, while its user is there to fix it.
-    A resumed run goes on without it: a cluster may have restarted it at night. It sends again the
-    records it has so far.
+    A tracker that does not start is an error for a new run. A resumed run continues without it,
+    because a cluster may have restarted it unattended.
     """
     check_loggers(names)
     trackers = Trackers()
@@ -247,11 +243,11 @@ def open_loggers(
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Refuses a name that is not known, and one whose package is not installed."""
+    """Reject unknown loggers and those whose package is not installed."""
     for name in names:
         if name not in _BACKENDS:
             raise UserError(unknown("logger", name, _BACKENDS))
-        # A folder of that name, such as the `wandb` that W&B makes, is a package without an origin.
+        # A folder of that name, such as W&B's `wandb`, is a package without an origin.
         if getattr(find_spec(name), "origin", None) is None:
             raise ModuleNotFoundError(
                 f"the logger {name!r} needs the package {name!r}: pip install 'steppe[loggers]'",
@@ -261,18 +257,16 @@ def check_loggers(names: Sequence[str]) -> None:
 
 @contextmanager
 def _contained(name: str, fatal: bool) -> Iterator[None]:
-    """Keeps what a tracker does from reaching the training."""
-    # MLflow waits a random time before it asks a server again, from the generator of everybody.
+    """Keep a tracker's errors and random draws out of the training."""
+    # MLflow draws its retry delays from the global generator.
     state = random.getstate()
     try:
         yield
-    # Anything may come out of three packages, their networks and their disks, and none of it is
-    # worth a run.
-    except Exception as error:
+    except Exception as error:  # no failure of a tracker is worth losing a run
         reason = f"{type(error).__name__}: {error}"
         if fatal:
             raise UserError(f"the logger {name!r} could not be started: {reason}") from error
-        left_out = "failed and is left out from here on (records.jsonl has every record)"
-        _log.warning("the logger %r %s: %s", name, left_out, reason)
+        dropped = "failed and is now off (records.jsonl has every record)"
+        _log.warning("the logger %r %s: %s", name, dropped, reason)
     finally:
         random.setstate(state)

@@ -1,4 +1,4 @@
-"""Means of losses over the steps since the last record, kept on the device."""
+"""Mean losses over the steps since the last record, accumulated on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Means:
-    """Sums and counts by name; nothing waits for the device until the means are asked for.
+    """Running sums and counts by name, without host-device synchronization until `take`.
 
     Examples:
         >>> means = Means()
@@ -32,12 +32,12 @@ class Means:
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def not_finite(self) -> float | None:
-        """NaN or infinity, if any value so far was; makes the host wait for the device."""
+        """The first sum that is NaN or infinite, if any; synchronizes with the device."""
         sums = torch.stack([*self._sums.values()]).tolist() if self._sums else []
         return next((value for value in sums if not math.isfinite(value)), None)
 
     def take(self, average: Callable[[Tensor], Tensor] = lambda means: means) -> dict[str, float]:
-        """The means, averaged over processes; the next ones begin from nothing."""
+        """Return the means, averaged over processes, and start over."""
         names = list(self._sums)
         if not names:
             return {}

@@ -1,4 +1,4 @@
-"""What a finished run is good for: its model, and its scores on other data."""
+"""Load a run's model, and score it on its targets or on other data."""
 
 from __future__ import annotations
 
@@ -31,22 +31,21 @@ from .which import Which, chosen_step
 log = logging.getLogger("steppe")
 
 ImageLike = str | os.PathLike[str] | Image.Image | Tensor
-"""What `TrainedModel.preprocess` takes as an image; a tensor may also be several."""
+"""Images that `TrainedModel.preprocess` accepts; a tensor may hold several."""
 
 
 class TrainedModel(nn.Module):
-    """A run's model, in evaluation mode.
+    """A run's model, in evaluation mode: maps pixels to logits.
 
-    Takes pixels as uint8, N x channels x height x width, or what `preprocess` returns, and gives
-    logits.
+    Its input is what `preprocess` returns: uint8, N x channels x height x width.
 
     Attributes:
         algorithm: the algorithm that trained it, with the network inside.
-        classes: the class names, in the order of the logits.
+        classes: class names, in the order of the logits.
         step: the step after which its weights were saved.
-        averaged: whether they are an average.
-        which: the choice that they are: ``best``, ``last`` or ``step:N``.
-        trained_on: the names of the domains that it was trained on.
+        averaged: whether the weights are an average.
+        which: the choice of weights: ``best``, ``last`` or ``step:N``.
+        trained_on: names of its training domains.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class TrainedModel(nn.Module):
         return self.algorithm.predict(self.algorithm.network.normalize(images))
 
     def preprocess(self, *images: ImageLike | Sequence[ImageLike]) -> Tensor:
-        """Images as one batch, resized as in evaluation; in gray if the model was trained so.
+        """Resize images as in evaluation and stack them, in grayscale if the model needs it.
 
         Args:
             images: paths, Pillow images, tensors of pixels (uint8, channels x height x width, or
@@ -86,17 +85,21 @@ class TrainedModel(nn.Module):
         Raises:
             UserError: one of them is not an image, or cannot be read.
         """
-        if self.channels not in (1, 3):
-            raise UserError(f"the model takes {self.channels} channels, which no image file has")
+        require_images(self)
         arrays = [with_channels(array, self.channels) for array in _arrays(images)]
         if not arrays:
-            raise UserError("there is no image to preprocess: give at least one")
+            raise UserError("no image to preprocess: pass at least one")
         pixels = np.stack([resize(array, self.image_size) for array in arrays])
         return torch.from_numpy(pixels).permute(0, 3, 1, 2).to(self.algorithm.network.mean.device)
 
 
+def require_images(model: TrainedModel) -> None:
+    """Reject a model whose input is not what image files hold."""
+    if model.channels not in (1, 3):
+        raise UserError(f"the model takes {model.channels} channels, but image files have 1 or 3")
+
+
 def _arrays(images: Iterable[object]) -> Iterator[Pixels]:
-    """The pixels of images in any of the forms that `preprocess` takes."""
     for image in images:
         if isinstance(image, str | os.PathLike):
             yield decode(Path(image))
@@ -108,7 +111,7 @@ def _arrays(images: Iterable[object]) -> Iterator[Pixels]:
             yield from _arrays(image)
         else:
             raise UserError(
-                f"{shown(image)} is not an image: give a path, a Pillow image, a tensor of pixels, "
+                f"{shown(image)} is not an image: pass a path, a Pillow image, a tensor of pixels, "
                 "or a list of these"
             )
 
@@ -116,8 +119,8 @@ def _arrays(images: Iterable[object]) -> Iterator[Pixels]:
 def _tensor_arrays(images: Tensor) -> Iterator[Pixels]:
     if images.dtype is not torch.uint8:
         raise UserError(
-            f"preprocess takes pixels as uint8 from 0 to 255, and the tensor is {images.dtype}: "
-            "convert it, or give the model itself what is normalized already"
+            f"preprocess takes uint8 pixels from 0 to 255, but the tensor is {images.dtype}: "
+            "convert it, or pass normalized images directly to the model"
         )
     several = images[None] if images.dim() == 3 else images
     if several.dim() != 4 or several.shape[1] not in (1, 3):
@@ -135,14 +138,14 @@ def load_model(
 
     Args:
         run: the run's folder.
-        which: ``best``, the weights of the best record by validation accuracy; ``last``, those
-            after the last step; or ``step:N``, those of the checkpoint after step N (default:
-            ``best``, or ``last`` where a run has no best; the model's ``which`` says so).
-        device: where to put it.
+        which: ``best`` for the weights of the best record by validation accuracy, ``last`` for
+            those after the last step, ``step:N`` for the checkpoint after step N (default:
+            ``best``, or ``last`` if the run has no best; the model's ``which`` says which).
+        device: where to put the model.
 
     Raises:
-        UserError: there is no such run, or no such checkpoint.
-        RunError: the checkpoint is damaged; says which ones are whole.
+        UserError: the run or the checkpoint does not exist.
+        RunError: the checkpoint is damaged; the message lists the intact ones.
 
     Examples:
         >>> import tempfile
@@ -156,22 +159,22 @@ def load_model(
     """
     directory = RunDirectory(Path(run))
     config, data = directory.config(), directory.data()
-    import_plugins(config.plugins)  # they know names of algorithms and datasets
+    import_plugins(config.plugins)
     if which is None:
         which = "best" if (directory.checkpoints / "best").exists() else "last"
     found = _checkpoint(directory, which)
-    # The weights of the file replace those it was begun with.
+    # The checkpoint replaces the initial weights.
     start = config.model_copy(update={"weights": "none"})
     algorithm = setup.build(start, len(data["classes"]), data["channels"], len(data["sources"]))
-    # What a run goes on from is not what it predicts with, where weights are averaged. What was
-    # validated best is: only averages are candidates then.
+    # A step checkpoint holds the weights in training, and apart from them the average that the run
+    # predicts with. The best checkpoint already holds the average.
     served = found.state.get("averaging", {}).get("served") or {}
     try:
         algorithm.load_state_dict(found.model)
         algorithm.load_state_dict(served, strict=False)
     except RuntimeError:
         raise RunError(
-            f"{found.path} is not a checkpoint of this run: its weights are not those of "
+            f"{found.path} is not a checkpoint of this run: its weights do not fit "
             f"{config.algorithm.name} with {config.backbone} for {len(data['classes'])} classes"
         ) from None
     averaged = bool(served) or (which == "best" and config.averaging.name != "none")
@@ -192,7 +195,7 @@ def _checkpoint(directory: RunDirectory, which: Which) -> checkpoint.Checkpoint:
     if which == "best":
         path = directory.checkpoints / "best"
         if not path.exists():
-            raise UserError(f"{directory.path} has no best checkpoint: use the last one")
+            raise UserError(f"{directory.path} has no best checkpoint: use --which last")
         return checkpoint.load_this(path)
     found = checkpoint.load_chosen(directory.checkpoints, step)
     if found is None:
@@ -202,7 +205,7 @@ def _checkpoint(directory: RunDirectory, which: Which) -> checkpoint.Checkpoint:
         last = records[-1]["step"] if records else found.step
         if last > found.step:
             raise RunError(
-                f"{directory.checkpoints} lacks the last checkpoint, after step {last}; "
+                f"{directory.checkpoints} is missing the last checkpoint, after step {last}; "
                 + checkpoint.whole_ones(directory.checkpoints)
             )
     return found
@@ -216,7 +219,7 @@ def evaluate_run(
     device: str = "auto",
     root: str | None = None,
 ) -> dict[str, Scores]:
-    """Evaluate a run's model on every image of some domains.
+    """Evaluate a run's model on whole domains.
 
     Args:
         run: the run's folder.
@@ -224,7 +227,7 @@ def evaluate_run(
             run's own target domains).
         which: ``best``, ``last`` or ``step:N``, as in `load_model`.
         device: where to compute.
-        root: the data folder, for datasets by name.
+        root: the data folder for named datasets.
     """
     found = _evaluate([run], [load_model(run, which, device)], data, root)
     return {domain: scores.members[0] for domain, scores in found.items()}
@@ -238,23 +241,23 @@ def evaluate_ensemble(
     device: str = "auto",
     root: str | None = None,
 ) -> dict[str, EnsembleScores]:
-    """Evaluate several runs' models as one, whose logits are the sum of theirs.
+    """Evaluate an ensemble of runs, whose logits are the sum of the members' logits.
 
     With runs that average their weights (`sma`), this is the ensemble of averages of Arpit et al.
-    (NeurIPS 2022). All runs must know the same classes and take the same images; those evaluated
-    by default are the first run's targets. The other arguments are those of `evaluate_run`.
+    (NeurIPS 2022). All runs must have the same classes, image size and channels. The arguments are
+    those of `evaluate_run`; by default, the data is the targets of the first run.
     """
     if not runs:
-        raise UserError("an ensemble has at least one run: give their folders")
+        raise UserError("an ensemble needs at least one run: pass their folders")
     models = [load_model(run, which, device) for run in runs]
     _check_ensemble([Path(run) for run in runs], models, data is not None)
     return _evaluate(runs, models, data, root)
 
 
 def _check_ensemble(runs: Sequence[Path], models: Sequence[TrainedModel], elsewhere: bool) -> None:
-    """Refuses runs that cannot be summed, or that were trained on what they are to be tested on."""
+    """Reject runs whose logits cannot be summed, or that trained on another run's target."""
     if len({run.resolve() for run in runs}) < len(runs):
-        raise UserError("a run is in the ensemble twice: name each once")
+        raise UserError("the ensemble lists a run twice: list each once")
     configs = [RunDirectory(run).config() for run in runs]
     for run, model, config in zip(runs, models, configs, strict=True):
         if not model.averaged and config.averaging.name != "none":
@@ -263,13 +266,13 @@ def _check_ensemble(runs: Sequence[Path], models: Sequence[TrainedModel], elsewh
             ours, theirs = getattr(models[0], what), getattr(model, what)
             if ours != theirs:
                 raise UserError(
-                    f"{run} cannot be in an ensemble with {runs[0]}: their {what} differ, {theirs} "
-                    f"and {ours}"
+                    f"{run} cannot be in an ensemble with {runs[0]}: {what} differs ({theirs} and "
+                    f"{ours})"
                 )
         if not elsewhere and {*config.targets} != {*configs[0].targets}:
             raise UserError(
                 f"{run} held out {', '.join(config.targets)} and {runs[0]} "
-                f"{', '.join(configs[0].targets)}: choose runs with the same targets, or give "
+                f"{', '.join(configs[0].targets)}: choose runs with the same targets, or pass "
                 "--data"
             )
 
@@ -305,7 +308,7 @@ def _whole_domains(
     data: str | os.PathLike[str] | None,
     root: str | None,
 ) -> Iterator[tuple[str, Iterator[Batch]]]:
-    """The domains to evaluate a model on, and their images in batches."""
+    """Domains to evaluate a model on, each with its images in batches."""
     config, classes = RunDirectory(Path(run)).config(), model.classes
     if data is None:
         dataset = load(config.dataset, root or config.root, packed=config.packed)
@@ -316,8 +319,8 @@ def _whole_domains(
     strange = [name for name in found if name not in classes]
     if strange:
         raise UserError(
-            f"the data has classes that the model does not know: {', '.join(strange[:5])}. It "
-            f"knows {', '.join(classes[:10])}" + (", ..." if len(classes) > 10 else "")
+            f"the data has classes unknown to the model: {', '.join(strange[:5])}. Known: "
+            f"{', '.join(classes[:10])}" + (", ..." if len(classes) > 10 else "")
         )
     to_model = np.array([classes.index(name) for name in found])
     view = View(model.image_size, augment=False)
@@ -327,11 +330,11 @@ def _whole_domains(
             images = Seen(images, 1)
         elif channels != model.channels:
             raise UserError(
-                f"the images of {domain.name!r} have {channels} channels, and the model takes "
+                f"the images of {domain.name!r} have {channels} channels, but the model takes "
                 f"{model.channels}"
             )
         seen = replace(domain, images=images, labels=to_model[domain.labels])
-        # Files come class by class, and some algorithms look at a batch as a whole.
+        # Shuffled: files come sorted by class, and some algorithms use statistics of the batch.
         shuffled = np.random.default_rng(0).permutation(len(seen))
         yield domain.name, Host(torch.device("cpu")).evaluation(seen, shuffled, view, BATCH)
 
@@ -339,16 +342,16 @@ def _whole_domains(
 def _find(
     data: str | os.PathLike[str], classes: Sequence[str], root: str | None
 ) -> tuple[tuple[str, ...], tuple[Domain, ...]]:
-    """The classes and domains of a dataset, or of a folder with or without domains."""
+    """Classes and domains of a dataset, or of a folder with or without domains."""
     name = os.fspath(data)
     if name.lower() in (known.lower() for known in dataset_names()):
         dataset = load(name, root)
         return dataset.classes, dataset.domains
     path = Path(name)
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder, and no dataset of that name")
+        raise UserError(f"{path} is neither a folder nor the name of a dataset")
     below = subfolders(path)
-    # A domain's folder has folders of classes below it, even where it is called as a class is.
+    # A domain's folder contains class folders, even if the domain is named like a class.
     if any(set(subfolders(path / folder)) & set(classes) for folder in below):
         return read_folder(path, below)
     return tuple(below), (read_domain(path, path.resolve().name, below),)
@@ -356,7 +359,7 @@ def _find(
 
 @dataclass(frozen=True)
 class Seen:
-    """Images of files as a model sees them: those in color, by one for gray images, in gray."""
+    """Images converted to the model's number of channels."""
 
     images: Images
     channels: int

@@ -1,4 +1,4 @@
-"""Number formats: what each precision does to a run."""
+"""Number formats of a run, and the torch settings that each needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 FIDELITY = 0.98
-"""The least mean cosine to float64 with which a precision is chosen by `auto`."""
+"""Mean cosine to float64 that a format needs for `auto` to choose it."""
 
 MEASURED: dict[float, dict[str, tuple[float, float]]] = {
     0.01: {"fp16": (0.996, 0.971), "tf32": (0.998, 0.995)},
@@ -30,18 +30,17 @@ MEASURED: dict[float, dict[str, tuple[float, float]]] = {
     1.0: {"fp16": (0.989, 0.900), "tf32": (0.993, 0.901)},
     2.0: {"fp16": (0.979, 0.690), "tf32": (0.987, 0.773)},
 }
-"""The cosine of h0 and of h1 to float64 at each rho: ``benchmarks/fidelity-h200.json``."""
+"""Cosines of h0 and h1 to float64 at each rho, from ``benchmarks/fidelity-h200.json``."""
 
 
 def resolve(precision: str, device: torch.device, optimizer: Named) -> str:
-    """The precision that `auto` stands for; any other stands for itself, if it can work.
+    """Resolve `auto` to a precision; check that any other works.
 
-    On a CPU it is fp32. On a GPU it is fp16, with a scale: as fast as bf16, and better at the
-    differences of gradients that flatness lives in. Where the measured fidelity of those at the
-    optimizer's rho is too low, it is TF32, and fp32 where TF32's is too low as well. Between the
-    radii that were measured both neighbors must be good enough. It is fp32 beyond them, for
-    adaptive radii, for optimizers that differentiate twice, and for those of several passes whose
-    entry in the registry names no radius.
+    `auto` is fp32 on a CPU. On a GPU it is fp16 with loss scaling, which is as fast as bf16 and
+    more accurate in the differences of gradients that measure flatness. If the measured fidelity of
+    those at the optimizer's rho is too low, it is TF32, then fp32. Between measured radii, both
+    neighbors must qualify. It is also fp32 beyond the measured radii, for adaptive radii, for
+    optimizers that differentiate twice, and for multi-pass ones without a registered radius.
 
     Examples:
         >>> from .config import Named
@@ -56,8 +55,8 @@ def resolve(precision: str, device: torch.device, optimizer: Named) -> str:
         raise UserError(f"precision={precision} needs a GPU: on a CPU, use auto, fp32 or bf16")
     if spec.needs_graph and precision == "fp16":
         raise UserError(
-            "precision=fp16 does not suit an optimizer that differentiates twice (adahessian, "
-            "gam-exact): its scaled gradients would be squared. Use fp32, tf32 or bf16."
+            "precision=fp16 does not work with an optimizer that differentiates twice (adahessian, "
+            "gam-exact), which would square the scaled gradients. Use fp32, tf32 or bf16."
         )
     if precision != "auto":
         return precision
@@ -73,9 +72,9 @@ def resolve(precision: str, device: torch.device, optimizer: Named) -> str:
 
 
 def _fidelity(precision: str, rho: float, order: int) -> float:
-    """The lower of the measured cosines at the radii on either side; 0 beyond them."""
+    """The lower of the measured cosines at the neighboring radii; 0 beyond the measured range."""
     if rho == 0:
-        return 1.0  # nothing is subtracted
+        return 1.0  # no differences of gradients
     below = [r for r in MEASURED if r <= rho]
     above = [r for r in MEASURED if r >= rho]
     if not below or not above:
@@ -90,16 +89,15 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 
 
 def scaler(precision: str, device: torch.device) -> GradScaler | None:
-    """Keeps the small gradients of fp16 from vanishing; None where nothing needs scaling."""
+    """Loss scaling against underflow of fp16 gradients; None for other formats."""
     return GradScaler(device.type) if precision == "fp16" else None
 
 
 @contextmanager
 def settings(precision: str, deterministic: bool) -> Iterator[None]:
-    """Torch's global switches for a run, put back after it.
+    """Set torch's global switches for a run, and restore them afterwards.
 
-    fp32 means full fp32: TF32 is off unless asked for, also inside convolutions, where torch has it
-    on by default.
+    fp32 means full fp32: TF32 is off, also in convolutions, where torch enables it by default.
     """
     before = (
         torch.backends.cuda.matmul.allow_tf32,
@@ -112,7 +110,7 @@ def settings(precision: str, deterministic: bool) -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:
-        # Read when cuBLAS starts; without it some of its sums depend on timing.
+        # Read when cuBLAS starts; without it, some of its sums depend on timing.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

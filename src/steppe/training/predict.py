@@ -1,4 +1,4 @@
-"""A trained model on image files without labels."""
+"""Predict the classes of image files without labels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from steppe.domains.pool import cores
 from steppe.errors import UserError
 
 from .evaluation import BATCH
-from .models import Seen, TrainedModel
+from .models import Seen, TrainedModel, require_images
 
 log = logging.getLogger("steppe")
 _SUFFIXES = (*SUFFIXES, ".gif")
@@ -32,13 +32,13 @@ _SUFFIXES = (*SUFFIXES, ".gif")
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model makes of an image file.
+    """A model's prediction for an image file.
 
     Attributes:
-        file: its path.
+        file: the path.
         label: the most probable class; None if the file could not be read.
-        probability: of that class: the softmax of the logits.
-        problem: why the file could not be read; None if it could.
+        probability: softmax probability of that class.
+        problem: why the file could not be read, if so.
     """
 
     file: str
@@ -48,10 +48,10 @@ class Prediction:
 
 
 def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """The image files that paths stand for: files as they are, folders with all images in them.
+    """List image files: paths to files as given, folders as all images below them.
 
     Raises:
-        UserError: there is nothing at a path, or no image in a folder.
+        UserError: a path does not exist, or a folder has no images.
     """
     found: list[str] = []
     for path in map(Path, paths):
@@ -63,7 +63,7 @@ def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[str]:
         elif os.path.lexists(path):
             found.append(str(path))
         else:
-            raise UserError(f"{path}: no such file or folder")
+            raise UserError(f"{path} does not exist")
     return found
 
 
@@ -74,17 +74,17 @@ def predict_images(
     batch_size: int = BATCH,
     workers: int | None = None,
 ) -> Iterator[Prediction]:
-    """Predict image files one after another, in order.
+    """Predict the classes of image files, in order.
 
-    The images are read as in evaluation, and a file that cannot be read has a `problem` instead of
-    a label. Computed in full float32, on a GPU too.
+    Images are preprocessed as in evaluation, and logits computed in full float32, also on a GPU. A
+    file that cannot be read gets a `problem` instead of a label.
 
     Args:
-        model: the model, on the device that is to compute.
-        files: image files; `find_images` finds those in a folder.
-        batch_size: how many images the model sees at once.
-        workers: processes that read images ahead; 0: this one (default: for a GPU as many as there
-            are cores, for a CPU none).
+        model: the model, on the device to compute on.
+        files: image files; `find_images` lists those in a folder.
+        batch_size: images per batch.
+        workers: processes that read images ahead; 0 reads in this process (default: one per core
+            for a GPU, 0 for a CPU).
 
     Examples:
         >>> import tempfile
@@ -101,11 +101,10 @@ def predict_images(
     """
     if batch_size < 1:
         raise UserError(f"batch_size must be at least 1, got {batch_size}")
-    if model.channels not in (1, 3):
-        raise UserError(f"the model takes {model.channels} channels, which no image file has")
+    require_images(model)
     if type(model.algorithm).predict is not Algorithm.predict:
         log.warning(
-            "%s looks at a batch as a whole: predictions depend on which images are in one",
+            "%s uses statistics of the batch: predictions depend on which images share one",
             type(model.algorithm).__name__,
         )
     names, device = [os.fspath(file) for file in files], model.algorithm.network.mean.device
@@ -114,24 +113,22 @@ def predict_images(
     plan = Evaluation(
         domain, np.arange(len(names)), View(model.image_size, augment=False), batch_size
     )
-    if workers is None:  # on a CPU, readers would take the cores that compute
+    if workers is None:  # on a CPU, readers would compete with the model for cores
         workers = 0 if device.type == "cpu" else min(cores(), len(plan))
     reading = Reading(plan, partial(_read, shape=(model.image_size, model.channels)))
-    before: _Asked | None = None
+    pending: Iterator[Prediction] = iter(())
     read = read_ahead(reading, range(len(plan)), workers, device.type == "cuda")
     for number, (pixels, problems) in enumerate(read):
         chosen = names[number * batch_size : (number + 1) * batch_size]
-        asked = _Asked(model, chosen, pixels, problems)
-        # A GPU's answer is waited for when the next batch is on its way, so that it is never idle.
-        if before is not None:
-            yield from before.answer()
-        before = asked
-    if before is not None:
-        yield from before.answer()
+        launched = _launch(model, chosen, pixels, problems)
+        # Collect results only after launching the next batch, so that a GPU is never idle.
+        yield from pending
+        pending = launched
+    yield from pending
 
 
 def _read(drawn: Sequence[Drawn], shape: tuple[int, int]) -> tuple[Tensor, list[str | None]]:
-    """The images of a batch that can be read, resized; and of each, what is wrong with it."""
+    """Read and resize a batch; returns the readable images, and the problem of each image."""
     size, channels = shape
     pixels: list[Pixels] = []
     problems: list[str | None] = []
@@ -146,33 +143,31 @@ def _read(drawn: Sequence[Drawn], shape: tuple[int, int]) -> tuple[Tensor, list[
     return torch.from_numpy(stacked).permute(0, 3, 1, 2), problems
 
 
-class _Asked:
-    """A batch that the model was shown; on a GPU, it may still be looking."""
+def _launch(
+    model: TrainedModel, files: list[str], pixels: Tensor, problems: list[str | None]
+) -> Iterator[Prediction]:
+    """Start predicting a batch; iterating waits for the device."""
+    device = model.algorithm.network.mean.device
+    found = torch.zeros(2, 0)
+    done: torch.cuda.Event | None = None
+    if len(pixels):
+        with torch.no_grad(), full_float32(device):
+            logits = model(pixels.to(device, non_blocking=True))
+            labels = logits.argmax(1)  # softmax rounds close logits to ties
+            chosen = logits.softmax(1).gather(1, labels[:, None])[:, 0]
+        found = torch.stack([labels.double(), chosen.double()]).to("cpu", non_blocking=True)
+        if device.type == "cuda":
+            done = torch.cuda.current_stream(device).record_event()
 
-    def __init__(
-        self, model: TrainedModel, files: list[str], pixels: Tensor, problems: list[str | None]
-    ) -> None:
-        self._files, self._problems, self._classes = files, problems, model.classes
-        device = model.algorithm.network.mean.device
-        self._found = torch.zeros(2, 0)
-        self._done: torch.cuda.Event | None = None
-        if len(pixels):
-            with torch.no_grad(), full_float32(device):
-                logits = model(pixels.to(device, non_blocking=True))
-                labels = logits.argmax(1)  # not softmax's: it rounds close ones to equal
-                chosen = logits.softmax(1).gather(1, labels[:, None])[:, 0]
-            found = torch.stack([labels.double(), chosen.double()])
-            self._found = found.to("cpu", non_blocking=True)
-            if device.type == "cuda":
-                self._done = torch.cuda.current_stream(device).record_event()
-
-    def answer(self) -> Iterator[Prediction]:
-        if self._done is not None:
-            self._done.synchronize()
-        answers = zip(*self._found.tolist(), strict=True)
-        for file, problem in zip(self._files, self._problems, strict=True):
+    def collect() -> Iterator[Prediction]:
+        if done is not None:
+            done.synchronize()
+        answers = zip(*found.tolist(), strict=True)
+        for file, problem in zip(files, problems, strict=True):
             if problem is None:
                 label, probability = next(answers)
-                yield Prediction(file, self._classes[int(label)], probability)
+                yield Prediction(file, model.classes[int(label)], probability)
             else:
                 yield Prediction(file, problem=problem)
+
+    return collect()

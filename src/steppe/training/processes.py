@@ -17,7 +17,7 @@ from steppe.errors import UserError
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among the others; process 0 writes the files and talks."""
+    """This process among the others; process 0 writes files and shows progress."""
 
     device: torch.device
     rank: int = 0
@@ -33,13 +33,8 @@ class Processes:
             dist.all_reduce(values)
         return values
 
-    def any(self, flag: bool) -> bool:
-        if self.world == 1:
-            return flag
-        return bool(self.sum(torch.tensor(float(flag), device=self.device)))
-
     def gather(self, value: Any) -> list[Any]:
-        """Every process's value, in all of them."""
+        """The values of all processes, in every process; also a barrier."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -49,14 +44,11 @@ class Processes:
 
 @contextmanager
 def join(device: str) -> Iterator[Processes]:
-    """Joins the processes that torchrun started; alone otherwise.
-
-    With several processes, each takes the GPU of its local rank.
-    """
+    """Join the process group that torchrun started, if any; each process takes its own GPU."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         mine = find_device(device)
-        # Graphs and streams are made on the current device, whatever the tensors are on.
+        # CUDA graphs and streams use the current device, not that of the tensors.
         with torch.cuda.device(mine) if mine.type == "cuda" else nullcontext():
             yield Processes(mine)
         return
@@ -70,7 +62,7 @@ def join(device: str) -> Iterator[Processes]:
     try:
         yield Processes(mine, rank, world)
         if started:
-            # One that leaves while others still write was seen to be aborted by gloo's threads.
+            # A process that exits while others still write can be aborted by gloo's threads.
             dist.barrier()
     finally:
         if started:
@@ -78,7 +70,7 @@ def join(device: str) -> Iterator[Processes]:
 
 
 def find_device(name: str, local: int | None = None) -> torch.device:
-    """The device of that name, if it can be used."""
+    """Return the device of that name after checking that it works."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and local is not None:
@@ -86,7 +78,7 @@ def find_device(name: str, local: int | None = None) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:  # not built in, not there
+    except (RuntimeError, AssertionError) as error:  # torch lacks support, or no such device
         reason = str(error).splitlines()[0]
         raise UserError(f"device {name!r} cannot be used: {reason}") from None
     return device

@@ -1,4 +1,4 @@
-"""What a run shows while it goes, and what its records and scores look like on a terminal."""
+"""Terminal output of runs: progress, records, and tables of scores."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Display:
-    """Where a run's progress goes: a bar on a terminal, lines elsewhere, a line for each record.
+    """Shows a run's progress: a bar on a terminal, lines elsewhere, and a line per record.
 
-    The time that is left supposes that steps and evaluations cost what the last ones did.
+    The remaining time assumes that steps and evaluations cost as much as the last ones.
 
     Args:
-        console: where it is shown; None: nowhere.
+        console: where to show it (default: nowhere).
 
     Examples:
         >>> import sys
@@ -39,7 +39,7 @@ class Display:
         self._step = self._evaluation = 0.0
 
     def start(self, title: str, done: int, steps: int, records: int) -> None:
-        """The run begins, or goes on after `done` steps; so many records are still to be made."""
+        """Start, or resume after `done` steps, with this many records to come."""
         self._done, self._steps, self._records = done, steps, records
         self._meter = Meter(title, steps, console=self._console, done=done)
         self._meter.__enter__()
@@ -59,7 +59,6 @@ class Display:
         self._meter.say(f"{summary(record)}  {self._left()}")
 
     def stop(self) -> None:
-        """The run is over, in whatever way."""
         self._meter.__exit__(None, None, None)
 
     def _left(self) -> str:
@@ -70,11 +69,11 @@ class Display:
 
 
 def weights(asked: str | None, found: Iterable[tuple[str | None, int | None]]) -> str:
-    """Which weights were used, in words.
+    """Describe the weights in use.
 
     Args:
-        asked: the choice; None: the best, or the last where there is no best.
-        found: what each model is, ``best``, ``last`` or ``step:N``, and after which step.
+        asked: the requested choice; None means the best, or the last if there is no best.
+        found: each model's choice, ``best``, ``last`` or ``step:N``, and its step.
 
     Examples:
         >>> weights("last", [("last", 30), ("last", 20)])
@@ -95,13 +94,13 @@ def weights(asked: str | None, found: Iterable[tuple[str | None, int | None]]) -
 
 
 def score_table(scores: Mapping[str, Scores], title: str) -> Table:
-    """Scores by domain, accuracies in percent."""
+    """Table of scores by domain, with accuracies in percent."""
     rows = [(domain, *_cells(s)) for domain, s in scores.items()]
     return table(("domain", *_HEADINGS), rows, title=title)
 
 
 def ensemble_table(scores: Mapping[str, EnsembleScores], runs: Sequence[str], title: str) -> Table:
-    """Scores of an ensemble by domain, below those of its members."""
+    """Table of scores by domain, of the members and then of their ensemble."""
     rows = [
         (domain, name, *_cells(s))
         for domain, found in scores.items()
@@ -119,9 +118,9 @@ def _cells(s: Scores) -> tuple[object, ...]:
 
 
 def summary(record: Mapping[str, Any]) -> str:
-    """A record on one line: the loss, the mean validation accuracy, the targets', in percent."""
+    """A record on one line: loss, mean validation accuracy and target accuracies in percent."""
     parts = [f"step {record['step']:>5}"]
-    if "total" in record["loss"]:  # an adversary's turns have losses of other names
+    if "total" in record["loss"]:  # missing if only an adversary was updated
         parts.append(f"loss {record['loss']['total']:.4f}")
     if (validated := validation_accuracy(record)) is not None:
         parts.append(f"validation {100 * validated:.1f}")

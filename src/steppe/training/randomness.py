@@ -1,4 +1,4 @@
-"""The global random generators: seeded at the start, saved and restored with a checkpoint."""
+"""Global random generators: seeded at the start, saved in and restored from checkpoints."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 
 def seed_all(seed: int) -> None:
-    """Seeds python, numpy and torch, every device included."""
+    """Seed Python, NumPy and torch on all devices."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def get_state(device: torch.device) -> dict[str, Any]:
-    """The state of every generator a step may draw from."""
+    """State of every generator that a step may draw from."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

@@ -1,4 +1,4 @@
-"""The records of a run: appended to its file, shown, and sent to its trackers."""
+"""Append a run's records to its file, show them, and send them to its trackers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("steppe")
 
 
 class Recorder:
-    """Keeps the records of a run, and which of them validates best."""
+    """Writes the records of a run, and tracks the best one."""
 
     def __init__(
         self, config: RunConfig, run: RunDirectory, processes: Processes, display: Display
@@ -38,11 +38,11 @@ class Recorder:
 
     @contextmanager
     def recording(self, resumed: bool) -> Iterator[None]:
-        """Has records go to the run's trackers too, beginning with those made before."""
+        """Open the run's trackers, and send them earlier records first."""
         if self._processes.first:
             values = self._config.model_dump(mode="json")
             self._trackers = open_loggers(self._config.loggers, self._dir.path, values, resumed)
-            for record in self._dir.records():  # what a killed process may not have sent
+            for record in self._dir.records():  # a killed process may not have sent them
                 self._track(record)
         state = "failed"
         try:
@@ -52,11 +52,11 @@ class Recorder:
             self._trackers.close(state)
 
     def not_finite(self, record: Mapping[str, Any]) -> str | None:
-        """What of a record became NaN or infinite, if anything.
+        """Describe the first value of a record that is NaN or infinite, if any.
 
         Raises:
-            RunError: it is of the held-out domain alone. That is no divergence, by which a learning
-                rate may be chosen: that would look at the target.
+            RunError: only held-out domains are affected. This must not count as divergence: users
+                choose learning rates by divergence, which would leak the target.
         """
         flat = flatten(record)
         wrong = [name for name, value in flat.items() if not math.isfinite(value)]
@@ -68,10 +68,10 @@ class Recorder:
         what = f"{name} became {flat[name]} at step {record['step']}"
         if learned:
             return what
-        raise RunError(f"{what}, on the held-out domain alone: that cannot be recorded")
+        raise RunError(f"{what}, only on the held-out domain: it cannot be recorded")
 
     def add(self, record: Mapping[str, Any], candidate: bool) -> float | None:
-        """Appends a record; gives its validation accuracy if it is the best of the candidates."""
+        """Append a record; return its validation accuracy if it is the best candidate so far."""
         if self._processes.first:
             self._dir.append(record)
         value = validation_accuracy(record) if candidate else None
@@ -82,7 +82,7 @@ class Recorder:
         return value
 
     def tell(self, record: Mapping[str, Any]) -> None:
-        """Shows a record, and sends it to the trackers."""
+        """Show a record, and send it to the trackers."""
         self._display.record(record)
         log.debug("%s", summary(record))
         self._track(record)
@@ -93,7 +93,7 @@ class Recorder:
 
 
 def records_due(first: int, steps: int, every: int) -> int:
-    """How many records are made from a step on: of every so many steps one, and of the last.
+    """Count the records from step `first` on: one per `every` steps, and one at the last step.
 
     Examples:
         >>> records_due(0, 21, 10), records_due(0, 22, 10), records_due(11, 22, 10)
@@ -106,8 +106,8 @@ def records_due(first: int, steps: int, every: int) -> int:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Gigabytes: of the GPU where there is one, of the process otherwise."""
+    """Peak memory in GiB, of the GPU or else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

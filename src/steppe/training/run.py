@@ -1,4 +1,4 @@
-"""One run in its folder: begun, taken up again, locked against others, its state kept true."""
+"""Train one run in its folder: start or resume it, lock it, keep its state up to date."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def train(
     resume: bool = False,
     display: Display | None = None,
 ) -> list[dict[str, Any]]:
-    """Carry out a run in a folder and return its records.
+    """Train a run in a folder and return its records.
 
     Args:
         config: the run.
         out: its folder.
-        resume: go on with what the folder has, if it has anything; a finished run is left as it is.
+        resume: continue the run in the folder, if there is one; a finished run stays as it is.
         display: where progress goes (default: nowhere).
 
     Raises:
-        UserError: something given is wrong, and nothing was started; or an image cannot be read.
-        RunError: the run stopped: the loss diverged, the disk is full.
+        UserError: a setting is wrong, so nothing was started; or an image cannot be read.
+        RunError: the run stopped, for example because the loss diverged or the disk is full.
         Interrupted: SIGTERM or Ctrl-C; the state was saved.
 
     Examples:
@@ -64,7 +64,7 @@ def train(
             stack.enter_context(_lock(run))
             _open(run, config, resume)
             stack.enter_context(run.logging())
-        processes.gather(None)  # the others wait until the folder is there
+        processes.gather(None)  # the others wait until the folder exists
         if resume and run.state == "done":
             log.info("%s is done already", run.path)
             return run.records()
@@ -74,69 +74,69 @@ def train(
 
 
 def _open(run: RunDirectory, config: RunConfig, resume: bool) -> None:
-    """Writes the config of a new run, or checks that an old one is the same run."""
+    """Write the config of a new run, or check that the folder's run has the same config."""
     begun = run.data_file.exists()
-    if not run.exists() or (run.state == "failed" and not begun):  # nothing there to be lost
+    if not run.exists() or (run.state == "failed" and not begun):  # nothing to lose
         run.create(config)
         return
     if not resume:
-        raise UserError(f"{run.path} holds a run already: add --resume, or choose another --out")
+        raise UserError(f"{run.path} already holds a run: add --resume, or choose another --out")
     old, new = run.config().model_dump(), config.model_dump()
     may_change = keys(MACHINE)
     for key in old:
         if key not in may_change and old[key] != new[key]:
             raise UserError(
-                f"{run.path} was started with {key}={old[key]!r}, not {new[key]!r}: a resumed run "
-                "cannot change it; choose another --out"
+                f"{run.path} was started with {key}={old[key]!r}, not {new[key]!r}, and resuming "
+                "cannot change it: choose another --out"
             )
 
 
 @contextmanager
 def _lock(run: RunDirectory) -> Iterator[None]:
-    """Keeps two processes from writing one run; the system lets go of it when a process dies."""
+    """Keep two processes from writing one run; the system releases the lock of a dead process."""
     run.path.mkdir(parents=True, exist_ok=True)
     with os.fdopen(_open_lock(run.path / ".lock"), "r+b", buffering=0) as file:
         try:
-            # Not `flock`: processes that read images would inherit it and outlive a killed trainer.
+            # Not `flock`: image readers would inherit it, and may outlive a killed trainer.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # the system chooses which
+        except (BlockingIOError, PermissionError):  # depends on the system
             raise UserError(f"{run.path} is being trained by another process") from None
         yield
 
 
 def _open_lock(path: Path) -> int:
-    """A file of our own to lock: somebody's link would lead to a file that is none of ours."""
+    """Open the lock file without following a link, which may lead anywhere."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise UserError(f"{path} is a link, which steppe never makes: remove it") from None
+        raise UserError(f"{path} is a link, which steppe never creates: remove it") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UserError(f"{path} is not a plain file: remove it")
+        raise UserError(f"{path} is not a regular file: remove it")
     return descriptor
 
 
 @contextmanager
 def _memory_explained(config: RunConfig) -> Iterator[None]:
-    """Turns a failed allocation into an error that says what to make smaller."""
+    """Turn a failed allocation into an error that says which settings to change."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not out_of_memory and "can't allocate memory" not in str(error):  # torch's, on a CPU
+        if not out_of_memory and "can't allocate memory" not in str(error):  # torch on a CPU
             raise
         raise RunError(
-            f"out of memory with batch_size={config.batch_size} and image_size="
-            f"{config.image_size}: make one of them smaller, or raise accumulate "
-            f"({config.accumulate}), in another --out"
+            f"out of memory with batch_size={config.batch_size}, image_size={config.image_size} "
+            f"and accumulate={config.accumulate}: reduce one of the first two or raise the last, "
+            "in another --out"
         ) from error
 
 
 @contextmanager
 def _state_of(run: RunDirectory, processes: Processes) -> Iterator[None]:
-    """Keeps the file `state` true."""
+    """Keep the `state` file up to date."""
     if not processes.first:
         yield
         return
@@ -148,12 +148,12 @@ def _state_of(run: RunDirectory, processes: Processes) -> Iterator[None]:
         run.set_state("planned")
         raise
     except Exception as error:
-        # For log.txt alone: whoever asked for the run gets the error itself.
+        # For log.txt only: the caller gets the error itself.
         log.debug("failed: %s", error, exc_info=not isinstance(error, UserError | RunError))
-        with suppress(RunError):  # of a full disk: the error that led here says so, and more
+        with suppress(RunError):  # a full disk, which must not hide the original error
             run.set_state("failed")
         raise
-    except BaseException:  # a second Ctrl-C, or an exit: asked for, though nothing was saved
+    except BaseException:  # a second Ctrl-C, or an exit: intended, though nothing was saved
         run.set_state("planned")
         raise
     run.set_state("done")

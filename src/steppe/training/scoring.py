@@ -1,4 +1,4 @@
-"""The evaluations of a run: which images, seen how, and how far they are."""
+"""Evaluate a run on the parts of its domains, with progress."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .processes import Processes
 from .progress import Display
 
 VALIDATION = "val"
-"""The part of a source domain that is kept for validation."""
+"""The validation part of a source domain."""
 
 
 @dataclass
 class Watch:
-    """Shows how far an evaluation of `total` images is, and stops it when the run is interrupted.
+    """Shows the progress of an evaluation of `total` images, and stops it on an interrupt.
 
-    Several processes, which each see their share, agree on that between steps, not here.
+    Several processes agree on interrupts between steps, not here.
     """
 
     total: int
@@ -38,7 +38,7 @@ class Watch:
     seen: int = 0
 
     def saw(self, images: int) -> None:
-        """This process has so many images more."""
+        """Count images that this process has evaluated."""
         self.seen += images * self.world
         self.display.evaluating(min(self.seen, self.total), self.total)
         if self.interrupts.number is not None and self.world == 1:
@@ -51,12 +51,12 @@ class Watch:
 
 
 class Scoring:
-    """Scores of the parts of every domain in use; each process evaluates its share.
+    """Scores the parts of every domain in use; each process evaluates its share.
 
     Args:
-        predict: maps images, as they were read, to logits.
-        watch: makes the watch over an evaluation of so many images.
-        batch: images that are predicted together.
+        predict: maps raw images to logits.
+        watch: makes the `Watch` over an evaluation of that many images.
+        batch: images per batch.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Scoring:
         return any(len(split.parts.get(VALIDATION, ())) for split in self._splits)
 
     def everything(self, done: int, averaged: bool) -> dict[str, Any]:
-        """The scores of every part after so many updates, as records have them."""
+        """Scores of every part after `done` updates, in the format of records."""
         known = {} if averaged or self._known_after != done else self._known
         scores: dict[str, Any] = {split.domain.name: {} for split in self._splits}
         for (name, part), found in self._score_all(done, known).items():
@@ -89,9 +89,9 @@ class Scoring:
         return scores
 
     def validation_loss(self, done: int) -> float:
-        """The mean over source domains of the cross-entropy on their validation images.
+        """Mean over source domains of the cross-entropy on their validation images.
 
-        Remembered, in case everything is evaluated after the same update.
+        The scores are kept, in case everything is evaluated after the same update.
         """
         self._known, self._known_after = self._score_all(done, {}, VALIDATION), done
         return sum(s.cross_entropy for s in self._known.values()) / len(self._known)
@@ -99,7 +99,7 @@ class Scoring:
     def _score_all(
         self, done: int, known: Mapping[tuple[str, str], Scores], only: str | None = None
     ) -> dict[tuple[str, str], Scores]:
-        """The scores of every part of every domain that has images, or of one part."""
+        """Scores of every nonempty part of every domain, or of one kind of part."""
         chosen = {
             (split.domain.name, part): (split, part)
             for split in self._splits
@@ -115,14 +115,14 @@ class Scoring:
     def _score(self, split: Split, part: str, done: int, watch: Watch) -> Scores:
         config, rank, world = self._config, self._processes.rank, self._processes.world
         augmented = config.augment and config.augment_validation and part == VALIDATION
-        # Lists of files go class by class, and some algorithms look at a batch as a whole.
+        # Shuffled: files come sorted by class, and some algorithms use statistics of the batch.
         shuffled = np.random.default_rng(0).permutation(split.parts[part])
         batches = self._store.evaluation(
             split.domain,
             shuffled[rank::world],
             View(config.image_size, augmented),
             self._batch_size,
-            # More numbers than training seeds with: never the same draws.
+            # Longer than training's seeds, so that the draws never coincide.
             seeds=(config.seed, split.position, done, rank),
         )
         return evaluate(
@@ -131,7 +131,7 @@ class Scoring:
 
 
 def worst(domains: dict[str, Any]) -> dict[str, float]:
-    """The lowest accuracy of any domain, of each kind of split."""
+    """Lowest accuracy over domains, per kind of part."""
     splits = dict.fromkeys(name for scores in domains.values() for name in scores)
     return {
         name: min(d[name]["accuracy"] for d in domains.values() if name in d) for name in splits

@@ -1,4 +1,4 @@
-"""What a run is made of, from its config: data, algorithm, and how they are placed."""
+"""Build the parts of a run from its config: data, algorithm, optimizer, device placement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .processes import Processes
 
 
 def open_data(config: RunConfig) -> tuple[Dataset, tuple[Split, ...]]:
-    """The dataset of a run, and the splits of the domains it uses."""
+    """Load a run's dataset, and split the domains that it uses."""
     dataset = load(config.dataset, config.root, packed=config.packed)
     root = None
     if dataset.spec.folder is not None:
@@ -35,7 +35,7 @@ def open_data(config: RunConfig) -> tuple[Dataset, tuple[Split, ...]]:
 
 
 def data_facts(dataset: Dataset, splits: Sequence[Split]) -> dict[str, Any]:
-    """What a run learns from, for its folder to remember."""
+    """Contents of a run's `data.json`: classes, domains, image counts, fingerprint."""
     return {
         "dataset": dataset.spec.name,
         "classes": list(dataset.classes),
@@ -51,7 +51,7 @@ def data_facts(dataset: Dataset, splits: Sequence[Split]) -> dict[str, Any]:
 
 
 def build(config: RunConfig, n_classes: int, channels: int, n_sources: int) -> Algorithm:
-    """The algorithm of a run around its network, freshly initialized."""
+    """Build a run's algorithm around a freshly initialized network."""
     network = build_network(
         config.backbone,
         n_classes=n_classes,
@@ -67,23 +67,22 @@ def build(config: RunConfig, n_classes: int, channels: int, n_sources: int) -> A
 def optimizer(
     chosen: Named, objective: Objective, model: nn.Module, fused: bool = False
 ) -> Optimizer:
-    """The optimizer of an objective: that of the run, with what the objective changes of it.
+    """Build the optimizer of an objective: the run's, with the objective's changes.
 
-    `fused` asks for kernels that update all parameters at once and never make the host wait, where
-    the optimizer has them.
+    `fused` requests fused kernels, which need no host synchronization, if the optimizer has them.
     """
     spec = optimizer_spec(chosen.name)
     changed = {name: value for name, value in objective.options.items() if name in spec.keywords}
     for name in changed:
-        if name in chosen.options and name not in spec.defaults():  # given by the user, not drawn
+        if name in chosen.options and name not in spec.defaults():  # set by the user, not drawn
             raise UserError(
-                f"optimizer.{name} is the algorithm's to set here: leave it out (DANN and CDANN "
-                "have algorithm.beta1)"
+                f"the algorithm sets optimizer.{name} itself: leave it out (DANN and CDANN have "
+                "algorithm.beta1)"
             )
     options = {**chosen.options, **changed}
-    plain = "foreach" in options or options.get("dampening")  # which fused kernels get wrong
+    plain = "foreach" in options or options.get("dampening")  # fused kernels mishandle it
     if fused and "fused" in spec.keywords and not plain:
-        asked = ("fused", "capturable")  # the second is what torch wants to see of Adam in a graph
+        asked = ("fused", "capturable")  # torch requires the second for Adam in a graph
         options = {**{name: True for name in asked if name in spec.keywords}, **options}
     by_factor: dict[float, list[nn.Parameter]] = {}
     for parameter in objective.parameters:
@@ -96,7 +95,7 @@ def optimizer(
 
 
 def describe(config: RunConfig, n_sources: int, resolved: Mapping[str, str]) -> str:
-    """The settings of a run in one line, with everything that was left to be chosen.
+    """Summarize a run's settings in one line, with `auto` resolved.
 
     Examples:
         >>> from steppe.training import make_config
@@ -122,22 +121,22 @@ def _spelled(axis: Named) -> str:
 
 
 def part_size(config: RunConfig, processes: Processes) -> int:
-    """How many images of a domain a process sees at once.
+    """Images per domain in one forward pass of a process.
 
     Raises:
-        UserError: the optimizer does not work in several processes, or the batch cannot be cut so.
+        UserError: the optimizer does not support several processes, or the batch is not divisible.
     """
     name = config.optimizer.name
     if processes.world > 1 and optimizer_spec(name).needs_graph:
         raise UserError(
-            f"{name} differentiates its gradient, which cannot be done once several processes have "
+            f"{name} differentiates its gradient, which is impossible after several processes have "
             "averaged it: use one process, or another optimizer"
         )
     share = config.batch_size // processes.world
     if share % config.accumulate:
         raise UserError(
-            f"batch_size={config.batch_size} over {processes.world} processes cannot be cut into "
-            f"accumulate={config.accumulate} equal parts"
+            f"batch_size={config.batch_size} over {processes.world} processes is not divisible "
+            f"into accumulate={config.accumulate} equal parts"
         )
     algorithm_spec(config.algorithm.name).check_batch(share // config.accumulate)
     return share // config.accumulate
@@ -157,9 +156,9 @@ def gears(config: RunConfig, processes: Processes) -> Gears:
 def memory_format(
     algorithm: nn.Module, image_size: int, number_format: str, device: torch.device
 ) -> torch.memory_format:
-    """Channels-last where it is faster: large images on a CPU, or on tensor cores.
+    """Channels-last where it is faster: for large images, on a CPU or on tensor cores.
 
-    Depthwise convolutions in 32 bits are an exception: on a GPU they are many times slower so.
+    The exception is 32-bit depthwise convolutions on a GPU, which it makes many times slower.
     """
     depthwise = any(
         isinstance(m, nn.Conv2d) and m.groups == m.in_channels > 1 for m in algorithm.modules()
@@ -170,9 +169,9 @@ def memory_format(
 
 
 def parallel(algorithm: Algorithm, processes: Processes, several: bool) -> nn.Module:
-    """The algorithm, wrapped so that its gradients are averaged over the processes.
+    """Wrap the algorithm so that its gradients are averaged across processes.
 
-    `several` objectives leave each others' parameters without gradients.
+    With `several` objectives, each leaves the others' parameters without gradients.
     """
     if processes.world == 1:
         return algorithm

@@ -1,7 +1,4 @@
-"""Everything that the next step depends on, in a checkpoint.
-
-A run that was killed goes on from it as if nothing had happened.
-"""
+"""Save everything that the next step depends on, and restore it: resuming is bit-exact."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ log = logging.getLogger("steppe")
 
 
 def save(trainer: Trainer) -> None:
-    """Writes a checkpoint after the last update."""
+    """Write a checkpoint after the last update."""
     processes = trainer.processes
-    # One process's generators and losses are not another's: all of them are kept.
+    # Each process has its own generators and losses.
     generators = processes.gather(randomness.get_state(trainer.device))
     losses = processes.gather(trainer.losses.state_dict())
     if not processes.first:
@@ -46,7 +43,7 @@ def save(trainer: Trainer) -> None:
 
 
 def restore(trainer: Trainer) -> None:
-    """Puts a run to where its last checkpoint left it, records included."""
+    """Restore the last checkpoint, and cut the records back to it."""
     processes = trainer.processes
     if processes.first:
         checkpoint.clean(trainer.dir.checkpoints)
@@ -59,8 +56,8 @@ def restore(trainer: Trainer) -> None:
     state = found.state
     if len(state["generators"]) != processes.world:
         raise UserError(
-            f"{trainer.dir.path} was trained by {len(state['generators'])} processes and can be "
-            f"resumed by as many, not by {processes.world}"
+            f"{trainer.dir.path} was trained by {len(state['generators'])} processes and cannot be "
+            f"resumed by {processes.world}: start as many as before"
         )
     trainer.algorithm.load_state_dict(found.model)
     for name, optimizer in trainer.optimizers.items():
@@ -69,10 +66,10 @@ def restore(trainer: Trainer) -> None:
         trainer.scaler.load_state_dict(state["scaler"])
     before = state.get("precision", trainer.precision)
     if before != trainer.precision and processes.first:
-        said = "%s was trained in %s so far and goes on in %s, which precision=auto is on %s"
+        said = "%s was trained in %s so far and continues in %s, what precision=auto means on %s"
         log.warning(said, trainer.dir.path, before, trainer.precision, trainer.device)
     losses = state["losses"]
-    if found.format > 1:  # before, there was no averaging, and the first process's losses
+    if found.format > 1:  # format 1 has no averaging, and losses of the first process only
         trainer.averaging.load_state_dict(state["averaging"])
         trainer.looked = state["looked"]
         losses = losses[processes.rank]

@@ -1,4 +1,4 @@
-"""The loop: one batch of every source domain a step, an evaluation at every checkpoint."""
+"""The training loop: one batch per source domain and step, an evaluation at every checkpoint."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from .update import Passes, cut, forget, mean_state, share_statistics
 log = logging.getLogger("steppe")
 
 _TITLES = {"main": "total"}
-"""What records call an objective's loss, where it is not the objective's name."""
+"""Names of objectives' losses in records, where they differ from the objectives' names."""
 DIVERGENCE_STEPS = 50
-"""On a GPU, reading the loss makes the host wait: it is looked at this often."""
+"""Steps between divergence checks on a GPU, where reading the loss synchronizes."""
 AGREEMENT_STEPS = 10
-"""With several processes, how often they ask each other whether one was told to stop."""
+"""Steps between checks whether any of several processes was interrupted."""
 STATISTICS_STEPS = 500
-"""Batches from which an average's batch-norm statistics are estimated, as in SWAD's code."""
+"""Batches for estimating an average's batch-norm statistics, as in SWAD's code."""
 
 
 class Trainer:
-    """The state of a run, and what is done to it.
+    """The state of a run, and the steps that advance it.
 
-    Its `number_format` is what `precision.resolve` gives; progress goes nowhere by default.
+    `number_format` comes from `precision.resolve`; progress goes nowhere by default.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Trainer:
             gears,
             Passes(self.parallel, self._autocast, self.scaler),
             self.algorithm.network,
-            # One size for a run by itself; for all that a search may draw, one code.
+            # A single run compiles for its batch size; the samples of a search share their code.
             batch=part * len(sources) if config.draw is None else None,
             deterministic=config.deterministic,
             say=lambda line: log.info("engine: %s", line) if processes.first else None,
@@ -115,27 +115,27 @@ class Trainer:
         )
         if self.averaging.follows_loss and not self.scoring.validates:
             raise UserError(
-                f"averaging {config.averaging.name!r} follows the validation loss, and the source "
+                f"averaging {config.averaging.name!r} needs the validation loss, but the source "
                 "domains have no validation images: choose another split or averaging"
             )
         self.recorder = Recorder(config, run, processes, self.display)
 
         self.done = 0
-        """Updates made so far."""
+        """Number of updates so far."""
         self.looked = True
-        """Whether averaging has seen the validation loss that it wants after the last update."""
+        """Whether averaging has seen the validation loss due after the last update."""
         self.recorded = True
-        """Whether the record that is due after the last update has been made."""
+        """Whether the record due after the last update exists."""
         self.losses = Means()
-        """Of every objective and its parts since the last record."""
+        """Losses of every objective and its parts since the last record."""
         self.update_seconds = 0.0
-        """Spent in forward, backward and the optimizer; on a GPU, in launching them."""
+        """Time in forward, backward and the optimizer; on a GPU, the time to launch them."""
 
     def _build(self, n_sources: int) -> None:
-        """The algorithm around its network, seeded, placed and laid out."""
+        """Build the seeded algorithm on its device, in its memory format."""
         config, processes = self.config, self.processes
         randomness.seed_all(config.seed)
-        # A run that goes on has its weights: the file it began with may be gone.
+        # A resumed run has its weights; the initial weights' file may be gone.
         begun = checkpoint.any_saved(self.dir.checkpoints)
         start = config.model_copy(update={"weights": "none"}) if begun else config
         n_classes, channels = len(self.dataset.classes), self.dataset.spec.channels
@@ -144,11 +144,11 @@ class Trainer:
             self.algorithm, config.image_size, self.precision, self.device
         )
         self.algorithm.to(memory_format=self.memory_format)
-        if processes.rank:  # from here on, other draws than process 0 (dropout)
+        if processes.rank:  # from here on, draw differently from process 0 (dropout)
             randomness.seed_all(seed_hash(config.seed, processes.rank))
 
     def run(self, interrupts: Interrupts) -> None:
-        """Restores what a checkpoint has, and trains to the end, or until it is told to stop."""
+        """Restore the last checkpoint, and train to the end or until interrupted."""
         self.interrupts = interrupts
         config = self.config
         if self.processes.first:
@@ -167,14 +167,14 @@ class Trainer:
                 self.display.stop()
 
     def _note_settings(self) -> None:
-        """Notes in the run's folder what it learns from and what its settings stand for."""
+        """Write the run's data and resolved settings to its folder and log."""
         facts = setup.data_facts(self.dataset, self.splits)
         if not self.dir.data_file.exists():
             self.dir.write_data(facts)
         elif self.dir.data() != facts:
             raise UserError(
                 f"the images of {self.config.dataset} ({self.dataset.origin}) are not those that "
-                f"{self.dir.path} was started with: put them back (if a pack was made since, "
+                f"{self.dir.path} was started with: restore them (if you have packed them since, "
                 "'--set packed=false' reads the files), or choose another --out"
             )
         resolved = {
@@ -190,7 +190,7 @@ class Trainer:
 
     def _train(self) -> None:
         if self.interrupts.number is not None and self.processes.world == 1:
-            raise Interrupted(self.interrupts.number)  # during the set-up: nothing is new
+            raise Interrupted(self.interrupts.number)  # during setup: nothing to save
         self._start_clock()
         self._settle()
         if self.averaging.finished:
@@ -206,11 +206,10 @@ class Trainer:
             self._stop_if_asked()
             self._settle()
             if self.averaging.finished:
-                log.info("the average is complete after step %d: training ends here", step)
+                log.info("the average is complete after step %d: training stops", step)
                 return
 
     def _start_clock(self) -> None:
-        """The next steps are timed from here."""
         self._clock, self._clocked = time.perf_counter(), self.done
 
     @property
@@ -218,11 +217,11 @@ class Trainer:
         return self.done == self.config.steps or self.averaging.finished
 
     def _due(self, step: int) -> bool:
-        """Whether a record is made after a step, as DomainBed counts."""
+        """Whether a record is due after a step, as in DomainBed."""
         return step % self.config.checkpoint_every == 0 or step + 1 == self.config.steps
 
     def _settle(self) -> None:
-        """Makes the evaluations that are due after the last update."""
+        """Make the evaluations due after the last update."""
         try:
             if not self.looked:
                 with self._evaluation_mode():
@@ -235,12 +234,12 @@ class Trainer:
             if not self.recorded:
                 self._record()
         except Interrupted:
-            # The update is made, what follows it is not: the resumed run begins with it.
+            # The resumed run starts with the evaluations of this update.
             snapshot.save(self)
             raise
 
     def step(self, batches: Sequence[Batch]) -> None:
-        """One update, from one batch of every source domain."""
+        """Make one update from one batch per source domain."""
         parts = cut([self.laid_out(batch) for batch in batches], self.config.accumulate)
         with self._autocast():
             prepared = [self.algorithm.prepare(part) for part in parts]
@@ -265,14 +264,14 @@ class Trainer:
         self.done += 1
 
     def laid_out(self, batch: Batch) -> Batch:
-        """A batch as the network wants it in memory; the algorithm normalizes it."""
+        """A batch in the network's memory format."""
         return Batch(batch.images.contiguous(memory_format=self.memory_format), batch.labels)
 
     def _autocast(self) -> AbstractContextManager[object]:
         return precision.autocast(self.precision, self.device)
 
     def check_divergence(self) -> None:
-        """Stops a run whose loss is no longer finite."""
+        """Stop the run if its loss is no longer finite."""
         step = self.done - 1
         if self.device.type == "cuda" and step % DIVERGENCE_STEPS:
             return
@@ -281,8 +280,8 @@ class Trainer:
 
     def _diverged(self, what: str) -> None:
         raise Diverged(
-            f"{what}: the run diverged. Records and checkpoints so far are kept in "
-            f"{self.dir.path}. Try a smaller optimizer.lr"
+            f"{what}: the run diverged. {self.dir.path} keeps its records and checkpoints so far. "
+            "Try a smaller optimizer.lr"
             + (" or precision=fp32" if self.precision in ("fp16", "bf16") else "")
             + ", in another --out."
         )
@@ -292,9 +291,7 @@ class Trainer:
         if self.processes.world > 1:
             if self.done % AGREEMENT_STEPS:
                 return
-            if self.processes.any(number is not None):
-                numbers = [n for n in self.processes.gather(number) if n is not None]
-                number = numbers[0]
+            number = next((n for n in self.processes.gather(number) if n is not None), None)
         if number is not None:
             snapshot.save(self)
             raise Interrupted(number)
@@ -303,9 +300,9 @@ class Trainer:
         return Watch(images, self.processes.world, self.display, self.interrupts)
 
     def _record(self) -> None:
-        """Evaluates, appends the record and saves the state."""
+        """Evaluate, append the record and save the state."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # updates that are under way are no evaluation
+            torch.cuda.synchronize(self.device)  # do not count pending updates as evaluation
         began = time.perf_counter()
         seconds = (began - self._clock) / max(self.done - self._clocked, 1)
         if self._last:
@@ -328,7 +325,7 @@ class Trainer:
         if (wrong := self.recorder.not_finite(record)) is not None:
             self._diverged(wrong)
         self.recorded = True
-        # An average that is only made at the end is what the run is for, whatever came before it.
+        # If the average exists only at the end (SWAD), earlier records are not candidates.
         candidate = averaged or not self.averaging.follows_loss
         best = self.recorder.add(record, candidate)
         if best is not None and self.processes.first:
@@ -348,7 +345,7 @@ class Trainer:
             self.algorithm.train()
 
     def _finish_average(self) -> None:
-        """Settles the average, and estimates batch-norm statistics that it has none of."""
+        """Finish the average, and estimate its batch-norm statistics if it needs them."""
         self.averaging.finish()
         if self.processes.first and self.averaging.outcome():
             log.info("%s: %s", self.config.averaging.name, self.averaging.outcome())
@@ -386,6 +383,6 @@ def _determinism_explained() -> Iterator[None]:
         if "does not have a deterministic implementation" not in text:
             raise
         raise RunError(
-            f"--deterministic: torch cannot repeat {text.split()[0]!r} bit for bit on a GPU. "
-            "Choose another backbone, or go without --deterministic in another --out."
+            f"--deterministic: torch has no deterministic {text.split()[0]!r} on a GPU. Choose "
+            "another backbone, or leave out --deterministic in another --out."
         ) from error

@@ -1,7 +1,7 @@
-"""Nested state as JSON and named tensors: what a checkpoint is made of, without pickle.
+"""Nested state as JSON and named tensors, so that checkpoints need no pickle.
 
-Dictionaries, lists, tuples and plain values become JSON; tensors go beside it under a name. Reading
-gives back the same types, keys that are numbers included, and the same bits.
+Dictionaries, lists, tuples and plain values become JSON; tensors are stored beside it by name.
+Reading restores the same types, integer keys included, and the same bits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Tensors = dict[str, Tensor]
 
 
 def to_json(tree: Any, tensors: Tensors, name: str = "") -> Any:
-    """The tree with every tensor replaced by its name, and put into `tensors`."""
-    # Numbered, because paths are ambiguous: the keys "a" then "b", and the key "a/b".
+    """Replace every tensor of a tree by a name, and store it in `tensors` under that name."""
+    # Numbered, because paths are ambiguous: key "a" then "b" reads like key "a/b".
     unique = f"{len(tensors)}{name}"
     if isinstance(tree, Tensor):
-        # A copy of its own, because safetensors refuses tensors that share memory. It also wants
-        # them contiguous: the layout (channels-last, say) is kept beside them.
+        # Copied, because safetensors rejects tensors that share memory. It also requires contiguous
+        # ones, so the JSON keeps the layout, such as channels-last.
         kept = tree.detach().to("cpu", copy=True)
         tensors[unique] = kept.contiguous()
         return {"$tensor": unique, "stride": list(kept.stride())}
@@ -43,7 +43,7 @@ def to_json(tree: Any, tensors: Tensors, name: str = "") -> Any:
 
 
 def from_json(node: Any, tensors: Tensors) -> Any:
-    """The tree that `to_json` was given."""
+    """Rebuild the tree that `to_json` was given."""
     if isinstance(node, list):
         return [from_json(value, tensors) for value in node]
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""One update: the loss evaluated as often as the optimizer asks, over the parts of a batch."""
+"""One update: forward and backward over a batch's parts, as often as the optimizer needs."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from steppe.optim.graph import twice_differentiable
 from .processes import Processes
 
 _LAUNCH = ("foreach", "fused", "capturable")
-"""Options of torch's optimizers that say how, not what."""
+"""Options of torch's optimizers that change how they compute, not what."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes of an update: forward and backward through a module, as often as it takes.
+    """The forward and backward passes of an update.
 
-    `prepared` is what the algorithm's `prepare` made of each part of the batch, `objective` which
-    of its losses is meant. Losses that are returned are those of the weights before the update, one
-    for each part.
+    `prepared` is the result of the algorithm's `prepare` for each part of the batch, and
+    `objective` names one of its losses. Methods return the losses at the weights before the update,
+    one per part.
     """
 
     module: nn.Module
@@ -44,7 +44,7 @@ class Passes:
     def optimize(
         self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
     ) -> list[Losses]:
-        """Takes one step of any optimizer from the registry."""
+        """Take one step of any optimizer in the registry."""
         if not isinstance(optimizer, FlatnessOptimizer):
             losses = self.differentiate(optimizer, objective, prepared)
             self.apply(optimizer)
@@ -61,15 +61,15 @@ class Passes:
     def differentiate(
         self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
     ) -> list[Losses]:
-        """The first half of a step of an optimizer that asks for one gradient."""
-        assert not isinstance(optimizer, FlatnessOptimizer), "it asks for more than one"
+        """Compute the gradient, the first half of a step of a single-pass optimizer."""
+        assert not isinstance(optimizer, FlatnessOptimizer), "it needs several gradients"
         losses: list[Losses] = []
         optimizer.zero_grad()
         self._closure(optimizer, objective, prepared, losses)()
         return losses
 
     def apply(self, optimizer: Optimizer) -> None:
-        """The second half: the optimizer's step with the gradients that are there."""
+        """Take the optimizer's step with the current gradients, the second half."""
         if skips_by_itself(optimizer):
             give_momentum(optimizer)
         if self.scaler is None:
@@ -85,7 +85,7 @@ class Passes:
         prepared: Sequence[Any],
         firsts: list[Losses],
     ) -> Callable[[], Tensor]:
-        """One pass, as a function; the first call's losses are put into `firsts`."""
+        """One pass as a function; its first call appends its losses to `firsts`."""
         module, needs_graph = self.module, getattr(optimizer, "needs_graph", False)
         shared = module if isinstance(module, DistributedDataParallel) else None
         share = 1 / len(prepared)
@@ -94,7 +94,7 @@ class Passes:
             again = len(firsts) == len(prepared)
             losses_at_point = []
             for i, part in enumerate(prepared):
-                # Gradients are summed over processes once, with the last part's.
+                # DDP averages gradients only once, with the last part.
                 last = i + 1 == len(prepared)
                 with nullcontext() if last or shared is None else shared.no_sync():
                     with self.autocast(), _twice(module) if needs_graph else nullcontext():
@@ -112,23 +112,23 @@ class Passes:
 
 
 def base_of(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that moves the weights."""
+    """The optimizer that updates the weights."""
     return optimizer.base if isinstance(optimizer, FlatnessOptimizer) else optimizer
 
 
 def forget(optimizer: Optimizer) -> None:
-    """Lets an optimizer go on from where it is with moments as at the start."""
+    """Reset an optimizer's state, such as moments, but keep its options."""
     base = base_of(optimizer)
     groups = [{**group} for group in base.state_dict()["param_groups"]]
     for group in groups:
-        group.pop("step", None)  # where pytorch_optimizer's classes count
+        group.pop("step", None)  # pytorch_optimizer's step counter
     base.load_state_dict({"state": {}, "param_groups": groups})
 
 
 def take_up(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads an optimizer's saved state, except how its kernels are launched and laid out.
+    """Load an optimizer's saved state, but keep its own kernel options and memory layout.
 
-    That depends on the device, which may be another than the state was saved on.
+    Those depend on the device, which may differ from the one that saved the state.
     """
     groups = [
         {**saved, **{name: own[name] for name in _LAUNCH if name in own}}
@@ -143,13 +143,14 @@ def take_up(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def mean_state(firsts: Sequence[Mapping[str, Losses]], processes: Processes) -> dict[str, Losses]:
-    """What `commit` gets: the first part's losses, with the mean state of all parts and processes.
+    """The argument of `commit`: the first part's losses, with the mean state of all parts.
 
-    `firsts` has the losses of every objective, for each part of the batch.
+    `firsts` has the losses of every objective, for each part of the batch. The mean is also over
+    processes.
     """
 
     def mean(values: Sequence[Tensor]) -> Tensor:
-        if not values[0].is_floating_point():  # a count: the same everywhere
+        if not values[0].is_floating_point():  # a counter, equal everywhere
             return values[0]
         own = values[0].clone() if len(values) == 1 else torch.stack(list(values)).mean(0)
         return processes.sum(own) / processes.world if processes.world > 1 else own
@@ -164,7 +165,7 @@ def mean_state(firsts: Sequence[Mapping[str, Losses]], processes: Processes) -> 
 
 
 def share_statistics(algorithm: nn.Module, processes: Processes) -> None:
-    """Gives all processes the mean of their batch-norm statistics: a run has one network."""
+    """Average batch-norm statistics across processes."""
     if processes.world == 1:
         return
     found = (t for norm in unfrozen(algorithm) for t in (norm.running_mean, norm.running_var))
@@ -177,7 +178,7 @@ def share_statistics(algorithm: nn.Module, processes: Processes) -> None:
 
 
 def cut(batches: Sequence[Batch], parts: int) -> list[list[Batch]]:
-    """Every domain's batch in so many equal parts.
+    """Split every domain's batch into equal parts.
 
     Examples:
         >>> batch = Batch(torch.zeros(6, 1, 2, 2), torch.arange(6))
@@ -190,14 +191,14 @@ def cut(batches: Sequence[Batch], parts: int) -> list[list[Batch]]:
 
 def _backward(loss: Tensor, create_graph: bool) -> None:
     with warnings.catch_warnings():
-        # Of a leak, were the gradients kept: the optimizers that need the graph drop them.
+        # The warned-about leak does not occur: optimizers that need the graph drop the gradients.
         warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
         loss.backward(create_graph=create_graph)
 
 
 @contextmanager
 def _twice(module: nn.Module) -> Iterator[None]:
-    """For a loss that is differentiated twice; autocast knows torch's own convolutions only."""
+    """Prepare for differentiating a loss twice; autocast supports only torch's convolutions."""
     device = next(module.parameters()).device.type
     fast = nullcontext() if torch.is_autocast_enabled(device) else FastConvolutions()
     with twice_differentiable(), fast:

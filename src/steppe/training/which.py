@@ -1,4 +1,4 @@
-"""Which of a run's weights: those after the last step, those validated best, those after a step."""
+"""Which of a run's weights to use: the last, the best by validation, or those after a step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ Which = str
 """``last``, ``best``, or ``step:N`` for the checkpoint after step N."""
 
 PATTERN = r"^(last|best|step:(0|[1-9][0-9]{0,17}))$"
-"""What a choice looks like."""
 
 
 def chosen_step(which: Which) -> int | None:
-    """The step that a choice names, if it names one.
+    """The N of ``step:N``; None for ``last`` and ``best``.
 
     Raises:
-        UserError: it is no choice.
+        UserError: `which` has none of the three forms.
 
     Examples:
         >>> chosen_step("step:30"), chosen_step("best")

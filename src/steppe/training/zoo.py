@@ -1,4 +1,4 @@
-"""The backbones that have a name here, besides all of timm's; torch is not needed to name them."""
+"""Names of steppe's own and torchvision's backbones, available without importing torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ RESNET50_V1 = "resnet50-v1"
 
 @dataclass(frozen=True)
 class BackboneSpec:
-    """What is known about a backbone before it is built.
+    """Facts about a backbone that do not require building it.
 
     Attributes:
-        library: where its layers come from: torchvision or steppe.
-        parameters: without a classifier; of the small ones, on gray images of 8 and 28 pixels.
+        library: where its layers come from, torchvision or steppe.
+        parameters: count without a classifier; for the small networks, on grayscale images of 8 and
+            28 pixels.
     """
 
     name: str
@@ -43,7 +44,7 @@ BACKBONES = Registry(
             "torchvision",
             23_508_032,
         ),
-        # For weights that were trained so, such as those of Keras Applications.
+        # For weights trained with this variant, such as those of Keras Applications.
         BackboneSpec(
             RESNET50_V1,
             "ResNet-50 with a stage's stride in its first 1x1 convolution; needs a weights file.",
@@ -70,10 +71,4 @@ BACKBONES = Registry(
 
 
 def of_library(library: str) -> tuple[str, ...]:
-    """The names of a library's backbones.
-
-    Examples:
-        >>> of_library("steppe")
-        ('small-cnn', 'mnist-cnn')
-    """
     return tuple(spec.name for spec in BACKBONES.entries() if spec.library == library)
