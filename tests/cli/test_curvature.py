@@ -147,7 +147,7 @@ def test_a_run_called_compare(runs: Path, monkeypatch: pytest.MonkeyPatch) -> No
     [
         (["nowhere"], "nowhere is not a run"),
         (["sgd", "--domain", "7"], "unknown domain of RotatedDigits '7'"),
-        (["sgd", "--which", "best", "--images", "1"], "images=1"),
+        (["sgd", "--which", "best", "--images", "1"], "images=1 is too few"),
         (["sgd", "--alpha", "2"], "alpha"),
         (["compare", "sgd", "fad", "--domain", "45"], "steppe curvature .* --domain 45"),
         (["compare", "sgd", "fad", "--out", "figure.jpg"], r"end in one of \.svg"),

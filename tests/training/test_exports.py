@@ -104,7 +104,7 @@ def test_a_graph_for_grey_images(tmp_path, load):
 
 @pytest.mark.parametrize("name", ["model", "model.pt", "model.onnx.gz"])
 def test_an_ending_without_a_format_is_refused(run, tmp_path, name):
-    with pytest.raises(UserError, match=rf"{name} .* one of {', '.join(FORMATS)}"):
+    with pytest.raises(UserError, match=rf"{name}: .* one of {', '.join(FORMATS)}"):
         export_run(run, tmp_path / name)
     assert not (tmp_path / name).exists()
 
@@ -125,7 +125,7 @@ def test_a_network_that_cannot_be_traced_is_one_line(run, tmp_path, monkeypatch)
         )
 
     monkeypatch.setattr(network, "forward", forward)
-    with pytest.raises(UserError, match=r"'small-cnn' cannot be exported as a graph.*\.safetensors"):
+    with pytest.raises(UserError, match=r"small-cnn' cannot be exported as a graph.*\.safetensors"):
         export_run(run, tmp_path / "model.pt2")
 
 

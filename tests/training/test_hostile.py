@@ -176,7 +176,9 @@ def test_curvature_measures_the_step_that_was_asked_for(run):
 
 def test_a_finished_run_without_its_last_checkpoint_says_so(run):
     shutil.rmtree(run / "checkpoint" / "step-000030")
-    with pytest.raises(RunError, match="is missing the last checkpoint, after step 30; intact: step 20"):
+    with pytest.raises(
+        RunError, match="missing the last checkpoint, after step 30; intact: step 20"
+    ):
         load_model(run, "last")
     (run / "state").write_text("planned")  # killed, say: then it is the last
     assert load_model(run, "last").step == 20

@@ -108,18 +108,19 @@ def test_the_next_batch_is_asked_before_the_answer_is_awaited(folder, monkeypatc
     from steppe.training import predict
 
     order: list[str] = []
-    answer = predict._Asked.answer
+    launch = predict._launch
 
-    class Watched(predict._Asked):
-        def __init__(self, *args: Any) -> None:
-            order.append("ask")
-            super().__init__(*args)
+    def watched(*args: Any) -> Any:
+        order.append("ask")
+        launched = launch(*args)
 
-        def answer(self) -> Any:
+        def answer() -> Any:
             order.append("answer")
-            return answer(self)
+            yield from launched
 
-    monkeypatch.setattr(predict, "_Asked", Watched)
+        return answer()
+
+    monkeypatch.setattr(predict, "_launch", watched)
     files = find_images([folder / "new"])
     list(predict_images(load_model(folder / "run"), files, batch_size=3))
     assert order == ["ask", "ask", "answer", "ask", "answer", "answer"]

@@ -155,8 +155,8 @@ def _explained(config: RunConfig) -> Iterator[None]:
         ) from error
 
 
-_IMAGE = "the whole image resized to image_size x image_size (bilinear), RGB or grayscale"
-_PIXELS = f"uint8, N x channels x height x width: {_IMAGE}, 0 to 255; the network normalizes it"
+_IMAGE = "the whole image resized to image_size x image_size (bilinear), RGB or gray"
+_PIXELS = f"uint8, N x channels x height x width: {_IMAGE}, 0 to 255; it is normalized inside"
 FORMATS = {
     ".safetensors": Format(
         f"float32, N x channels x height x width: {_IMAGE}, 0 to 1, minus mean, divided by std",
