@@ -69,7 +69,7 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
         ("compile", CPU, 8, False, 1, True, False, ""),
         ("graph", CPU, 8, False, 1, True, False, "a CPU has no CUDA graphs"),
         ("auto", CUDA, 224, True, 1, False, False, "differentiates twice"),
-        ("auto", CUDA, 224, False, 2, True, False, "between processes"),
+        ("auto", CUDA, 224, False, 2, True, False, "across processes"),
         ("auto", torch.device("mps"), 224, False, 1, False, False, ""),
     ],
 )

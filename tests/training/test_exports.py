@@ -167,7 +167,5 @@ def test_an_export_is_the_librarys_model(own, tmp_path, backbone, make):
 
 
 def test_an_export_that_cannot_be_written_names_the_file(run, tmp_path):
-    with pytest.raises(
-        UserError, match=r"nowhere/model\.safetensors cannot be written: there is no"
-    ):
+    with pytest.raises(UserError, match=r"nowhere/model\.safetensors: there is no"):
         export_run(run, tmp_path / "nowhere" / "model.safetensors")
