@@ -33,6 +33,11 @@ class Processes:
             dist.all_reduce(values)
         return values
 
+    def any(self, flag: bool) -> bool:
+        if self.world == 1:
+            return flag
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)))
+
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, in every process; also a barrier."""
         if self.world == 1:

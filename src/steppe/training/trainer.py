@@ -291,7 +291,8 @@ class Trainer:
         if self.processes.world > 1:
             if self.done % AGREEMENT_STEPS:
                 return
-            number = next((n for n in self.processes.gather(number) if n is not None), None)
+            if self.processes.any(number is not None):  # cheaper than to gather every time
+                number = next(n for n in self.processes.gather(number) if n is not None)
         if number is not None:
             snapshot.save(self)
             raise Interrupted(number)
