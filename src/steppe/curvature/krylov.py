@@ -2,9 +2,9 @@ r"""Krylov spaces of a symmetric operator, which can grow, restart and widen.
 
 One mechanism serves eigenvalues, trace and density: an orthonormal basis $V$ with known images
 under the operator, $H V = V T + Q\,C$, where the next block $Q$ is orthogonal to $V$. Every new
-vector is orthogonalized against all others, repeatedly if much cancels, so the basis stays orthonormal up to
-rounding and $T = V^\top H V$ always holds. The residuals of the Ritz pairs are the norms of the
-columns of $C S$, with the eigenvectors $S$ of $T$.
+vector is orthogonalized against all others, repeatedly if much cancels, so the basis stays
+orthonormal up to rounding and $T = V^\top H V$ always holds. The residuals of the Ritz pairs are
+the norms of the columns of $C S$, with the eigenvectors $S$ of $T$.
 """
 
 from __future__ import annotations
