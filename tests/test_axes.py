@@ -58,7 +58,7 @@ def test_options_that_a_parent_declares_are_a_childs_too() -> None:
 def test_plain_values_beside_the_declared_options_are_found_with_their_meaning() -> None:
     further = optimizers["fad"].further
     assert further["ratio"].default == 1.0
-    assert further["ratio"].meaning.startswith("the share of steps")
+    assert further["ratio"].meaning.startswith("the fraction of steps")
     assert not {"model", "generators", "base", "hyper", "rho"} & further.keys()
     assert "adaptive" in optimizers["sam"].further
     assert "adaptive" not in optimizers["asam"].further  # it is not the caller's to choose
@@ -136,5 +136,5 @@ def test_a_value_is_of_the_kind_of_its_default(default, good, bad, expected) -> 
 
 
 def test_a_plain_optimizer_is_told_how_to_register() -> None:
-    with pytest.raises(UserError, match="Mine wraps no other optimizer: say base=None"):
+    with pytest.raises(UserError, match="Mine does not wrap another optimizer. Pass base=None"):
         register_optimizer("mine", passes=1)(type("Mine", (torch.optim.SGD,), {}))

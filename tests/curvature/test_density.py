@@ -123,8 +123,8 @@ def test_progress_is_told_after_each_product():
 
 def test_bad_input():
     for options in ({"probes": 0}, {"steps": 0}):
-        with pytest.raises(UserError, match="at least one of each"):
+        with pytest.raises(UserError, match="both must be at least 1"):
             spectral_density(torch.eye(3), **options)
     found = spectral_density(torch.eye(3), probes=1)
-    with pytest.raises(UserError, match="width=0.0: give a positive number"):
+    with pytest.raises(UserError, match="width must be positive, got 0.0"):
         found.at(torch.zeros(1), width=0.0)

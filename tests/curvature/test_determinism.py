@@ -184,7 +184,7 @@ class Growing:
         (DataLoader(TensorDataset(*data()), 4, shuffle=True), "batches differ .* shuffle=False"),
         (DataLoader(Augmented(), 4), "batches differ from one pass to the next.*augmentation"),
         (Growing(2, 0, 2), "batches differ from one pass"),
-        (Growing(2, 2, 2, 3), "gave 24 samples in one pass and 36 in another: give the same"),
+        (Growing(2, 2, 2, 3), "yielded 24 samples in one pass and 36 in another: every pass"),
     ],
 )
 def test_other_batches_in_another_pass(batches: Any, message: str) -> None:

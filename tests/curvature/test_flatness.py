@@ -379,13 +379,13 @@ def test_progress_and_passes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rho": 0.0}, "rho=0.0: the radius must be a positive number"),
+        ({"rho": 0.0}, "rho=0.0: must be positive and finite"),
         ({"rho": math.inf}, "rho=inf"),
-        ({"alpha": 1.5}, "alpha=1.5: give the share"),
+        ({"alpha": 1.5}, "alpha=1.5: must be from 0 to 1"),
         ({"alpha": math.nan}, "alpha=nan"),
         ({"restarts": 0}, "restarts=0"),
         ({"steps": 0}, "steps=0"),
-        ({"tol": -1.0}, "tol=-1.0"),
+        ({"tol": -1.0}, "tol must be >= 0, got -1.0"),
     ],
 )
 def test_wrong_options(options, message):

@@ -201,16 +201,16 @@ class Pair(nn.Module):
 @pytest.mark.parametrize(
     ("options", "loss_fn", "message"),
     [
-        ({}, lambda m, x: m(x)[0].square().mean(), "Pair returns tuple and not a tensor: name the"),
+        ({}, lambda m, x: m(x)[0].square().mean(), "Pair returns tuple, not a tensor: pass the"),
         (
             {"outputs": nn.Tanh()},
             lambda m, x: m(x)[0].square().mean(),
-            "the loss does not call Tanh: name the module .* in outputs=",
+            "the loss does not call Tanh: pass the module .* as outputs=",
         ),
         (
             {"outputs": "inner"},
             lambda m, x: m.inner(F.pad(m.inner(x), (0, 1))).square().mean(),
-            "outputs of Linear go into it again",
+            "outputs of Linear are fed back into it",
         ),
     ],
 )

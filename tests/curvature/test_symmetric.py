@@ -17,9 +17,9 @@ SOLVERS = {
 MATRICES = {
     "not symmetric": (torch.tensor([[1.0, 2.0], [0.0, 1.0]]), "not symmetric"),
     "not a number": (torch.tensor([[1.0, torch.nan], [torch.nan, 1.0]]), "not finite"),
-    "not square": (torch.zeros(2, 3), r"square, n x n, not \(2, 3\)"),
+    "not square": (torch.zeros(2, 3), r"square, n x n, got shape \(2, 3\)"),
     "integers": (torch.eye(2, dtype=torch.int64), r"int64: convert it with \.float\(\)"),
-    "nothing": (torch.zeros(0, 0), r"not \(0, 0\)"),
+    "nothing": (torch.zeros(0, 0), r"got shape \(0, 0\)"),
 }
 
 

@@ -542,7 +542,7 @@ def test_buffers_that_are_replaced_count_one_pass():
         (lambda b: FAD(b, ratio=0.0), r"ratio must be in \(0, 1\]"),
         (lambda b: FAD(b, perturbation="both"), "'global' or 'local'"),
         (lambda b: FAD(b, max_norm=0.0), "max_norm must be positive"),
-        (lambda b: FAD(b, xi=0.0), "dividing by zero"),
+        (lambda b: FAD(b, xi=0.0), "xi must be positive"),
         (lambda b: SAM(b, adaptive=True, eta=-1.0), "eta must not be negative"),
     ],
 )

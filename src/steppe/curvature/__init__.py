@@ -19,5 +19,5 @@ if TYPE_CHECKING:
         lambda_max_from_flatness as lambda_max_from_flatness,
     )
     from .symmetric import Symmetric as Symmetric
-else:  # not for type checkers, which would take any name for one of the package
+else:  # hidden from type checkers: __getattr__ would make them accept any name
     __getattr__, __dir__, __all__ = attach(__name__)

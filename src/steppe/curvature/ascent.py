@@ -9,27 +9,26 @@ import torch
 from torch import Tensor
 
 WINDOW = 5
-"""Steps whose gain is taken together to see whether the ascent still moves."""
+"""Number of successful steps over which progress is measured."""
 
 SHORTEST = 1e-7
-"""Steps shorter than this, relative to the radius, are lost in rounding."""
+"""Smallest step, relative to the radius, that is not lost to rounding."""
 
 
 class Point(NamedTuple):
-    """A displacement from the ball's centre, and the value there."""
+    """A displacement from the center of the ball, and the value there."""
 
     at: Tensor
     value: float
     slope: Callable[[], Tensor]
-    """Computes the gradient; to be called before another point is asked for."""
+    """Computes the gradient; call it before evaluating another point."""
 
 
 Objective = Callable[[Tensor], Point]
-"""A function of the displacement."""
 
 
 class Summit(NamedTuple):
-    """Where an ascent ended, and whether it stopped by itself."""
+    """Where an ascent ended, and whether it converged."""
 
     at: Tensor
     value: float
@@ -45,19 +44,19 @@ def ascend(
     tol: float,
     report: Callable[[int, float], None],
 ) -> Summit:
-    r"""Climb from a point of the ball $\|e\| \le$ `radius`, never down.
+    r"""Climb from a point of the ball $\|e\| \le$ `radius` by projected conjugate gradients.
 
-    Conjugate gradients (Hestenes and Stiefel), projected: a step that leaves the ball is scaled
-    back to its surface, and on the surface only the tangential part of a gradient that points
-    outwards counts. A step is taken only if the value rises. Its length is the one at which the
-    slope along the last step would have vanished; after a failure it is cut by a parabola, and
-    after two of them the gradient alone is followed. On the sphere around the minimum of a
-    quadratic, this is an eigenvalue solver with nearly the convergence of Lanczos, and it follows
-    an indefinite Hessian to its positive side, where power iteration would not.
+    A step that leaves the ball is scaled back to its surface, where only the tangential part of an
+    outward gradient counts. A step is accepted only if the value rises (Hestenes-Stiefel
+    directions). Its length is the one at which the slope along the last step would have vanished;
+    after a failure, a parabola shortens it, and after two failures the direction is reset to the
+    gradient. On the sphere around the minimum of a quadratic, this is an eigenvalue solver that
+    converges almost like Lanczos. Unlike power iteration, it follows an indefinite Hessian to its
+    positive side.
 
-    At most `steps` points are tried; it stops when five together gain less than `tol`, relative to
-    the value. The objective was asked for `start` last. `report` is given the number of each step,
-    from 1, and the best value.
+    Tries at most `steps` points, and stops when five accepted steps together gain less than `tol`,
+    relative to the value. `start` must be the last point that the objective evaluated. `report`
+    receives the number of each step, from 1, and the best value.
     """
     at, value, slope_at = start
     gradient = slope_at()
@@ -76,7 +75,7 @@ def ascend(
             ahead = slope_at()
             direction = _inward(trial, ahead, direction, radius)
             ahead = _inward(trial, ahead, ahead, radius)
-            bend = slope - float(ahead @ direction)  # by how much the slope fell
+            bend = slope - float(ahead @ direction)  # decrease of the slope
             step *= min(max(slope / bend, 0.25), 4.0) if bend > 0 else 4.0
             conjugate = float(ahead @ (ahead - gradient)) / bend if bend > 0 else 0.0
             direction = ahead + max(0.0, conjugate) * direction
@@ -90,7 +89,7 @@ def ascend(
         else:
             failures += 1
             expected = slope * step
-            # The parabola's top: at most half, and not all too near.
+            # The top of the parabola: at most half the step, and at least a tenth.
             step *= max(expected / (2 * (expected + (value - reached))), 0.1)
             length = float(torch.linalg.vector_norm(direction))
             if step * length <= SHORTEST * radius:
@@ -108,7 +107,7 @@ def _within(at: Tensor, radius: float) -> Tensor:
 
 
 def _inward(at: Tensor, gradient: Tensor, vector: Tensor, radius: float) -> Tensor:
-    """A vector without the part along `at`, where that would lead out of the ball."""
+    """The tangential part of a vector, if `at` is on the surface and the gradient points out."""
     squared = float(at @ at)
     if squared < (radius * (1 - 1e-6)) ** 2 or float(gradient @ at) <= 0:
         return vector

@@ -22,10 +22,10 @@ from .operator import LossFunction
 from .results import Flatness, Progress, Report, check_ball, lambda_max_from_flatness
 
 XI = 1e-12
-"""The small constant of Algorithm 1, as the optimizers have it by default."""
+"""The small constant of Algorithm 1; the optimizers' default."""
 
 Move = Callable[[Tensor], None]
-"""Puts the weights at a displacement from where they were."""
+"""Moves the weights to a displacement from their original values."""
 
 
 def flatness(
@@ -44,32 +44,28 @@ def flatness(
 ) -> Flatness:
     r"""Measure the flatness of the mean loss over all batches.
 
-    The maxima over the ball are sought by projected gradient ascent from several starts. Each
-    value is attained at a point of the ball, so it is a lower bound on the maximum; it is never
-    below the one-step value of the optimizers, which is where the first ascent starts. For $R^1$,
-    the ascent follows $\nabla \|\nabla L\| = \nabla^2 L\, \nabla L / \|\nabla L\|$, a
-    Hessian-vector product at the moved weights.
+    Projected gradient ascent from several starts searches for the maxima over the ball. Each result
+    is attained at a point of the ball, so it is a lower bound on the maximum. It is never below the
+    one-step value of the optimizers, where the first ascent starts. For $R^1$, the ascent follows
+    $\nabla \|\nabla L\| = \nabla^2 L\, \nabla L / \|\nabla L\|$, a Hessian-vector product at the
+    moved weights.
 
-    The weights are moved in place and put back exactly, also after an error or an interrupt. While
-    it computes, the model is in evaluation mode. Memory: some ten vectors of the parameters' size.
-    $R^0$ is a difference of losses: where it is a millionth of the loss, float32 has no digits of
-    it left, and float64 should be used.
+    The weights move in place and are restored exactly, even after an error or an interrupt. The
+    model runs in evaluation mode. Memory: about ten parameter-sized vectors. $R^0$ is a difference
+    of losses: if it is a millionth of the loss, float32 has no digits left for it, so use float64.
 
     Args:
         model: any module.
-        loss_fn: `loss_fn(model, batch)` gives the mean loss of a batch, a scalar; or a criterion,
-            as for `HessianOperator`.
-        batches: gives the same batches every time it is iterated over; see
-            [`CurvatureOperator`][steppe.curvature.CurvatureOperator].
-        rho: the radius of the ball, in the Euclidean norm over all parameters together.
+        loss_fn: as for [`CurvatureOperator`][steppe.curvature.CurvatureOperator].
+        batches: as for [`CurvatureOperator`][steppe.curvature.CurvatureOperator].
+        rho: the radius of the ball, in the Euclidean norm over all parameters.
         alpha: the share of zeroth-order flatness in `fad`, from 0 to 1.
         params: the parameters that may move (default: those that require a gradient).
-        restarts: starts of each ascent: the one-step point, and random points for the others.
-        steps: the most points an ascent tries. One costs a pass over the data, or two for $R^1$.
+        restarts: number of ascents: one from the one-step point, the others from random points.
+        steps: maximum points per ascent. Each costs one pass over the data, or two for $R^1$.
         tol: an ascent stops when five steps together gain less than this, relative to the value.
-            Where the largest eigenvalues lie close together, the maximum can be missed by some
-            times as much.
-        seed: of the random points.
+            If the largest eigenvalues are close together, the error can be several times `tol`.
+        seed: seed of the random points.
         progress: called after each step.
 
     Examples:
@@ -89,7 +85,7 @@ def flatness(
         8.0
     """
     _check(rho, alpha, restarts, steps, tol)
-    # The loss needs no second derivatives: its graphs are not kept.
+    # The loss needs no second derivatives, so its graphs are not kept.
     op = HessianOperator(model, loss_fn, batches, params, keep_graphs=False)
     twice = HessianOperator(model, loss_fn, batches, op.params, check=False)
     search = _Search(twice, rho, steps, tol, seeded(op, seed), progress, 2 * restarts + 1)
@@ -104,11 +100,11 @@ def flatness(
             del g0
             highest, zeroth_starts = search.best("zeroth", restarts, rise, zeroth_step)
             first_step = steepness(e_2)
-            # By the mean value theorem, the loss cannot rise far without a steep place.
+            # By the mean value theorem, a large rise of the loss implies a large gradient.
             steepest, first_starts = search.best(
                 "first", restarts + 1, steepness, first_step, highest.at
             )
-    # The centre belongs to the ball.
+    # The center belongs to the ball.
     zeroth, first = max(0.0, highest.value), max(rho * gradient_norm, steepest.value)
     fad = alpha * zeroth + (1 - alpha) * first
     return Flatness(
@@ -144,7 +140,7 @@ def _steepness(op: HessianOperator, move: Move, rho: float, at: Tensor) -> Point
     norm = float(torch.linalg.vector_norm(gradient))
 
     def slope() -> Tensor:
-        if not norm:  # the norm has a kink there
+        if not norm:  # the norm is not differentiable at zero
             return torch.zeros_like(gradient)
         return op @ (gradient * (rho / norm))
 
@@ -165,10 +161,10 @@ class _Search:
     def best(
         self, order: str, number: int, objective: Objective, first: Point, *others: Tensor
     ) -> tuple[Summit, tuple[float, ...]]:
-        """The highest of so many ascents, and what each reached.
+        """The highest result of `number` ascents, and the value that each reached.
 
-        They begin at the starts given, then at random points of the sphere. The centre is not
-        climbed from: at a minimum, where the one-step points end there, it has no slope.
+        They start at the given points, then at random points of the sphere. A start at the center
+        is replaced by a random one, because the slope may vanish there.
         """
         best, values = Summit(first.at, -math.inf, converged=False), []
         for at in islice(chain([first.at], others, repeat(None)), number):
@@ -194,8 +190,8 @@ class _Search:
 
 @contextmanager
 def _movable(op: HessianOperator) -> Iterator[Move]:
-    """Lets the weights be moved, and puts them back."""
-    # In inference mode, moves leave no trace in the weights' versions, which autograd looks at.
+    """Yield a function that moves the weights, and restore them afterwards."""
+    # In inference mode, writes would not update the tensor versions that autograd checks.
     with torch.inference_mode(False), torch.no_grad():
         home = torch.cat([p.reshape(-1) for p in op.params])
 
@@ -211,7 +207,7 @@ def _movable(op: HessianOperator) -> Iterator[Move]:
 
 @contextmanager
 def _within(rho: float) -> Iterator[None]:
-    """Says of an error that it is not the weights' own."""
+    """Add to an error that it occurred at moved weights."""
     try:
         yield
     except UserError as error:
@@ -226,6 +222,6 @@ def _towards(vector: Tensor, rho: float) -> Tensor:
 def _check(rho: float, alpha: float, restarts: int, steps: int, tol: float) -> None:
     check_ball(rho, alpha)
     if restarts < 1 or steps < 1:
-        raise UserError(f"restarts={restarts}, steps={steps}: at least one of each is needed")
+        raise UserError(f"restarts={restarts}, steps={steps}: both must be at least 1")
     if not tol >= 0:
-        raise UserError(f"tol={tol}: give a number that is not negative")
+        raise UserError(f"tol must be >= 0, got {tol}")

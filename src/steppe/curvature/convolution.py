@@ -1,10 +1,10 @@
-r"""Convolutions that are as fast when they are differentiated twice.
+r"""Convolutions that stay fast when differentiated twice.
 
-PyTorch's second derivative of a convolution computes one of its terms as a convolution whose kernel
-is an image, and takes groups one at a time, which is very slow for depthwise ones. There is no need
-to: $\langle g, C(x, w) \rangle$ is linear in the images, the kernel and the gradient of the output.
-Its derivatives by these three are the convolution and the two parts of its gradient; the
-derivatives of each are again these three, and all have kernels of their own.
+PyTorch computes one term of a convolution's second derivative as a convolution with an image as its
+kernel, one group at a time, which is very slow for depthwise convolutions. This is avoidable:
+$\langle g, C(x, w) \rangle$ is linear in the images, the kernel and the gradient of the output. Its
+derivatives with respect to these three are the convolution and the two parts of its gradient. Their
+derivatives are again among these three, and each has a fast kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Geometry(NamedTuple):
-    """How a convolution moves, as `torch.ops.aten.convolution` wants it."""
+    """The arguments of `torch.ops.aten.convolution` after the tensors."""
 
     stride: Sequence[int]
     padding: Sequence[int]
@@ -31,8 +31,8 @@ class Geometry(NamedTuple):
 class _Convolution(torch.autograd.Function):
     r"""The derivative of $\langle g, C(x, w) \rangle$ by one of $x$, $w$, $g$, given the other two.
 
-    By $g$ it is the convolution itself. Each argument enters linearly, so the one that the
-    derivative is taken by is not needed: None stands in its place, and only its shape counts.
+    The derivative by $g$ is the convolution itself. Each argument enters linearly, so the one to
+    differentiate by is passed as None, and only its shape matters.
     """
 
     @staticmethod
@@ -68,7 +68,7 @@ def _derivative(geometry: Geometry, by: int, arguments: Sequence[Tensor]) -> Ten
 
 
 class FastConvolutions(TorchFunctionMode):
-    """While it is entered, torch's convolutions are those of this module."""
+    """A context that replaces torch's convolutions with those of this module."""
 
     def __torch_function__(
         self,
@@ -77,10 +77,10 @@ class FastConvolutions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Takes over the convolutions it knows how to, and leaves everything else alone."""
+        """Replace supported convolutions; call everything else unchanged."""
         kwargs = kwargs or {}
         found = None
-        # Inside torch.func's transforms, torch's own are used: they know how to be transformed.
+        # torch.func's transforms support only torch's own convolutions.
         if func in _CONVOLUTIONS and not torch._C._are_functorch_transforms_active():
             dims, names = _CONVOLUTIONS[func]
             found = _convolved(dims, names, dict(zip(names, args, strict=False)) | dict(kwargs))
@@ -97,11 +97,11 @@ _CONVOLUTIONS = {
     torch.conv_transpose2d: (2, _TRANSPOSED),
     torch.conv_transpose3d: (3, _TRANSPOSED),
 }
-"""Their dimensions, and their parameters by position."""
+"""The number of spatial dimensions, and the positional parameters."""
 
 
 def _convolved(dims: int, names: Sequence[str], given: Mapping[str, Any]) -> Tensor | None:
-    """What torch would give; None for images without a batch, and for calls that torch refuses."""
+    """The convolution; None for unbatched images and unsupported calls."""
     x, w, bias = given["input"], given["weight"], given.get("bias")
     padding = 0 if given.get("padding", 0) == "valid" else given.get("padding", 0)
     # "same" may pad one side more than the other.

@@ -18,15 +18,15 @@ from .symmetric import Symmetric, check_matrix
 
 @dataclass(frozen=True)
 class Density:
-    r"""An estimate of how the eigenvalues are spread.
+    r"""An estimate of the distribution of the eigenvalues.
 
-    Each random vector gives a quadrature rule: nodes $\theta_i$ with weights $w_i \ge 0$ that add
-    up to 1, such that $\sum_i w_i f(\theta_i)$ estimates the mean of $f$ over the eigenvalues.
+    Each random vector gives a quadrature rule: nodes $\theta_i$ with weights $w_i \ge 0$ that sum
+    to 1, such that $\sum_i w_i f(\theta_i)$ estimates the mean of $f$ over the eigenvalues.
 
     Attributes:
         nodes: `probes x steps`, float64 on the CPU.
-        weights: alike; each row adds up to 1.
-        products: how many vectors were multiplied for it.
+        weights: the same shape and type; each row sums to 1.
+        products: number of vectors multiplied.
     """
 
     nodes: Tensor
@@ -34,9 +34,9 @@ class Density:
     products: int
 
     def mean(self, function: Callable[[Tensor], Tensor]) -> tuple[float, float]:
-        """The mean over the eigenvalues of a function of them, and its standard error.
+        """The mean of a function over the eigenvalues, and its standard error.
 
-        With one probe, the standard error is infinite: nothing is known about it.
+        With one probe, the standard error is infinite.
         """
         of_probes = (self.weights * function(self.nodes)).sum(1)
         probes = len(of_probes)
@@ -44,16 +44,16 @@ class Density:
         return float(of_probes.mean()), stderr
 
     def at(self, points: Tensor, width: float | None = None) -> Tensor:
-        """The density at some points, smoothed by a Gaussian.
+        """The density at `points`, smoothed by a Gaussian.
 
         Args:
-            points: where.
-            width: the Gaussian's standard deviation (default: 1% of the spectrum's extent).
+            points: where to evaluate it.
+            width: the Gaussian's standard deviation (default: 1% of the spectrum's range).
         """
         if width is None:
             width = float(self.nodes.max() - self.nodes.min()) / 100 or 1.0
         if not width > 0:
-            raise UserError(f"width={width}: give a positive number")
+            raise UserError(f"width must be positive, got {width}")
         points = points.to("cpu", torch.float64)
         out = torch.zeros_like(points)
         norm = len(self.nodes) * width * math.sqrt(2 * math.pi)
@@ -72,16 +72,16 @@ def spectral_density(
 ) -> Density:
     r"""Estimate the spectral density by stochastic Lanczos quadrature.
 
-    From a random vector, Lanczos gives a small matrix whose eigenvalues are the nodes and whose
-    eigenvectors' first entries, squared, are the weights of a Gauss quadrature, exact for
-    polynomials of degree $2 \cdot \text{steps} - 1$ (Golub and Welsch, 1969). The mean over random
-    vectors is an unbiased estimate of the mean over eigenvalues, up to that exactness.
+    From a random vector, Lanczos builds a small matrix. Its eigenvalues are the nodes, and the
+    squared first entries of its eigenvectors the weights, of a Gauss quadrature that is exact for
+    polynomials of degree $2 \cdot \text{steps} - 1$ (Golub and Welsch, 1969). For these, the mean
+    over random vectors is an unbiased estimate of the mean over eigenvalues.
 
     Args:
-        op: a `HessianOperator`, a `GaussNewtonOperator`, a symmetric matrix.
-        probes: random vectors: they set the statistical error.
-        steps: products per probe: they set the resolution.
-        seed: of the random vectors.
+        op: a `HessianOperator`, a `GaussNewtonOperator`, or a symmetric matrix.
+        probes: number of random vectors; more reduce the statistical error.
+        steps: products per probe; more increase the resolution.
+        seed: seed of the random vectors.
         progress: called after each product.
 
     Examples:
@@ -91,7 +91,7 @@ def spectral_density(
         True
     """
     if probes < 1 or steps < 1:
-        raise UserError(f"probes={probes}, steps={steps}: at least one of each is needed")
+        raise UserError(f"probes={probes}, steps={steps}: both must be at least 1")
     check_matrix(op)
     generator = seeded(op, seed)
     steps = min(steps, op.shape[0])
@@ -108,5 +108,5 @@ def spectral_density(
         ritz = space.ritz()
         nodes[probe], weights[probe] = ritz.values, ritz.coordinates[0] ** 2
         products += space.products
-        del space  # before the next one needs its memory
+        del space  # frees its memory before the next one
     return Density(nodes, weights, products)

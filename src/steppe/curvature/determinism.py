@@ -1,4 +1,4 @@
-"""Is a loss the same function every time? If not, which part of the model is to blame?"""
+"""Checks that a loss is deterministic; if not, finds the random part of the model."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ def check_repeatable(
     after: Evaluation,
     batches: tuple[Any, Any],
 ) -> None:
-    """Refuse two evaluations of a batch that differ, or two passes whose first batches do.
+    """Raise an error if two evaluations of a batch differ, or the first batches of two passes.
 
-    `evaluate` computes the loss once more, to find out which part of the model is to blame.
+    `evaluate` computes the loss again, to find the random part of the model.
     """
     if not same(*batches):
         raise UserError(
-            "the batches differ from one pass to the next, so that there is no one loss to "
-            "differentiate: give list(loader), or a loader with shuffle=False and without random "
-            "augmentation"
+            "the batches differ from one pass to the next, so the loss is not well defined: pass "
+            "list(loader), or a loader with shuffle=False and without random augmentation"
         )
     if not (_close([before[0]], [after[0]]) and _close(before[1], after[1])):
         culprit = _culprit(model, evaluate) or "the loss function"
@@ -44,7 +43,7 @@ def check_repeatable(
 
 @contextmanager
 def check_buffers(model: nn.Module) -> Iterator[None]:
-    """Refuse a model whose buffers change in evaluation mode, and put them back."""
+    """Restore buffers that change in evaluation mode, and raise an error about them."""
     before = [
         (module, key, buffer, buffer.clone(), f"{path}.{key}" if path else key)
         for path, module in model.named_modules()
@@ -64,13 +63,13 @@ def check_buffers(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
     if changed:
         raise UserError(
-            f"the model's buffer {changed[0]!r} changes when the loss is computed, also in "
-            "evaluation mode: the loss would be another one each time"
+            f"the model's buffer {changed[0]!r} changes when the loss is computed, even in "
+            "evaluation mode, so the loss would differ each time"
         )
 
 
 def same(x: Any, y: Any) -> bool:
-    """Whether two batches, or what modules take and give, are equal bit by bit."""
+    """Whether two batches, or inputs or outputs of modules, are equal bit by bit."""
     ours, theirs = dict(leaves(x)), dict(leaves(y))
     return ours.keys() == theirs.keys() and all(_same(ours[path], theirs[path]) for path in ours)
 
@@ -82,13 +81,13 @@ def _same(x: Any, y: Any) -> bool:
         return bool(((x == y) | ((x != x) & (y != y))).all())
     if isinstance(x, (str, bytes, int, float)):
         return bool(x == y or (x != x and y != y))
-    return type(x) is type(y)  # nothing that holds numbers
+    return type(x) is type(y)  # holds no numbers
 
 
 def _close(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> bool:
-    """Equal up to the order of sums, which some kernels leave to chance.
+    """Whether values are equal up to the order of summation, which some kernels do not fix.
 
-    Measured by the largest number in any part: one that is zero but for rounding is all chance.
+    Relative to the largest entry of all parts, because a part may be zero up to rounding.
     """
     gap = scale = tolerance = 0.0
     for x, y in zip(before, after, strict=True):
@@ -103,7 +102,7 @@ def _close(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> b
 
 
 def _culprit(model: nn.Module, evaluate: Callable[[], object]) -> str | None:
-    """The innermost module that gives different outputs for equal inputs."""
+    """The innermost module that returns different outputs for equal inputs."""
     first, second = _recorded(model, evaluate), _recorded(model, evaluate)
     for (name, module, inputs, output), (_, _, inputs_2, output_2) in zip(
         first, second, strict=False
@@ -117,7 +116,7 @@ def _culprit(model: nn.Module, evaluate: Callable[[], object]) -> str | None:
 def _recorded(
     model: nn.Module, evaluate: Callable[[], object]
 ) -> list[tuple[str, nn.Module, object, object]]:
-    """Inputs and outputs of every module in the order in which they end: inner ones first."""
+    """Inputs and outputs of all module calls, in the order in which they end: inner ones first."""
     names = {module: name for name, module in model.named_modules()}
     found: list[tuple[str, nn.Module, object, object]] = []
 
@@ -132,7 +131,7 @@ def _recorded(
 
 
 def _copied(value: object) -> dict[tuple[object, ...], object]:
-    """Detached, and safe from what later modules do in place."""
+    """Detached copies, safe from later in-place changes."""
     return {
         path: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
         for path, leaf in leaves(value)

@@ -17,28 +17,27 @@ from .results import Progress, Report
 from .symmetric import Symmetric, check_matrix
 
 Which = Literal["LA", "LM", "SA"]
-"""The largest, the largest in magnitude, or the smallest."""
+"""Largest, largest in magnitude, or smallest."""
 
 Method = Literal["lanczos", "power"]
 
 _ROUNDING = 64
-"""Units in the last place that a product's rounding is taken for; up to 64 were seen."""
+"""Assumed rounding error of a product, in units in the last place; the largest observed."""
 _AT_LEAST = 1 << 25
-"""Numbers in the basis that are never too many."""
+"""Entries that the default basis may always have."""
 
 
 @dataclass(frozen=True)
 class Eigenvalues:
-    """Extreme eigenvalues, and how exact they are.
+    """Extreme eigenvalues, with error bounds.
 
     Attributes:
         values: descending, float64 on the CPU.
-        residuals: the norms of `H v - value * v`, in the same order, or the rounding of a product
-            where that is larger. An eigenvalue of the operator lies within that distance of each
-            value.
-        vectors: the eigenvectors, `n x k`, in the same order and on the operator's device; None
-            unless asked for.
-        products: how many vectors were multiplied for it.
+        residuals: the norms of `H v - value * v`, in the same order, or the rounding error of a
+            product if that is larger. Each value is within its residual of a true eigenvalue.
+        vectors: the eigenvectors, `n x k`, in the same order and on the operator's device, if
+            requested.
+        products: number of vectors multiplied.
         converged: whether the solver stopped because its criterion was met.
     """
 
@@ -68,36 +67,35 @@ def top_eigenvalues(
 
     Thick-restart Lanczos with full reorthogonalization, on the operator's device. It stops when
     every residual $\|H v - \lambda v\|$ is at most `tol` times the largest eigenvalue in magnitude.
-    The error of an eigenvalue that stands apart is smaller still, of the order of the residual's
-    square over the distance to the next one.
+    The error of an isolated eigenvalue is even smaller: of the order of the squared residual
+    divided by the gap to the next eigenvalue.
 
-    A Krylov space from one vector holds one copy of an eigenvalue that is repeated. When all have
-    converged, the space is therefore widened by a random direction and built on for `verify` more
-    steps; if these bring up anything new, it goes on. That finds copies which stand clear of the
-    rest of the spectrum; of some that lie close to it, only a smaller `tol` finds all.
+    A Krylov space built from one vector contains only one copy of a repeated eigenvalue. Therefore,
+    when all eigenvalues have converged, the solver adds a random direction and takes `verify` more
+    steps, and continues if they find anything new. This finds copies that are well separated from
+    the rest of the spectrum; a smaller `tol` helps with the others.
 
     Eigenvalues below about `tol` times the largest are not resolved: their residuals are as large
-    as they are. Look at the residuals, and lower `tol` where the tail of the spectrum matters.
+    as the values. Check the residuals, and lower `tol` if the tail of the spectrum matters.
 
     Args:
-        op: a `HessianOperator`, a `GaussNewtonOperator`, a symmetric matrix.
-        k: how many.
+        op: a `HessianOperator`, a `GaussNewtonOperator`, or a symmetric matrix.
+        k: number of eigenvalues.
         which: "LA", the largest (default), "SA", the smallest, or "LM", the largest in magnitude.
         tol: the residual to reach, relative to the largest eigenvalue in magnitude. With
             `method="power"`, the relative change between iterations at which to stop.
         method: "lanczos", or "power" for power iteration with deflation, as in the paper. Power
-            iteration finds the largest in magnitude and at most 100 steps are spent on each, as in
-            the tool the paper used; look at the residuals.
+            iteration finds the largest in magnitude and takes at most 100 steps for each, like the
+            paper's tool; check the residuals.
         vectors: whether to return the eigenvectors.
         block_size: vectors to multiply at a time: fewer passes over the data, more products.
-        basis: vectors to keep in memory before a restart, at least `k + 2 * block_size`, and two
-            more where `verify` is not 0; by default three times `k`, and more where they are
-            short.
-        verify: steps in which to look for repeated eigenvalues that were missed; 0: do not look. A
-            basis that has no room for them beside `k` vectors makes the look less sharp.
-        max_products: stop after so many products, at least `k`, and warn; `20 * k + 200` for each
-            vector of a block by default.
-        seed: of the random start.
+        basis: vectors to keep in memory before a restart: at least `k + 2 * block_size`, and two
+            more unless `verify` is 0 (default: `3 * k`, or more if vectors are short).
+        verify: steps that search for missed copies of repeated eigenvalues; 0 disables the search.
+            It is less reliable if the basis has no room for so many steps besides `k` vectors.
+        max_products: stop with a warning after this many products, at least `k` (default:
+            `20 * k + 200` per vector of a block).
+        seed: seed of the random start.
         progress: called after each check of the residuals.
 
     Examples:
@@ -109,20 +107,20 @@ def top_eigenvalues(
     n = op.shape[0]
     _check_names(which, method)
     _check_numbers(n, k, tol, block_size, verify)
-    widest = block_size + (verify > 0 or which == "LM")  # both ends need room
+    widest = block_size + (verify > 0 or which == "LM")  # "LM" needs room for both ends
     if basis is not None and basis < min(n, k + 2 * widest):
         raise UserError(
-            f"basis={basis}: at least {k + 2 * widest} vectors are needed, k={k} and two blocks"
+            f"basis must be at least {k + 2 * widest} (k={k} plus two blocks), got {basis}"
         )
     if max_products is not None and max_products < k:
-        raise UserError(f"max_products={max_products}: at least k={k} are needed")
+        raise UserError(f"max_products must be at least k={k}, got {max_products}")
     if method == "power":
-        from .power import power_iteration  # which gives these eigenvalues too
+        from .power import power_iteration  # here, because it imports Eigenvalues
 
         return power_iteration(op, k, tol=tol, vectors=vectors, seed=seed, progress=progress)
     which = which or "LA"
     limit = (20 * k + 200) * block_size if max_products is None else max_products
-    if basis is None:  # a restart costs products, and small vectors cost no memory
+    if basis is None:  # avoid restarts, which cost products, if vectors are short
         basis = max(3 * k, k + 20 * block_size, min(_AT_LEAST // n, limit + 2 * block_size))
     generator = seeded(op, seed)
     start = torch.stack([random_vector(op, generator) for _ in range(min(block_size, n))])
@@ -134,7 +132,7 @@ def top_eigenvalues(
         full, spent = space.is_full, space.products >= limit
         if space.size < min(due, n) and not (full or spent or space.is_exhausted):
             continue
-        # A check costs a small eigendecomposition: more rarely as the basis grows.
+        # A check costs a small eigendecomposition, so check less often as the basis grows.
         due = space.size + max(1, space.size // 20)
         ritz = space.ritz()
         wanted = order(ritz.values, which)[:k]
@@ -145,13 +143,13 @@ def top_eigenvalues(
             if not done:
                 warnings.warn(_shortfall(ritz, wanted, tol, limit), stacklevel=2)
             return _result(space, ritz, wanted, vectors, done)
-        # A restart in the middle of a look would throw away what it has found so far.
+        # A restart during the search for copies would discard what it has found.
         steps, width = (verify, space.block + 1) if look.wants_more else (1, space.block)
         if not space.has_room(steps, width):
             if space.rows < k + 2 * width:
                 warnings.warn(
                     "the residuals are small enough, but eigenvalues are repeated and a basis of "
-                    f"{space.rows} vectors has no room to look for more of them. Raise basis.",
+                    f"{space.rows} vectors has no room to search for more of them. Raise basis.",
                     stacklevel=2,
                 )
                 return _result(space, ritz, wanted, vectors, False)
@@ -163,7 +161,7 @@ def top_eigenvalues(
 
 
 def order(values: Tensor, which: Which) -> Tensor:
-    """The indices of ascending values, the wanted ones first."""
+    """Indices that sort ascending values, the wanted ones first."""
     if which == "LM":
         return values.abs().argsort(descending=True)
     indices = torch.arange(len(values))
@@ -171,10 +169,10 @@ def order(values: Tensor, which: Which) -> Tensor:
 
 
 def _kept(values: Tensor, which: Which, k: int, number: int) -> Tensor:
-    """What a restart keeps: the wanted ones, and those that may still become so.
+    """The Ritz values that a restart keeps: the wanted ones and further candidates.
 
-    For the largest in magnitude, these are at both ends: if only the next largest were kept, one
-    end could crowd out what is just growing at the other.
+    For "LM", candidates come from both ends: otherwise one end could crowd out values that are
+    still growing at the other.
     """
     ordered = order(values, which)
     if which != "LM":
@@ -185,14 +183,14 @@ def _kept(values: Tensor, which: Which, k: int, number: int) -> Tensor:
 
 
 class _Lookout:
-    """Decides when to stop, and widens the space to look for what it may have missed."""
+    """Decides when to stop, and widens the space to search for missed copies."""
 
     def __init__(self, k: int, tol: float, verify: int) -> None:
         self._k, self._tol, self._verify = k, tol, verify
-        self._until: int | None = None  # the products at which the present look ends
-        self._found: Tensor | None = None  # the values when it began
+        self._until: int | None = None  # number of products at which the search ends
+        self._found: Tensor | None = None  # the values when the search began
         self.wants_more = False
-        """Whether to widen now; the caller makes room first: where it cannot, nobody has looked."""
+        """Whether to widen now. The caller makes room first, then calls `begin`."""
 
     def is_satisfied(self, space: Krylov, ritz: Ritz, wanted: Tensor) -> bool:
         self.wants_more = False
@@ -212,7 +210,7 @@ class _Lookout:
         return False
 
     def begin(self, space: Krylov) -> None:
-        space.widen()  # in vain where the next block completes the space: it is then exhausted
+        space.widen()  # fails only if the next block completes the space
         self._until = space.products + self._verify * space.block
 
 
@@ -225,14 +223,14 @@ def _result(
 ) -> Eigenvalues:
     chosen = wanted[ritz.values[wanted].argsort(descending=True)]
     found = space.vectors(ritz.coordinates[:, chosen]).T if vectors else None
-    # Lanczos knows its residuals without rounding; what a product is rounded to, it cannot beat.
+    # Lanczos residuals ignore the rounding of products, which bounds the accuracy.
     floor = _ROUNDING * torch.finfo(space.basis.dtype).eps * float(ritz.values.abs().max())
     residuals = ritz.residuals[chosen].clamp_min(floor)
     return Eigenvalues(ritz.values[chosen], residuals, found, space.products, converged)
 
 
 def _progress(ritz: Ritz, wanted: Tensor, k: int, tol: float, products: int) -> Progress:
-    """The share of the way, in orders of magnitude, that the residuals have come."""
+    """Progress of the residuals toward `tol`, in orders of magnitude."""
     scale = max(float(ritz.values.abs().max()), torch.finfo(torch.float64).tiny)
     relative = (ritz.residuals[wanted] / scale).clamp(tol, 1)
     ways = relative.log() / math.log(tol) if tol < 1 else torch.ones_like(relative)
@@ -243,14 +241,13 @@ def _progress(ritz: Ritz, wanted: Tensor, k: int, tol: float, products: int) -> 
 def _shortfall(ritz: Ritz, wanted: Tensor, tol: float, limit: int) -> str:
     if _converged(ritz, wanted, tol).all():
         return (
-            f"the residuals are small enough, but {limit} products did not suffice to look for "
-            "repeated eigenvalues that were missed. Raise max_products, or give verify=0."
+            f"the residuals are small enough, but {limit} products did not suffice to search for "
+            "missed copies of repeated eigenvalues. Raise max_products, or pass verify=0."
         )
     worst = float(ritz.residuals[wanted].max() / ritz.values.abs().max())
     return (
-        f"the eigenvalues have not all converged after {limit} products: the largest residual is "
-        f"{worst:.1e} of the largest eigenvalue and {tol:.1e} was asked for. Raise max_products, "
-        "or tol."
+        f"not all eigenvalues converged after {limit} products: the largest residual is "
+        f"{worst:.1e} of the largest eigenvalue, but tol={tol:.1e}. Raise max_products or tol."
     )
 
 
@@ -268,10 +265,10 @@ def _check_names(which: str | None, method: str) -> None:
 
 def _check_numbers(n: int, k: int, tol: float, block_size: int, verify: int) -> None:
     if not 1 <= k <= n:
-        raise UserError(f"k={k}: the operator has {n} eigenvalues, ask for 1 to {n}")
+        raise UserError(f"k must be from 1 to {n}, the size of the operator, got {k}")
     if not tol > 0:
-        raise UserError(f"tol={tol}: a residual can be small, not zero: give a positive number")
+        raise UserError(f"tol must be positive, got {tol}")
     if block_size < 1:
-        raise UserError(f"block_size={block_size}: a block has at least one vector")
+        raise UserError(f"block_size must be at least 1, got {block_size}")
     if verify < 0:
-        raise UserError(f"verify={verify}: give a number of steps, or 0")
+        raise UserError(f"verify must be >= 0, got {verify}")

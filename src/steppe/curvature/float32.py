@@ -1,4 +1,4 @@
-"""float32 that is float32."""
+"""Full float32 precision on GPUs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 @contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
-    """Computes without TF32, which keeps ten bits, and puts torch's switches back afterwards."""
+    """Disable TF32, which keeps only ten bits of mantissa, and restore torch's settings."""
     if device.type != "cuda":
         yield
         return
-    # Not `allow_tf32`, which cannot be read once someone has used these newer switches.
+    # Reading `allow_tf32` raises an error once someone has used these newer settings.
     cudnn: Any = torch.backends.cudnn
     switches: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     before = [switch.fp32_precision for switch in switches]

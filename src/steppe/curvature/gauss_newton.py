@@ -18,20 +18,15 @@ class GaussNewtonOperator(CurvatureOperator):
     r"""The generalized Gauss-Newton matrix $J^\top \nabla_z^2 L\, J$ of the mean loss.
 
     Here $z$ are the outputs of the model and $J$ is their derivative by the parameters: the Hessian
-    without the curvature of the model itself. It is positive semi-definite where the loss is convex
-    in the outputs, as cross-entropy and squared error are. What the loss makes of the parameters
-    otherwise, a weight penalty for instance, is left out.
+    without the curvature of the model itself. It is positive semi-definite if the loss is convex in
+    the outputs, like cross-entropy and squared error. It ignores terms of the loss that bypass the
+    outputs, such as a weight penalty.
+
+    Takes the arguments of [`CurvatureOperator`][steppe.curvature.CurvatureOperator], and:
 
     Args:
-        model: any module.
-        loss_fn: as for `HessianOperator`; may call the model several times.
-        batches: as for `HessianOperator`.
-        params: as for `HessianOperator`.
-        outputs: the module, the model or one inside it, whose outputs are $z$ (default: the
-            model). It must return a tensor.
-        keep_graphs: as for `HessianOperator`.
-        check: as for `HessianOperator`.
-        progress: as for `HessianOperator`.
+        outputs: the module whose outputs are $z$: the model (default) or one inside it. It must
+            return a tensor. The loss may call it several times.
     """
 
     def __init__(
@@ -64,19 +59,19 @@ class GaussNewtonOperator(CurvatureOperator):
         def see(module: nn.Module, args: object, output: object) -> Tensor:
             if not isinstance(output, Tensor):
                 raise UserError(
-                    f"{type(module).__name__} returns {type(output).__name__} and not a tensor: "
-                    "name the module whose outputs the loss is made of in outputs="
+                    f"{type(module).__name__} returns {type(output).__name__}, not a tensor: pass "
+                    "the module whose outputs the loss uses as outputs="
                 )
             seen.append(output)
-            given.append(output.clone())  # what follows may change it in place
+            given.append(output.clone())  # later code may change it in place
             return given[-1]
 
         with self._outputs.register_forward_hook(see):
             loss = self._loss(batch, number)
         if not seen:
             raise UserError(
-                f"the loss does not call {type(self._outputs).__name__}: name the module whose "
-                "outputs it is made of in outputs="
+                f"the loss does not call {type(self._outputs).__name__}: pass the module whose "
+                "outputs the loss uses as outputs="
             )
         _check_apart(self._outputs, seen, given)
 
@@ -88,7 +83,7 @@ class GaussNewtonOperator(CurvatureOperator):
         if not z:
             return Differentiated(loss.detach(), gradient, lambda tangent: nothing)
         _, curvature = derivatives(loss, z)
-        # J v, as the derivative by u of (J' u) . v, which is linear in u.
+        # J v is the derivative by u of (J' u) . v, which is linear in u.
         u = [torch.zeros_like(output, requires_grad=True) for output in z]
         pulled: Parts = torch.autograd.grad(z, self.params, u, create_graph=True, allow_unused=True)
         live = [(i, g) for i, g in enumerate(pulled) if g is not None]
@@ -113,7 +108,7 @@ class GaussNewtonOperator(CurvatureOperator):
 
 
 def _check_apart(module: nn.Module, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Refuse outputs that go into the same module again: they would be counted twice."""
+    """Raise an error if outputs are fed back into their module: they would count twice."""
     z = [output for output in outputs if output.requires_grad]
     copies = [copy for copy in given if copy.requires_grad]
     if not z:
@@ -123,6 +118,6 @@ def _check_apart(module: nn.Module, outputs: Sequence[Tensor], given: Sequence[T
     )
     if any(part is not None for part in into):
         raise UserError(
-            f"outputs of {type(module).__name__} go into it again, so that they are no variables "
-            "of their own: name a module further out in outputs="
+            f"outputs of {type(module).__name__} are fed back into it, so they are not independent "
+            "variables: pass an outer module as outputs="
         )

@@ -14,8 +14,8 @@ from .operator import CurvatureOperator, Differentiated, Parts, Product
 class HessianOperator(CurvatureOperator):
     r"""The exact Hessian $\nabla^2 L(\theta)$ of the mean loss, multiplied without forming it.
 
-    For a vector $v$, $\nabla^2 L\, v = \nabla (\nabla L \cdot v)$: the gradient is differentiated
-    once more (Pearlmutter, 1994). What the loss detaches counts as a constant.
+    For a vector $v$, $\nabla^2 L\, v = \nabla (\nabla L \cdot v)$: a second differentiation
+    (Pearlmutter, 1994). Detached parts of the loss count as constants.
 
     Examples:
         >>> import torch
@@ -36,11 +36,11 @@ class HessianOperator(CurvatureOperator):
 
 
 def derivatives(value: Tensor, inputs: Sequence[Tensor]) -> tuple[Parts, Product]:
-    """The gradient of a scalar, and the product with its matrix of second derivatives."""
+    """The gradient of a scalar, and a function that multiplies its Hessian with a vector."""
     if not value.requires_grad:
         return [None] * len(inputs), lambda tangent: [None] * len(inputs)
     first: Parts = torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)
-    # The others are constant, or not there: their derivatives are zero.
+    # The others are constant or missing: their derivatives are zero.
     live = [(i, g) for i, g in enumerate(first) if g is not None and g.requires_grad]
 
     def product(tangent: Sequence[Tensor]) -> Parts:

@@ -20,16 +20,16 @@ from .symmetric import Symmetric, check_matrix, multiply
 Method = Literal["deflated", "hutchinson"]
 
 FEWEST = 30
-"""Random vectors before the standard error is believed: it is itself an estimate.
+"""Fewest random vectors for which the estimated standard error is trusted.
 
-A few large eigenvalues make the samples skew: with 10 vectors, 95% intervals can cover the trace
-in as few as 83% of cases.
+A few large eigenvalues skew the samples: with 10 vectors, 95% intervals can cover the trace in as
+few as 83% of cases.
 """
 
 CONFIRMED = 1.25
-"""How many times the samples must be there for which the standard error was first small enough.
+"""Once the standard error is small enough, take this many times as many samples and check again.
 
-To stop at the first small one favours samples that happen to lie close together.
+Stopping at once would favor samples that happen to lie close together.
 """
 
 
@@ -46,23 +46,23 @@ def trace(
     r"""Estimate the trace.
 
     Hutchinson's estimate is the mean of $z^\top H z$ over random signs $z$. Its variance is twice
-    the squared Frobenius norm off the diagonal, and a few large eigenvalues make up most of that.
-    The default takes these out: with an orthonormal basis $Q$ of vectors found by Lanczos,
+    the squared Frobenius norm off the diagonal, most of which comes from a few large eigenvalues.
+    The default removes these: with an orthonormal basis $Q$ of vectors found by Lanczos,
 
     $$\operatorname{tr} H = \operatorname{tr} Q^\top H Q + \mathbb{E}\, z^\top P H P z,
     \qquad P = I - Q Q^\top,$$
 
-    where the first part is known exactly and the second has little variance left. The estimate is
-    unbiased whatever the basis, because $z$ is drawn independently of it.
+    where the first part is exact and the second has little variance. The estimate is unbiased for
+    any basis, because $z$ is independent of it.
 
     Args:
-        op: a `HessianOperator`, a `GaussNewtonOperator`, a symmetric matrix.
+        op: a `HessianOperator`, a `GaussNewtonOperator`, or a symmetric matrix.
         rtol: the standard error to reach, relative to the trace.
-        eigenvalues: what `top_eigenvalues` found with `vectors=True`: its vectors are the basis.
-            By default, a Lanczos basis is built with a tenth of `max_products`.
-        method: "deflated" (default), or "hutchinson", the paper's.
-        max_products: stop after so many products, and warn where the standard error is larger.
-        seed: of the random signs.
+        eigenvalues: the result of `top_eigenvalues` with `vectors=True`, to use its vectors as the
+            basis (default: a Lanczos basis, built with a tenth of `max_products`).
+        method: "deflated" (default), or "hutchinson", as in the paper.
+        max_products: stop after this many products, with a warning if `rtol` is not reached.
+        seed: seed of the random signs.
         progress: called after each product.
 
     Examples:
@@ -74,11 +74,11 @@ def trace(
     if method not in get_args(Method):
         raise UserError(unknown("method", method, get_args(Method)))
     if not rtol > 0:
-        raise UserError(f"rtol={rtol}: give a positive number")
+        raise UserError(f"rtol must be positive, got {rtol}")
     if method == "hutchinson" and eigenvalues is not None:
-        raise UserError("method='hutchinson' uses no eigenvalues: leave them out")
+        raise UserError("method='hutchinson' does not use eigenvalues: omit them")
     if max_products < 2 * FEWEST:
-        raise UserError(f"max_products={max_products}: at least {2 * FEWEST} are needed")
+        raise UserError(f"max_products must be at least {2 * FEWEST}, got {max_products}")
     check_matrix(op)
     generator = seeded(op, seed)
     rounding = 4 * torch.finfo(op.dtype).eps
@@ -92,7 +92,7 @@ def trace(
         exact = {"value": known, "low": known, "high": known}
         return Trace(**exact, stderr=0.0, samples=0, rtol=rtol, converged=True, products=products)
     samples: list[float] = []
-    until: int | None = None  # the samples at which to look again
+    until: int | None = None  # number of samples at which to check again
     while True:
         z = random_signs(op, generator)
         if basis is not None:
@@ -118,8 +118,8 @@ def trace(
             if not enough:
                 warnings.warn(
                     f"the trace has not converged: after {products} products its standard error is "
-                    f"{stderr / abs(value) if value else math.inf:.1%} of it, and {rtol:.1%} was "
-                    "asked for. Raise max_products or rtol.",
+                    f"{stderr / abs(value) if value else math.inf:.1%} of it, but rtol={rtol:.1%}. "
+                    "Raise max_products or rtol.",
                     stacklevel=2,
                 )
             low, high = student_interval(value, stderr, len(samples))
@@ -127,7 +127,7 @@ def trace(
 
 
 Basis = tuple[Tensor, float, int]
-"""Vectors in rows, the trace of the operator on their span, and the products that took."""
+"""Vectors in rows, the trace of the operator on their span, and the number of products."""
 
 
 def _lanczos_basis(
@@ -158,9 +158,9 @@ def _given_basis(op: Symmetric, eigenvalues: Eigenvalues) -> Basis:
             f"eigenvalues has vectors in {vectors.dtype} on {vectors.device}, and the operator is "
             f"in {op.dtype} on {op.device}: compute them with this operator"
         )
-    # One product tells pairs of another operator, or of other weights.
+    # One product detects eigenpairs of another operator, or of other weights.
     values, residuals = eigenvalues.values, eigenvalues.residuals
-    # Of its own generator: the random signs are the same whether or not there are pairs to check.
+    # From a separate generator, so that the random signs do not depend on this check.
     mix = torch.randn(len(values), generator=seeded(op, 0), dtype=op.dtype, device=op.device)
     expected = vectors @ (mix * values.to(mix))
     off = torch.linalg.vector_norm(multiply(op, vectors @ mix) - expected)
@@ -169,14 +169,14 @@ def _given_basis(op: Symmetric, eigenvalues: Eigenvalues) -> Basis:
     coarse = torch.finfo(op.dtype).eps ** 0.5 * float(values.abs().max() * mix.norm())
     if float(off) > allowed + coarse:
         raise UserError(
-            "eigenvalues are not those of this operator: were they computed for other weights, "
-            "another loss or other data? Compute them again."
+            "eigenvalues are not those of this operator: they may belong to other weights, "
+            "another loss or other data. Compute them again."
         )
     return vectors.T, float(values.sum()), 1
 
 
 def _left(value: float, stderr: float, samples: int, rtol: float) -> float:
-    """How many samples are still needed: the error falls with the root of their number."""
+    """Estimate the missing samples: the error falls with the square root of their number."""
     target = rtol * abs(value)
     ratio = stderr / target if stderr < 1e6 * target else math.inf
     needed = 0.0 if stderr == 0 else samples * ratio**2

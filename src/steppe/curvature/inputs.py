@@ -1,4 +1,4 @@
-"""What an operator is given: batches with a length, parameters that can be differentiated by."""
+"""Validation of an operator's inputs: batches, losses and parameters."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ def batch_size(batch: Any) -> int:
     found = next((leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)), None)
     if found is None or found.ndim == 0:
         raise UserError(
-            f"a batch is a tensor, or a tuple, list or mapping with one; got {type(batch).__name__}"
+            f"a batch must be a tensor, or a tuple, list or mapping that contains one; got "
+            f"{type(batch).__name__}"
         )
     return len(found)
 
 
 def mean_loss(loss_fn: Any) -> Callable[[nn.Module, Any], Tensor]:
-    """A function of the model and a batch, made of a criterion where that was given.
+    """Turn a criterion into a function of the model and a batch; return other functions unchanged.
 
-    A criterion takes outputs and targets: a module such as `nn.CrossEntropyLoss()` whose `forward`
-    does not begin with the model, or a function of `torch.nn.functional`.
+    A criterion takes outputs and targets: a module such as `nn.CrossEntropyLoss()`, whose `forward`
+    does not take the model first, or a function from `torch.nn.functional`.
     """
     if isinstance(loss_fn, nn.Module):
         first = next(iter(inspect.signature(loss_fn.forward).parameters.values()), None)
@@ -42,7 +43,7 @@ def mean_loss(loss_fn: Any) -> Callable[[nn.Module, Any], Tensor]:
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     if getattr(loss_fn, "reduction", "mean") != "mean":
         raise UserError(
-            f"{name} has reduction={loss_fn.reduction!r}: curvature is that of the mean loss, use "
+            f"{name} has reduction={loss_fn.reduction!r}, but curvature needs the mean loss: use "
             "reduction='mean'"
         )
 
@@ -52,7 +53,7 @@ def mean_loss(loss_fn: Any) -> Callable[[nn.Module, Any], Tensor]:
                 f"{len(batch)} values" if isinstance(batch, list | tuple) else type(batch).__name__
             )
             raise UserError(
-                f"{name} needs batches of (inputs, targets), got {got}: give a function "
+                f"{name} needs batches of (inputs, targets), got {got}: pass a function "
                 "loss_fn(model, batch) that returns the mean loss of a batch"
             )
         inputs, targets = batch
@@ -63,7 +64,7 @@ def mean_loss(loss_fn: Any) -> Callable[[nn.Module, Any], Tensor]:
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What nested mappings, tuples and lists hold, with where it is."""
+    """The leaves of nested mappings, tuples and lists, with their paths."""
     items: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
         items = value.items()
@@ -77,7 +78,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def chosen_params(model: nn.Module, params: Iterable[Tensor] | None) -> list[Tensor]:
-    """The parameters given, or those of the model that require a gradient; refuses what is none."""
+    """Validate `params` (default: the model's parameters that require a gradient)."""
     if isinstance(params, Tensor):
         raise UserError("params is one tensor: put it in a list")
     found: list[Any] = list(model.parameters() if params is None else params)
@@ -85,18 +86,18 @@ def chosen_params(model: nn.Module, params: Iterable[Tensor] | None) -> list[Ten
         found = [p for p in found if p.requires_grad]
     if not found:
         raise UserError(
-            "no parameter of the model requires a gradient: name some in params="
+            "no parameter of the model requires a gradient: pass some as params="
             if params is None
             else "params is empty: an operator needs at least one parameter"
         )
     for p in found:
         if not isinstance(p, Tensor):
             raise UserError(
-                f"params has a {type(p).__name__} in it: give the parameters themselves, for "
-                "instance model.layer.parameters()"
+                f"params contains a {type(p).__name__}: pass the parameters themselves, such as "
+                "model.layer.parameters()"
             )
     if len({id(p) for p in found}) < len(found):
-        raise UserError("a parameter is in params twice: name each once")
+        raise UserError("params contains a parameter twice: pass each once")
     _check(found)
     return found
 
@@ -107,7 +108,7 @@ def _check(params: list[Tensor]) -> None:
         raise UserError(
             "the parameters differ in type or device: "
             + ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-            + ". Convert the model, for instance with model.float()."
+            + ". Convert the model, for example with model.float()."
         )
     dtype = params[0].dtype
     if dtype not in (torch.float32, torch.float64):

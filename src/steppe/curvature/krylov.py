@@ -1,11 +1,10 @@
-r"""Krylov spaces of a symmetric operator, built up, cut back and widened again.
+r"""Krylov spaces of a symmetric operator, which can grow, restart and widen.
 
-One mechanism serves the eigenvalues, the trace and the density: an orthonormal basis $V$ whose
-images under the operator are known, $H V = V T + Q\,C$, with the next block $Q$ orthogonal to $V$.
-The basis is kept orthonormal to rounding (every new vector is orthogonalized against all others,
-again where the first time cancelled much), so that $T = V^\top H V$ holds whatever the basis went
-through, and the residuals of the Ritz pairs are the norms of the columns of $C S$, for the
-eigenvectors $S$ of $T$.
+One mechanism serves eigenvalues, trace and density: an orthonormal basis $V$ with known images
+under the operator, $H V = V T + Q\,C$, where the next block $Q$ is orthogonal to $V$. Every new
+vector is orthogonalized against all others, repeatedly if much cancels, so the basis stays
+orthonormal up to rounding and $T = V^\top H V$ always holds. The residuals of the Ritz pairs are
+the norms of the columns of $C S$, with the eigenvectors $S$ of $T$.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from .float32 import full_float32
 from .symmetric import Symmetric, multiply
 
 _CHUNK = 1 << 22
-"""Columns of the basis that are rotated at a time: a rotation in place needs little memory."""
+"""Columns of the basis to rotate at a time, in place, to save memory."""
 
 
 @dataclass(frozen=True)
 class Ritz:
-    """Approximate eigenpairs, those of the operator restricted to the basis: float64 on the CPU."""
+    """Approximate eigenpairs from the operator restricted to the basis: float64 on the CPU."""
 
     values: Tensor
     """Ascending."""
@@ -35,26 +34,26 @@ class Ritz:
 
 
 class Krylov:
-    """A Krylov space that grows by a block at a time.
+    """A Krylov space that grows one block at a time.
 
     Args:
         op: the operator.
-        start: the first block, `b x n`; made orthonormal.
-        rows: vectors to make room for, those of the next block included.
-        generator: draws new directions where the old ones are exhausted.
+        start: the first block, `b x n`; will be orthonormalized.
+        rows: vectors to allocate memory for, including the next block.
+        generator: draws new directions when the old ones are exhausted.
     """
 
     def __init__(self, op: Symmetric, start: Tensor, rows: int, generator: torch.Generator) -> None:
         self._op, self._generator = op, generator
         self._n = op.shape[0]
         self.rows = min(rows, self._n)
-        # Whole, and once: a basis that grows by copies needs twice the memory.
+        # Allocated once: growing by copies would need twice the memory.
         self._basis = torch.empty(self.rows, self._n, dtype=op.dtype, device=op.device)
         self._t = torch.zeros(self.rows, self.rows, dtype=torch.float64)
         self.size = 0
-        """Vectors of the basis."""
+        """Number of vectors in the basis."""
         self.block = 0
-        """Vectors of the next block, whose images are not known yet."""
+        """Number of vectors in the next block, whose images are not known yet."""
         self.products = 0
         for vector in start:
             self._append(vector.to(op.device, op.dtype, copy=True), self.block)
@@ -66,21 +65,21 @@ class Krylov:
         return not self.has_room(1, self.block)
 
     def has_room(self, steps: int, width: int) -> bool:
-        """Whether so many steps fit, with so many vectors each, and the block after them."""
+        """Whether `steps` blocks of `width` vectors fit, and the block after them."""
         return width == 0 or min(self.size + (steps + 1) * width, self._n) <= self.rows
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the basis spans the whole space, or all that can be reached: nothing is left."""
+        """Whether the basis spans everything that can be reached."""
         return self.block == 0
 
     @property
     def basis(self) -> Tensor:
-        """The vectors whose images are known, in rows."""
+        """The vectors with known images, in rows."""
         return self._basis[: self.size]
 
     def step(self) -> None:
-        """Multiplies the next block and takes it into the basis."""
+        """Multiply the next block and add it to the basis."""
         size, total = self.size, self.size + self.block
         block = self._basis[size:total]
         images = multiply(self._op, block[0] if len(block) == 1 else block.T)
@@ -109,7 +108,7 @@ class Krylov:
         return Ritz(values, coordinates, residuals)
 
     def restart(self, ritz: Ritz, kept: Tensor) -> None:
-        """Cuts the basis back to some Ritz vectors (thick restart: Wu and Simon, 2000)."""
+        """Reduce the basis to some Ritz vectors (thick restart: Wu and Simon, 2000)."""
         coordinates = ritz.coordinates[:, kept]
         size, old = len(kept), self.size
         rotation = coordinates.T.to(self._basis)
@@ -124,7 +123,7 @@ class Krylov:
         self.size = size
 
     def widen(self) -> bool:
-        """Adds a random direction to the next block; False where there is no room."""
+        """Add a random direction to the next block; return False if there is no room."""
         top = self.size + self.block
         if top + 1 > self.rows or self._append_random(top) is None:
             return False
@@ -134,7 +133,7 @@ class Krylov:
         return True
 
     def vectors(self, coordinates: Tensor) -> Tensor:
-        """Vectors of the basis' span, in rows, from their coordinates in columns."""
+        """Vectors, in rows, from their coordinates in the basis, in columns."""
         rotation = coordinates.T.to(self._basis)
         out = torch.empty(len(rotation), self._n, dtype=self._basis.dtype, device=self._op.device)
         with full_float32(self._op.device):
@@ -142,22 +141,22 @@ class Krylov:
         return out
 
     def _append(self, vector: Tensor, top: int) -> tuple[Tensor, float | None]:
-        """Makes a vector orthonormal to the first `top` rows and writes it into the next one.
+        """Orthonormalize a vector against the first `top` rows and write it into the next row.
 
         Returns:
-            Its coefficients, and the length of what was left of it: 0 where nothing was, and a
-            random direction was written instead; None where there is none either.
+            Its coefficients and the length of the remainder. The length is 0 if nothing remained
+            and a random direction was written instead, and None if there is no direction left.
         """
         before = float(torch.linalg.vector_norm(vector))
         coefficients, length = self._orthogonalize(vector, top)
-        # Below this, what is left is rounding.
+        # Below this, the remainder is rounding error.
         if length > 16 * torch.finfo(vector.dtype).eps * before and top < self.rows:
             self._basis[top] = vector.div_(length)
             return coefficients, length
         return coefficients, self._append_random(top)
 
     def _append_random(self, top: int) -> float | None:
-        """Writes a random unit vector, orthogonal to the first `top` rows, into the next one."""
+        """Write a random unit vector, orthogonal to the first `top` rows, into the next row."""
         if top >= self.rows or top >= self._n:
             return None
         vector = random_vector(self._op, self._generator)
@@ -166,11 +165,11 @@ class Krylov:
         return 0.0
 
     def _orthogonalize(self, vector: Tensor, top: int) -> tuple[Tensor, float]:
-        """Subtracts from a vector, in place, its parts along the first `top` rows."""
+        """Subtract from a vector, in place, its components along the first `top` rows."""
         basis = self._basis[:top]
         total = torch.zeros(top, dtype=torch.float64)
         length = float(torch.linalg.vector_norm(vector))
-        for _ in range(5):  # classical Gram-Schmidt, until nothing more is cancelled
+        for _ in range(5):  # classical Gram-Schmidt, until little cancels
             coefficients = basis @ vector
             vector.addmv_(basis.T, coefficients, alpha=-1)
             total += coefficients.to("cpu", torch.float64)
@@ -181,17 +180,15 @@ class Krylov:
 
 
 def random_vector(op: Symmetric, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers."""
     return torch.randn(op.shape[0], generator=generator, dtype=op.dtype, device=op.device)
 
 
 def random_signs(op: Symmetric, generator: torch.Generator) -> Tensor:
-    """Rademacher numbers: 1 or -1 with equal probability."""
     size = (op.shape[0],)
     signs = torch.randint(0, 2, size, generator=generator, dtype=op.dtype, device=op.device)
     return signs.mul_(2).sub_(1)
 
 
 def seeded(op: Symmetric, seed: int) -> torch.Generator:
-    """A generator of the solver's own: the global ones are left alone."""
+    """A private generator, so that solvers do not change global random states."""
     return torch.Generator(op.device).manual_seed(seed)

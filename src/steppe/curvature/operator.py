@@ -1,9 +1,4 @@
-"""A symmetric matrix of second derivatives, known only through its products with vectors.
-
-The matrix belongs to the mean loss over all batches. A product costs one pass over the data: for
-each batch a forward pass, a first backward pass that can be differentiated, and one more backward
-pass for every vector of the block.
-"""
+"""Matrices of second derivatives of the mean loss, known only through products with vectors."""
 
 from __future__ import annotations
 
@@ -25,13 +20,13 @@ from .float32 import full_float32
 from .inputs import batch_size, chosen_params, mean_loss
 
 LossFunction = Callable[[nn.Module, Any], Tensor] | Callable[[Tensor, Tensor], Tensor]
-"""Maps a model and a batch to the mean loss of the batch; or, of torch.nn, outputs and targets."""
+"""Maps a model and a batch, or outputs and targets, to the mean loss of the batch."""
 
 Parts = Sequence[Tensor | None]
-"""A vector, parameter by parameter; None where the loss does not see the parameter."""
+"""A vector in parts, one per parameter; None if the loss does not use the parameter."""
 
 Product = Callable[[Sequence[Tensor]], Parts]
-"""Multiplies the matrix of one batch with a vector, given and returned parameter by parameter."""
+"""Multiplies one batch's matrix with a vector, both in parts, one per parameter."""
 
 
 _State = tuple[list[int], list[Tensor]]
@@ -39,7 +34,7 @@ _State = tuple[list[int], list[Tensor]]
 
 @dataclass(frozen=True)
 class Differentiated:
-    """The mean loss of a batch, and functions of its graph: the gradient, and products."""
+    """The mean loss of a batch, with functions that compute its gradient and products."""
 
     loss: Tensor
     gradient: Callable[[], Parts]
@@ -47,34 +42,33 @@ class Differentiated:
 
 
 class CurvatureOperator(ABC):
-    """Base of the operators: batches, parameters and the state of the model.
+    """Base class of the operators, which compute second derivatives of the mean loss.
 
-    `operator @ v` takes a flat vector of length `n`, or `n x b` for a block of `b` vectors, which
-    share the forward and the first backward pass. The matrix is that of the weights as they are
-    when it is multiplied. While it computes, the model is in evaluation mode, in full fp32 (no
-    autocast, no TF32) and not compiled; afterwards everything is as it was.
+    `operator @ v` takes a flat vector of length `n`, or `n x b` for a block of `b` vectors. It
+    makes one pass over the data: per batch, a forward pass, a first backward pass, and one more
+    backward pass per vector. Products use the current weights. During a product, the model runs in
+    evaluation mode, in full fp32 (no autocast, no TF32) and uncompiled.
 
     Args:
         model: any module.
-        loss_fn: `loss_fn(model, batch)` gives the mean loss of a batch, a scalar. Where batches are
+        loss_fn: `loss_fn(model, batch)` returns the mean loss of a batch, a scalar. If batches are
             `(inputs, targets)`, it may be a criterion: `nn.CrossEntropyLoss()`, `F.mse_loss`.
-        batches: gives the same batches every time it is iterated over: a list, or a loader that
-            does not shuffle or augment. A batch is a tensor, or a tuple, list or mapping whose
-            first tensor is as long as the batch; the mean over batches is weighted by that.
-        params: the parameters to differentiate by, for instance of one layer; those of the model
-            that require a gradient by default.
-        keep_graphs: whether to keep every batch differentiated in memory, which saves the forward
-            and the first backward pass of all products but the first. By default, a single batch
-            is kept: its graph needs no more memory between products than within them. A kept graph
-            is renewed when weights or buffers change, and sees nothing else: give False where the
-            loss depends on more than the model and the batch.
-        check: whether to check, before the first product, that the loss of a batch is repeatable
-            and its matrix symmetric.
+        batches: an iterable that always yields the same batches: a list, or a loader that does not
+            shuffle or augment. A batch is a tensor, or a tuple, list or mapping. The length of its
+            first tensor is its weight in the mean.
+        params: the parameters to differentiate by, for example of one layer (default: those of the
+            model that require a gradient).
+        keep_graphs: whether to keep the graphs of all batches in memory, which saves the forward
+            and first backward passes of later products (default: only if there is one batch, when
+            it costs no extra memory). Graphs are renewed when weights or buffers change. Pass False
+            if the loss depends on anything else besides the batch.
+        check: whether to check, before the first product, that the loss is repeatable and its
+            matrix symmetric.
         progress: called after each batch of a pass with its number, from 1.
 
     Attributes:
-        products: how many vectors have been multiplied.
-        passes: how often the batches were read.
+        products: number of vectors multiplied.
+        passes: number of passes over the batches.
     """
 
     def __init__(
@@ -89,10 +83,10 @@ class CurvatureOperator(ABC):
         progress: Callable[[int], None] | None = None,
     ) -> None:
         if isinstance(batches, Tensor):
-            raise UserError("batches is one tensor: put it in a list")
+            raise UserError("batches is a single tensor: put it in a list")
         if isinstance(batches, Iterator):
             raise UserError(
-                f"batches is a {type(batches).__name__}, which can be read only once: give a list "
+                f"batches is a {type(batches).__name__}, which can be read only once: pass a list "
                 "or a loader"
             )
         self.model, self.loss_fn, self.batches = model, mean_loss(loss_fn), batches
@@ -126,7 +120,7 @@ class CurvatureOperator(ABC):
         return f"{type(self).__name__}({n} x {n}, {self.dtype}, {self.device})"
 
     def __matmul__(self, vectors: Tensor) -> Tensor:
-        """The product with a vector, or with each column of a matrix."""
+        """Multiply with a vector, or with each column of a matrix."""
         self._check_vectors(vectors)
         samples = 0
         with self._still():
@@ -138,7 +132,7 @@ class CurvatureOperator(ABC):
                 for tangent, total in zip(tangents, sums, strict=True):
                     _add(total, batch.product(tangent), n)
                 samples += n
-                del batch  # before the next one needs its memory
+                del batch  # frees its memory before the next one
             self.products += len(rows)
             return out.div_(samples).T.reshape(vectors.shape)
 
@@ -167,16 +161,16 @@ class CurvatureOperator(ABC):
         return total / samples
 
     def unflatten(self, vector: Tensor) -> list[Tensor]:
-        """A flat vector as views in the shapes of the parameters."""
+        """Views of a flat vector in the shapes of the parameters."""
         pieces = vector.split(self._lengths)
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
     @abstractmethod
     def _differentiate(self, batch: Any, number: int) -> Differentiated:
-        """A batch, ready to be differentiated twice."""
+        """Evaluate a batch so that it can be differentiated twice."""
 
     def _batches(self, twice: bool = True) -> Iterator[tuple[int, Differentiated]]:
-        """Each batch with its size; `twice`: products are wanted as well as the gradient."""
+        """Each batch with its size; `twice` prepares products besides the gradient."""
         if not self._checked:
             self._probe()
             self._checked = True
@@ -187,7 +181,7 @@ class CurvatureOperator(ABC):
         kept, keep = [], self._keep
         for number, (batch, is_last) in enumerate(_until_last(self._read())):
             if keep is None:
-                keep = is_last  # the first is the only one
+                keep = is_last  # there is only one batch
             one = self._differentiate(batch, number) if twice or keep else self._once(batch, number)
             if keep:
                 kept.append((batch_size(batch), one))
@@ -211,12 +205,12 @@ class CurvatureOperator(ABC):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UserError(
-                f"loss_fn must return the mean loss of a batch, a tensor with one number: got {got}"
+                f"loss_fn must return the mean loss of a batch, a tensor with one number, got {got}"
             )
         if not torch.isfinite(loss.detach()):
             raise UserError(
-                f"the loss of batch {number} is {float(loss.detach())}: curvature is defined where "
-                "the loss is finite. Check the weights and the data."
+                f"the loss of batch {number} is {float(loss.detach())}, but curvature needs a "
+                "finite loss. Check the weights and the data."
             )
         return loss.reshape(())
 
@@ -229,30 +223,30 @@ class CurvatureOperator(ABC):
             raise UserError("batches is empty: curvature needs at least one sample")
         if self._samples not in (None, samples):
             raise UserError(
-                f"batches gave {self._samples} samples in one pass and {samples} in another: give "
-                "the same ones every time"
+                f"batches yielded {self._samples} samples in one pass and {samples} in another: "
+                "every pass must yield the same samples"
             )
         self._samples = samples
         self.passes += 1
 
     def _state(self) -> _State:
-        """What the loss is computed from: the versions of all tensors, and copies of them.
+        """The versions of all tensors that the loss depends on, and copies of their values.
 
-        Versions do not see `p.data.mul_()`; and autograd refuses a graph whose tensors were written
-        to, even if with equal values. The copies are in one tensor for each type, which takes a few
-        kernels where hundreds would be launched.
+        Versions miss writes such as `p.data.mul_()`, and values are not enough: autograd rejects a
+        graph whose tensors were overwritten, even with equal values. One concatenated copy per type
+        needs a few kernel launches instead of hundreds.
         """
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         tensors = [*self.model.parameters(), *self.model.buffers(), *self.params]
         once = list(dict.fromkeys(tensors))
         for tensor in once:
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach().reshape(-1))
-        # Tensors made in inference mode count no versions.
+        # Tensors created in inference mode have no versions.
         versions = [0 if tensor.is_inference() else tensor._version for tensor in once]
         return versions, [torch.cat(parts) for parts in kinds.values()]
 
     def _probe(self) -> None:
-        """Refuses batches, models and losses that differ from one time to the next."""
+        """Check that batches, model and loss are deterministic, and the matrix symmetric."""
         first = next(self._read())
 
         def evaluate() -> tuple[Tensor, Parts]:
@@ -263,8 +257,8 @@ class CurvatureOperator(ABC):
             loss, gradient = evaluate()
         if not any(part is not None for part in gradient):
             raise UserError(
-                "the loss does not depend on the parameters: is it detached, or computed under "
-                "no_grad, or from another model?"
+                "the loss does not depend on the parameters: it may be detached, computed under "
+                "no_grad, or computed from another model"
             )
         self._check_gradient(gradient)
         check_repeatable(
@@ -277,7 +271,7 @@ class CurvatureOperator(ABC):
         self._check_symmetry(self._differentiate(first, 0).product)
 
     def _check_symmetry(self, product: Product) -> None:
-        """Compares u' H v with v' H u; both are about as large as the norm of H v."""
+        """Compare u' H v with v' H u, relative to the norm of H v."""
         generator = torch.Generator(self.device).manual_seed(0)
         n = self.shape[0]
         flat = torch.randn(2, n, generator=generator, dtype=self.dtype, device=self.device)
@@ -289,8 +283,8 @@ class CurvatureOperator(ABC):
         if difference.abs() > torch.finfo(self.dtype).eps ** 0.4 * scale:
             raise UserError(
                 "the second derivatives of the loss are not symmetric: some layer's backward pass "
-                "is not the derivative of its forward pass, or cannot be differentiated rightly "
-                "(of torch's own layers, weight_norm; gradient reversal on purpose)"
+                "is not the derivative of its forward pass (gradient reversal) or has a wrong "
+                "derivative itself (torch's weight_norm)"
             )
 
     def _check_gradient(self, gradient: Parts) -> None:
@@ -304,32 +298,32 @@ class CurvatureOperator(ABC):
             if part is not None and not part.isfinite().all():
                 raise UserError(
                     f"the gradient of the loss by {names.get(id(p), f'params[{i}]')} is not "
-                    "finite, although the loss is: curvature is defined where the loss is smooth"
+                    "finite, although the loss is. Curvature needs a smooth loss."
                 )
 
     def _check_vectors(self, vectors: Tensor) -> None:
         n = self.shape[0]
         if vectors.ndim not in (1, 2) or vectors.shape[0] != n:
             raise UserError(
-                f"the operator has {n} rows: multiply a vector of that length, or {n} x b for b "
-                f"of them, not {tuple(vectors.shape)}"
+                f"the operator has {n} rows, so it multiplies vectors of shape ({n},) or ({n}, b), "
+                f"got {tuple(vectors.shape)}"
             )
         if vectors.dtype != self.dtype or vectors.device != self.device:
             raise UserError(
-                f"the parameters are {self.dtype} on {self.device} and the vector is "
+                f"the parameters are {self.dtype} on {self.device}, but the vector is "
                 f"{vectors.dtype} on {vectors.device}: convert it with .to()"
             )
 
     @contextmanager
     def _still(self) -> Iterator[None]:
-        """The model and torch's switches as a product needs them, put back afterwards."""
-        # Flags rather than eval(), which some modules take as the occasion to merge weights.
+        """Set up the model and torch for a product, and restore them afterwards."""
+        # Not eval(), on which some modules merge weights.
         training = [(module, module.training) for module in self.model.modules()]
         frozen = [p for p in self.params if not p.requires_grad]
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            # A loader draws a seed for its workers whenever it is read.
+            # Iterating over a loader draws a seed for its workers.
             cuda = [self.device] if self.device.type == "cuda" else []
             stack.enter_context(torch.random.fork_rng(cuda, device_type="cuda"))
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
@@ -349,7 +343,7 @@ class CurvatureOperator(ABC):
 
 
 def gradient_parts(loss: Tensor, params: Sequence[Tensor], keep: bool = False) -> Parts:
-    """The gradient of a loss; `keep`: its graph is needed again."""
+    """The gradient of a loss; `keep` retains its graph."""
     if not loss.requires_grad:
         return [None] * len(params)
     parts: Parts = torch.autograd.grad(loss, params, retain_graph=keep, allow_unused=True)
@@ -357,8 +351,8 @@ def gradient_parts(loss: Tensor, params: Sequence[Tensor], keep: bool = False) -
 
 
 def _until_last(values: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """The values, and whether each is the last."""
-    held = next(values)  # there is one: an empty pass is an error already
+    """The values, each with whether it is the last."""
+    held = next(values)  # an empty pass already raised an error
     for following in values:
         yield held, False
         held = following
@@ -366,7 +360,7 @@ def _until_last(values: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 def _add(total: Sequence[Tensor], parts: Parts, weight: int) -> None:
-    """Adds what is there: a parameter that the loss does not see has no part."""
+    """Add the parts that exist, times `weight`."""
     found = [(t, p.detach()) for t, p in zip(total, parts, strict=True) if p is not None]
     if found:
         torch._foreach_add_([t for t, _ in found], [p for _, p in found], alpha=weight)

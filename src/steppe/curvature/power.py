@@ -1,4 +1,4 @@
-"""Power iteration with deflation, as the paper's tool does it: to reproduce, not to recommend."""
+"""Power iteration with deflation, as in the paper's tool: for reproduction, not recommended."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .results import Progress, Report
 from .symmetric import Symmetric, multiply
 
 STEPS = 100
-"""The most steps spent on one eigenvalue."""
+"""Maximum number of steps per eigenvalue."""
 
 
 def power_iteration(
     op: Symmetric, k: int, *, tol: float, vectors: bool, seed: int, progress: Report | None
 ) -> Eigenvalues:
-    """The eigenvalues of largest magnitude, one after the other.
+    """Compute the eigenvalues of largest magnitude, one after the other.
 
-    Each starts from a random vector, is kept orthogonal to those found before, and stops when the
-    Rayleigh quotient changes by at most `tol` relative to itself, or after 100 steps. It stops as
-    well where the operator leaves nothing of the vector: that belongs to the eigenvalue zero.
+    Each iteration starts from a random vector and stays orthogonal to the vectors found before. It
+    stops when the relative change of the Rayleigh quotient is at most `tol`, after `STEPS` steps,
+    or when the image of the vector vanishes (eigenvalue zero).
     """
     generator = seeded(op, seed)
     found = torch.empty(k, op.shape[0], dtype=op.dtype, device=op.device)
@@ -37,7 +37,7 @@ def power_iteration(
             residuals[i] = float(torch.linalg.vector_norm(image - value * vector))
             values[i], found[i] = value, vector
             image = _deflated(image, found[:i])
-            # Made longer, rounding would be a direction like any other, and not orthogonal.
+            # Normalizing a rounding error would give a direction that is not orthogonal.
             rounding = 16 * torch.finfo(op.dtype).eps * float(values[: i + 1].abs().max())
             is_zero = float(torch.linalg.vector_norm(image)) <= rounding
             settled = is_zero or abs(value - before) <= tol * abs(before)
@@ -53,7 +53,7 @@ def power_iteration(
 
 
 def _orthonormal(vector: Tensor, found: Tensor) -> Tensor:
-    """Deflated twice: the first time may cancel much, which makes rounding errors large."""
+    """Deflate twice, because cancellation the first time can amplify rounding errors."""
     return _normalized(_deflated(_normalized(_deflated(vector, found)), found))
 
 

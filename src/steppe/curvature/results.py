@@ -1,4 +1,4 @@
-"""What the solvers tell and find, in plain numbers: records need no torch, so this does not."""
+"""Results and progress of the solvers as plain numbers, so that reading records needs no torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from steppe.errors import UserError
 
 
 def working(default: Any) -> Any:
-    """A field that tells how a result came about: not compared, and not stored with a run."""
+    """A field about how a result was computed: neither compared nor stored with a run."""
     return field(default=default, compare=False)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a solver is.
+    """The progress of a solver.
 
     Attributes:
-        share: the part that is done, from 0 to 1; an estimate where the end is not known.
-        products: vectors multiplied so far.
-        note: in words.
+        share: the fraction done, from 0 to 1; an estimate if the end is unknown.
+        products: number of vectors multiplied so far.
+        note: a description for users.
     """
 
     share: float
@@ -32,7 +32,7 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
-"""Called now and then by a solver."""
+"""A callback for progress."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Trace:
 
     Attributes:
         value: the estimate.
-        stderr: its standard error, at least that of rounding; 0 where nothing was left to chance.
-        low: where the 95% confidence interval begins.
-        high: where it ends.
-        samples: the random vectors behind it.
-        rtol: the standard error that was asked for, relative to the trace.
-        converged: whether it is reached.
-        products: how many vectors were multiplied for it.
+        stderr: its standard error, at least that of rounding; 0 if the trace was computed exactly.
+        low: lower end of the 95% confidence interval.
+        high: upper end of the 95% confidence interval.
+        samples: number of random vectors.
+        rtol: the requested standard error, relative to the trace.
+        converged: whether the standard error reached `rtol`.
+        products: number of vectors multiplied.
     """
 
     value: float
@@ -60,7 +60,7 @@ class Trace:
     products: int = working(0)
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """The confidence interval, by Student's distribution."""
+        """The confidence interval, from Student's t distribution."""
         return student_interval(self.value, self.stderr, self.samples, confidence)
 
 
@@ -80,16 +80,15 @@ class Flatness:
             $\theta_2 = \theta + \rho\, \hat h_0$, with $h_0 = \nabla L(\theta_1) - g_0$, instead of
             the maximum.
         fad_one_step: Eq. 3 with the one-step values.
-        lambda_max: the largest eigenvalue that `fad` implies by Eq. 4, which holds at a minimum of
-            a quadratic.
-        converged: whether the ascents that reached `zeroth` and `first` stopped by themselves,
-            rather than after `steps`.
-        passes: how often the data was read.
+        lambda_max: the largest eigenvalue that `fad` implies by Eq. 4, which holds at the minimum
+            of a quadratic.
+        converged: whether the ascents that found `zeroth` and `first` converged within `steps`.
+        passes: number of passes over the data.
         loss: $L(\theta)$.
         gradient_norm: $\|\nabla L(\theta)\|$.
-        zeroth_starts: what the ascent from each start reached: from $\theta_1$, then from random
-            points. Where they disagree, more starts may find more.
-        first_starts: alike: from $\theta_2$, from the point that gave `zeroth`, then from random
+        zeroth_starts: the value that each ascent reached: from $\theta_1$, then from random points.
+            If they disagree, more restarts may find a higher value.
+        first_starts: the same, from $\theta_2$, from the point of `zeroth`, then from random
             points.
     """
 
@@ -115,11 +114,11 @@ def lambda_max_from_flatness(value: float, rho: float, alpha: float) -> float:
 
     $$\lambda_{\max} = \frac{R}{\rho^2 (1 - \alpha / 2)}$$
 
-    It holds where the loss is a quadratic within the radius and the gradient vanishes.
+    Valid if the loss is quadratic within the radius and the gradient vanishes.
 
     Args:
-        value: `fad`; with `alpha=1` that is `zeroth`, with `alpha=0` it is `first`.
-        rho: the radius it was measured with.
+        value: `fad`; pass `zeroth` with `alpha=1`, or `first` with `alpha=0`.
+        rho: the radius used to measure it.
         alpha: the share of zeroth-order flatness in it.
 
     Examples:
@@ -131,21 +130,19 @@ def lambda_max_from_flatness(value: float, rho: float, alpha: float) -> float:
 
 
 def check_ball(rho: float, alpha: float) -> None:
-    """Refuses a radius or a share that Equation 3 has no meaning for."""
+    """Raise an error for a radius or share outside the domain of Eq. 3."""
     if not 0 < rho < math.inf:
-        raise UserError(f"rho={rho}: the radius must be a positive number")
+        raise UserError(f"rho={rho}: must be positive and finite")
     if not 0 <= alpha <= 1:
-        raise UserError(
-            f"alpha={alpha}: give the share of zeroth-order flatness, a number from 0 to 1"
-        )
+        raise UserError(f"alpha={alpha}: must be from 0 to 1")
 
 
 def student_interval(
     value: float, stderr: float, samples: int, confidence: float = 0.95
 ) -> tuple[float, float]:
-    """The confidence interval of a mean of so many samples."""
+    """The confidence interval of a mean of `samples` values."""
     if not 0 < confidence < 1:
-        raise UserError(f"confidence={confidence}: give a number between 0 and 1")
+        raise UserError(f"confidence={confidence}: must be between 0 and 1")
     if not stderr:
         return value, value
     width = student_quantile((1 + confidence) / 2, samples - 1) * stderr
@@ -153,9 +150,9 @@ def student_interval(
 
 
 def student_quantile(p: float, degrees: int) -> float:
-    """A quantile of Student's distribution, by its expansion about the normal one.
+    """A quantile of Student's t distribution, by expansion around the normal quantile.
 
-    Hill's terms (Abramowitz and Stegun, 26.7.5): within 0.1% from nine degrees of freedom up.
+    Abramowitz and Stegun, 26.7.5: within 0.1% for nine or more degrees of freedom.
 
     Examples:
         >>> round(student_quantile(0.975, 9), 2)

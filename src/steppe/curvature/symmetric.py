@@ -1,4 +1,4 @@
-"""What the solvers ask of a matrix."""
+"""The interface between solvers and matrices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steppe.errors import UserError
 
 
 class Symmetric(Protocol):
-    """A symmetric matrix; an operator is one, and so is a dense `torch.Tensor`."""
+    """A symmetric matrix: an operator or a dense `torch.Tensor`."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -27,11 +27,11 @@ class Symmetric(Protocol):
 
 
 def check_matrix(op: Symmetric) -> None:
-    """Refuses a dense matrix that the solvers would give wrong answers for."""
+    """Raise an error for a dense matrix that would give wrong results."""
     if not isinstance(op, Tensor):
         return
     if op.ndim != 2 or op.shape[0] != op.shape[1] or not op.shape[0]:
-        raise UserError(f"a symmetric matrix is square, n x n, not {tuple(op.shape)}")
+        raise UserError(f"the matrix must be square, n x n, got shape {tuple(op.shape)}")
     if op.dtype not in (torch.float32, torch.float64):
         raise UserError(f"the matrix is {op.dtype}: convert it with .float() or .double()")
     rounding = 100 * torch.finfo(op.dtype).eps * op.abs().max()
@@ -40,11 +40,11 @@ def check_matrix(op: Symmetric) -> None:
 
 
 def multiply(op: Symmetric, vectors: Tensor) -> Tensor:
-    """The product with vectors, which must be finite."""
+    """Multiply with vectors; raise an error if the product is not finite."""
     product = op @ vectors
     if not product.isfinite().all():
         raise UserError(
             "the product with a vector is not finite: the loss is not twice differentiable at "
-            "these weights, or its second derivatives overflow. float64 may help with the latter."
+            "these weights, or its second derivatives overflow. Try float64 against overflow."
         )
     return product

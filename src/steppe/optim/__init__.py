@@ -24,5 +24,5 @@ if TYPE_CHECKING:
     )
     from .sam import SAM as SAM
     from .yogi import Yogi as Yogi
-else:  # not for type checkers, which would take any name for one of the package
+else:  # hidden from type checkers: __getattr__ would make them accept any name
     __getattr__, __dir__, __all__ = attach(__name__)

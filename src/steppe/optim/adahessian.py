@@ -18,7 +18,7 @@ from .yogi import check_moments
 
 
 def rademacher(like: Sequence[Tensor]) -> list[Tensor]:
-    """Independent signs, from torch's global generator of each device."""
+    """Independent random signs, from torch's global generator of each device."""
     probe = [torch.randint_like(tensor, 0, 2) for tensor in like]
     torch._foreach_mul_(probe, 2)
     torch._foreach_sub_(probe, 1)
@@ -30,8 +30,8 @@ def hessian_diagonal(
 ) -> list[Tensor]:
     r"""Hutchinson's estimate $z \odot (H z)$, whose mean over signs $z$ is the Hessian's diagonal.
 
-    One differentiation serves all parameters, and frees the graph. A gradient without a graph is a
-    constant, and its rows of $H$ are zero.
+    One differentiation serves all parameters and frees the graph. A gradient without a graph is
+    constant, so its rows of $H$ are zero.
     """
     curved = [(g, z) for g, z in zip(gradients, probe, strict=True) if g.requires_grad]
     products = torch.autograd.grad(
@@ -45,12 +45,11 @@ def hessian_diagonal(
 
 
 def spatial_average(diagonal: Tensor) -> Tensor:
-    """The mean over a convolution kernel's extent, in each of its places.
+    """Replace a convolution kernel's entries with their mean over its spatial dimensions.
 
-    Kernels are the tensors of three dimensions and more, as in the authors' code, and their extent
-    is what follows the two channel dimensions. The mean is that of the signed values, as in the
-    paper; the authors' code averages absolute values, which no longer estimates the kernel's mean
-    curvature.
+    As in the authors' code, kernels are tensors with at least three dimensions, the first two of
+    them channels. As in the paper, the mean is over signed values; the authors' code averages
+    absolute values, which does not estimate the kernel's mean curvature.
     """
     if diagonal.dim() < 3:
         return diagonal
@@ -63,8 +62,7 @@ def spatial_average(diagonal: Tensor) -> Tensor:
     citation="Yao et al., ADAHESSIAN: An Adaptive Second Order Optimizer, AAAI 2021",
     passes=1,
     hessian_products=1,
-    # Newton-like, with 1 the pure Newton step; the NICO++ authors' code multiplies its learning
-    # rate by 100.
+    # 1 would be a pure Newton step; the NICO++ authors' code multiplies its learning rate by 100.
     lr=Hyperparameter(1e-2, LogUniform(-3, -0.5)),
     base=None,
     needs_graph=True,
@@ -85,24 +83,24 @@ class AdaHessian(Optimizer):
     $$
 
     The gradient must carry its graph: call ``loss.backward(create_graph=True)`` in the closure
-    (`needs_graph` tells training loops to). The step clears gradients before the closure, and cuts
-    them from their graph at the end, so that nothing keeps it alive; the loss comes back detached
-    for the same reason. Compiled models cannot be differentiated twice, and under
-    DistributedDataParallel the graph is that of the local gradient: train in one process, eagerly.
-    A loss scale would be in the curvature too, so a GradScaler does not fit: train in float32.
+    (`needs_graph` is true). The step clears gradients before the closure; at the end it detaches
+    the gradients and the loss, so that nothing keeps the graph alive. Train in one process without
+    `torch.compile`: compiled models cannot be differentiated twice, and under
+    DistributedDataParallel the graph belongs to the local gradient. Train in float32: a GradScaler
+    would scale the curvature too.
 
-    This is not pytorch_optimizer's AdaHessian (4.1.0), which has no spatial averaging, leaves the
-    graph attached to ``.grad`` and answers a plain ``backward()`` with autograd's error.
+    pytorch_optimizer's AdaHessian (4.1.0) differs: it has no spatial averaging, leaves the graph
+    attached to ``.grad``, and raises autograd's error after a plain ``backward()``.
 
     Args:
         params: parameters, named parameters or parameter groups.
         lr: the step size $\eta$. The step is Newton-like, so it is far larger than Adam's.
         betas: $\beta_1$ and $\beta_2$.
-        eps: $\varepsilon$; absent from the paper, 1e-4 in the authors' code. It bounds the step of
-            parameters without curvature.
+        eps: $\varepsilon$, 1e-4 in the authors' code and absent from the paper. It bounds the step
+            of parameters without curvature.
         weight_decay: $\lambda$, decoupled from the curvature.
         hessian_power: the exponent $k$ in (0, 1].
-        average_kernels: whether $D$ is averaged over the extent of convolution kernels.
+        average_kernels: whether to average $D$ over the spatial dimensions of kernels.
 
     Examples:
         >>> w = torch.nn.Parameter(torch.tensor([3.0]))
@@ -132,7 +130,7 @@ class AdaHessian(Optimizer):
     ) -> None:
         check_moments("AdaHessian", betas, lr=lr, eps=eps, weight_decay=weight_decay)
         if not 0 < hessian_power <= 1:
-            raise ValueError(f"AdaHessian: hessian_power must lie in (0, 1], got {hessian_power}")
+            raise ValueError(f"AdaHessian: hessian_power must be in (0, 1], got {hessian_power}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"hessian_power": hessian_power, "average_kernels": average_kernels}
         super().__init__(params, defaults)
@@ -143,7 +141,7 @@ class AdaHessian(Optimizer):
 
         Args:
             closure: evaluates the model, calls ``backward(create_graph=True)`` and returns the
-                loss. Without one, the gradients that are there must have come from such a call.
+                loss. Without one, the present gradients must come from such a call.
 
         Raises:
             RuntimeError: if no gradient carries a graph.
@@ -175,7 +173,7 @@ class AdaHessian(Optimizer):
         try:
             return hessian_diagonal(gradients, params, rademacher(params))
         finally:
-            # A gradient's graph refers to the parameter and the parameter to its gradient.
+            # Breaks the cycle between a gradient's graph and its parameter.
             for p, gradient in zip(params, gradients, strict=True):
                 p.grad = gradient.detach()
 

@@ -20,20 +20,19 @@ from .still import Models
     citation="Kwon et al., ASAM: Adaptive Sharpness-Aware Minimization, ICML 2021",
     passes=2,
     order=0,
-)  # no `radii`: its rho is relative to the weights, and says nothing of a length
+)  # no `radii`: its rho is relative to the weights, not a length
 class ASAM(SAM):
     r"""SAM within a neighborhood that is scaled by the size of each weight.
 
-    `SAM(base, rho, adaptive=True, eta=eta)` under its own name, with its paper's defaults for
-    CIFAR-10. With $T = \lvert\theta\rvert + \eta$, elementwise, the base optimizer gets the
-    gradient at $\theta + \rho\, T^2 g_0 / (\lVert T g_0 \rVert + \xi)$. Two passes; one when
-    ``rho = 0``.
+    The same as `SAM(base, rho, adaptive=True, eta=eta)`, with its paper's defaults for CIFAR-10.
+    With $T = \lvert\theta\rvert + \eta$, elementwise, the base optimizer gets the gradient at
+    $\theta + \rho\, T^2 g_0 / (\lVert T g_0 \rVert + \xi)$. Two passes; one when ``rho = 0``.
 
     `base`, `model` and the other options: [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
 
     Args:
-        rho: radius of the perturbation, relative to the weights: some ten times SAM's.
-        eta: added to the size of each weight, so that weights of zero move too.
+        rho: radius of the perturbation, relative to the weights: about ten times SAM's.
+        eta: added to the size of each weight, so that zero weights move too.
 
     Examples:
         >>> import torch

@@ -1,9 +1,8 @@
-"""The engine under every flatness-aware optimizer: passes, phases, state; no method's formula.
+"""The engine behind every flatness-aware optimizer.
 
-A method's file says how its hyperparameters become coefficients and which points to visit. For a
-step, this file asks for the phases and takes the base's step at the end, `excursion` does what each
-pass needs before and after it, and the method's file what becomes of the gradient, in the words of
-`walk`. `wrapper` has what does not change with the step: groups, state, copies.
+A method's file turns hyperparameters into coefficients and lists the points to visit, in the
+vocabulary of `walk`. This file runs a step from its phases to the base's step, `excursion` runs
+each pass, and `wrapper` handles groups, state and copies.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from . import distributed, frameworks, notices
 from .excursion import Excursion, Phase
 from .still import Models, StillState, rewinder
 from .vectors import differ
-from .walk import Held, Layout, Visit
+from .walk import Layout, Visit
 from .wrapper import Wrapper
 
 Batch = TypeVar("Batch")
 Hyper = float | Callable[[int], float]
-"""A hyperparameter: a number, or a schedule from the step (counted from 1) to a number."""
+"""A number, or a schedule that maps the step (counted from 1) to a number."""
 
 
 @dataclass(frozen=True)
@@ -71,29 +70,28 @@ steppe.integrations has this for Lightning, Hugging Face's Trainer and Accelerat
 
 
 class FlatnessOptimizer(Wrapper):
-    """Wraps an optimizer instance and feeds it a direction gathered from several gradients.
+    """Wrap an optimizer and give it a direction computed from several gradients.
 
-    `param_groups`, `state` and `defaults` are those of the base, always: schedulers, edits of `lr`
-    and logging see one object. Step hooks fire once per step, when the direction is in `.grad`.
+    `param_groups`, `state` and `defaults` are the base's own objects, so schedulers, `lr` edits and
+    logging work unchanged. Step hooks fire once per step, when the direction is in `.grad`.
 
     Args:
         base: any `torch.optim.Optimizer` whose `step` needs no closure.
-        hyper: the method's hyperparameters by name. Each may be overridden per parameter group
-            under the same name, or as ``<method>_<name>`` where the base uses the name itself
-            (RMSprop's ``alpha``).
-        model: the module being trained, or several. Later passes then leave everything it holds
-            that is not being optimized here as the first pass did (batch-norm statistics, a
-            momentum encoder, a discriminator), and ``perturbation="local"`` can use DDP's
-            `no_sync`.
-        ratio: the share of steps, in (0, 1], that pay for flatness; the others are base steps.
-        perturbation: under DDP, ``"global"`` perturbs along the all-reduced gradient, ``"local"``
+        hyper: the method's hyperparameters by name. A parameter group may override each under the
+            same name, or under ``<method>_<name>`` if the base already uses the name (RMSprop's
+            ``alpha``).
+        model: the module being trained, or several. The first pass alone may then change what it
+            holds besides the optimized parameters (batch-norm statistics, a momentum encoder, a
+            discriminator), and ``perturbation="local"`` can use DDP's `no_sync`.
+        ratio: the fraction of steps, in (0, 1], that use flatness; the others are base steps.
+        perturbation: under DDP, ``"global"`` perturbs along the all-reduced gradient; ``"local"``
             lets each process perturb along its own (m-sharpness) and reduces the direction once.
         max_norm: clips the norm of the direction before the base step.
-        xi: the small constant added to every norm.
-        compile: run each stage of arithmetic through `torch.compile`, which fuses it.
-        generators: random generators of your own that the loss draws from (`torch.Generator`,
-            `numpy.random.Generator`). Each pass then sees the same draws from them; the global ones
-            need not be named.
+        xi: small constant added to every norm.
+        compile: fuse the arithmetic between passes with `torch.compile`.
+        generators: your own random generators that the loss draws from (`torch.Generator`,
+            `numpy.random.Generator`), so that every pass sees the same draws. Global generators
+            are always included.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class FlatnessOptimizer(Wrapper):
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
         if not xi > 0:
-            raise ValueError(f"xi keeps a zero gradient from dividing by zero: > 0, got {xi}")
+            raise ValueError(f"xi must be positive, got {xi}")
         self.model = model
         self.ratio = ratio
         self.perturbation = perturbation
@@ -126,24 +124,23 @@ class FlatnessOptimizer(Wrapper):
         self.compile = compile
         self.generators = tuple(generators) if isinstance(generators, Iterable) else (generators,)
         for generator in self.generators:
-            rewinder(generator)  # refuses what is not one
+            rewinder(generator)  # raises if it is not one
         self._check_parameters()
         if perturbation == "local":
             distributed.check_local(self.models, self.parameters())
-        self._share(hyper)  # last: a wrapper that is refused leaves the base as it was
+        self._share(hyper)  # last: a failed constructor leaves the base unchanged
 
     def _reset(self) -> None:
         self._ready = False
-        """Whether the direction is in ``.grad`` and waits for the base's step."""
+        """Whether the direction is in ``.grad``, ready for the base's step."""
         self._looked = False
         self._open: Excursion | None = None
         self._still = StillState((), ())
-        self._compiled: dict[Callable[..., Held], Callable[..., Held]] = {}
         self._layout = Layout()
 
     @property
     def model(self) -> nn.Module | tuple[nn.Module, ...] | None:
-        """The module being trained, or several; set it to change it."""
+        """The module being trained, or several. Assignable."""
         return self.models if len(self.models) > 1 else next(iter(self.models), None)
 
     @model.setter
@@ -157,31 +154,31 @@ class FlatnessOptimizer(Wrapper):
         self.models = found
 
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
-        """The numbers its stages use, from one group's hyperparameters."""
+        """The numbers that the stages use, computed from one group's hyperparameters."""
         return hyper
 
     @abstractmethod
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        """The points this step visits, given every group's coefficients."""
+        """The points to visit in this step, given each group's coefficients."""
 
     @_disable_dynamo
     def step(
         self, closure: Callable[..., Any] | None = None, scaler: GradScaler | None = None
     ) -> Any:
-        """Takes one step and returns the loss at the unperturbed weights.
+        """Take one step and return the loss at the unperturbed weights.
 
-        Inside a function that is compiled as a whole it runs eagerly, as the steps of torch's
-        optimizers with a closure do; a model that is compiled itself stays compiled. A step in
-        which no parameter gets a gradient changes nothing.
+        The step itself always runs eagerly, even inside a compiled function, as torch's optimizers
+        with a closure do; a compiled model stays compiled. If no parameter gets a gradient, nothing
+        changes.
 
         Args:
             closure: computes the loss, calls backward on it (scaled, if `scaler` is given) and
-                returns it. Gradients are cleared before each call. May be left out only after
-                the phases of `phases`.
+                returns it. Gradients are cleared before each call. Omit it only after running
+                `phases`.
             scaler: the `torch.amp.GradScaler` whose `scale` the closure applies. The direction is
-                unscaled once; if it is not finite, the weights stay as they are and the scaler
-                backs off at its next `update`. Call ``scaler.update()`` after the step as usual;
-                if you do not, the next step does.
+                unscaled once; if it is not finite, the weights do not change and the scaler backs
+                off at its next `update`. Call ``scaler.update()`` after the step as usual; if you
+                do not, the next step does.
         """
         guard = frameworks.guard(self)
         if guard is not None:
@@ -192,7 +189,7 @@ class FlatnessOptimizer(Wrapper):
         stepped = self.base if skips_by_itself(self.base) else self
         if scaler is not None:
             state = scaler._per_optimizer_states.get(id(stepped), {})
-            if state.get("stage") is OptState.STEPPED:  # and the loop has not called update() since
+            if state.get("stage") is OptState.STEPPED:  # the loop has not called update()
                 scaler.update()
         loss = None
         for phase in self.phases(scaler):
@@ -201,7 +198,7 @@ class FlatnessOptimizer(Wrapper):
                 if phase.index == 0 and phase.total > 1 and not self._looked:
                     method, known = type(self).__name__, bool(self.models)
                     self._looked = notices.look(result, method, phase.total, model_given=known)
-            if phase.index == 0:  # a copy: a replayed CUDA graph writes each loss to one place
+            if phase.index == 0:  # copied, because a replayed CUDA graph reuses its memory
                 loss = result.detach().clone() if isinstance(result, Tensor) else result
         if scaler is None or all(p.grad is None for p in self.parameters()):
             self._base_step()
@@ -214,69 +211,60 @@ class FlatnessOptimizer(Wrapper):
 
     @property
     def due(self) -> bool:
-        """Whether the next step pays for flatness, by `ratio`."""
-        # A whole number must not be missed by rounding: 100 * 0.29 is 28.999999999999996.
+        """Whether the next step uses flatness, according to `ratio`."""
+        # The 1e-9 absorbs rounding: 100 * 0.29 is 28.999999999999996.
         owed = [math.floor(t * self.ratio + 1e-9) for t in (self.steps, self.steps + 1)]
         return owed[1] > owed[0]
 
     def phases(self, scaler: GradScaler | None = None) -> Iterator[Phase]:
-        """The passes of one step, for loops that own `backward`.
+        """Iterate over the passes of one step, for loops that own `backward`.
 
-        Run forward and backward once inside each phase. Leaving the last one restores the weights
-        and puts the direction in `.grad`; then `scaler.unscale_`, clipping and `step()` (or
-        ``scaler.step(opt)``) are those of ordinary PyTorch. An exception, or leaving the loop
-        early, restores the weights.
+        Run forward and backward once inside each phase. The end of the last phase restores the
+        weights and puts the direction in `.grad`; after that, `scaler.unscale_`, clipping and
+        `step()` (or ``scaler.step(opt)``) work as usual. An exception, or leaving the loop early,
+        restores the weights.
 
         Args:
-            scaler: if given, `xi` is scaled like the gradients; the rest is yours.
+            scaler: scales `xi` like the gradients. You do the scaling and unscaling.
         """
         owner = self._owner()
         behind: Any = getattr(self, "optimizer", None)
-        if behind is not None and behind is owner:  # Lightning's handle has our methods, not state
+        if behind is not None and behind is owner:  # Lightning's handle: our methods, no state
             yield from behind.phases(scaler)
             return
         frameworks.guard(self)
         self._ready = False
-        if self._open is not None:  # left early, and its generator is still held somewhere
+        if self._open is not None:  # left early, but something still holds its generator
             self._open.close()
         if owner is not self:
             raise RuntimeError(
                 f"The base of this {type(self).__name__} was wrapped again, by "
-                f"{owner or 'another optimizer'}: "
-                "their hyperparameters share its groups. Give each its own base."
+                f"{owner or 'another optimizer'}. Give each wrapper its own base: both would store "
+                "their hyperparameters in the same groups."
             )
         excursion = self._open = Excursion(self, scaler)
         try:
             for index in range(len(excursion.visits)):
-                if index == len(excursion.visits):  # nothing got a gradient: fewer are needed
+                if index == len(excursion.visits):  # shortened: no parameter got a gradient
                     break
                 phase = Phase(excursion, index)
                 yield phase
                 if not phase.done:
                     raise RuntimeError(
                         f"Phase {index} of {phase.total} was skipped or failed: run forward and "
-                        "backward inside 'with phase:', and start again with opt.phases() after "
-                        "an error."
+                        "backward inside 'with phase:', and call opt.phases() again after an error."
                     )
-            self._ready = self._open is excursion  # not if another step has overtaken this one
+            self._ready = self._open is excursion  # false if another step began meanwhile
         finally:
             excursion.close()
             if self._open is excursion:
                 self._open = None
 
-    def _stage(self, visit: Visit) -> Callable[..., Held]:
-        """What becomes of a visit's gradient, compiled if it is to be."""
-        if not self.compile:
-            return visit.then
-        if visit.then not in self._compiled:
-            self._compiled[visit.then] = torch.compile(visit.then)
-        return self._compiled[visit.then]
-
     def _kept_still(self, params: list[Any]) -> StillState:
-        """What keeps the models' state still; it knows what earlier steps have seen to change."""
+        """The record of what passes change in the models, renewed when models or weights change."""
         known = self._still
         if self.models or known.models:
-            trained = [p for p in params if p.requires_grad]  # the others are state
+            trained = [p for p in params if p.requires_grad]  # the rest is model state
             if known.models != self.models or differ(known.optimized, trained):
                 known = self._still = StillState(self.models, trained)
         known.generators = self.generators
@@ -289,16 +277,16 @@ class FlatnessOptimizer(Wrapper):
         *,
         no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> Iterator[tuple[Phase, Batch]]:
-        """The passes of one step over several micro-batches, for loops that accumulate.
+        """Iterate over the passes of one step with gradient accumulation.
 
         Run forward and backward once for every pair, and divide the loss by the number of
-        micro-batches as usual. Every pass needs all of them, so fetch them before. Then clip and
-        step as after `phases`. Under DDP, gradients are reduced with the last micro-batch only.
+        micro-batches as usual. Every pass uses all micro-batches. Then clip and step as after
+        `phases`. Under DDP, only the last micro-batch reduces gradients.
 
         Args:
             batches: the micro-batches of the step.
             scaler: as for `phases`.
-            no_sync: what keeps gradients from being reduced; by default the model's own `no_sync`.
+            no_sync: context manager that skips gradient reduction (default: the model's `no_sync`).
 
         Examples:
             >>> from steppe.optim import SAM
@@ -322,10 +310,9 @@ class FlatnessOptimizer(Wrapper):
                         yield phase, batch
 
     def abandon(self) -> None:
-        """Forgets a step that was recorded and never ran, without touching the weights.
+        """Discard a step that was captured in a CUDA graph, without touching the weights.
 
-        For whoever captures steps in a CUDA graph: nothing has moved, and where a capture failed,
-        what would put the weights back holds no weights.
+        A capture moves no weights, and after a failed one the backup holds no valid values.
         """
         if self._open is not None:
             self._open.walk = None
@@ -335,7 +322,7 @@ class FlatnessOptimizer(Wrapper):
 
     @torch.no_grad()
     def _base_step(self, scaler: GradScaler | None = None) -> None:
-        """Gives the base the direction; `scaler` is for a base whose kernels unscale it."""
+        """Take the base's step; pass `scaler` for a base whose kernels unscale gradients."""
         if not self._ready:
             passes = "more than once" if not self.needs_graph else "and its Hessian"
             graph = "create_graph=True" if self.needs_graph else ""
@@ -349,16 +336,16 @@ class FlatnessOptimizer(Wrapper):
         if scaler is None:
             self.base.step()
         else:
-            scaler.step(self.base)  # the host does not learn whether it was skipped
+            scaler.step(self.base)  # the host never learns whether the step was skipped
         self._ready = False
         self.steps += 1
 
 
 def skips_by_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's kernels unscale gradients, and do nothing if one is not finite.
+    """Whether an optimizer's kernels unscale gradients, and skip the step if one is not finite.
 
-    The host then never needs to know. Not under dampening: its first step is unlike the others,
-    and whether a step was the first, only the host could say.
+    False under dampening: its first step differs from the others, and only the host could know
+    which step was first.
     """
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not any(
         group.get("dampening", 0) for group in optimizer.param_groups
@@ -366,10 +353,9 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
 
 
 def give_momentum(base: Optimizer) -> None:
-    """Starts the momentum of a fused SGD at zero, which is what a first step takes it for.
+    """Start the momentum of a fused SGD at zero.
 
-    Torch would make its buffers of whatever is in memory, and a first step that is skipped leaves
-    them so.
+    Torch allocates the buffers uninitialized, and a skipped first step would leave them so.
     """
     for group in base.param_groups:
         if not group.get("momentum", 0):

@@ -1,15 +1,10 @@
-"""An excursion: one step's passes in order.
-
-Each is a `Phase` to the loop outside, and a `Visit` of the method inside: the phase clears
-gradients and rewinds randomness, the pass is the caller's forward and backward, and the visit's
-stage then does the arithmetic on the `Walk`.
-"""
+"""One step's passes. The training loop sees each as a `Phase`, the method as a `Visit`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +28,7 @@ class Phase(AbstractContextManager["Phase"]):
     Attributes:
         index: 0 for the pass at the unperturbed weights, then 1, 2, ...
         total: how many phases this step has.
-        loss: the name of the loss to differentiate, ``"main"`` for all methods that ship.
+        loss: the name of the loss to differentiate, ``"main"`` for all built-in methods.
     """
 
     def __init__(self, excursion: Excursion, index: int) -> None:
@@ -55,7 +50,7 @@ class Phase(AbstractContextManager["Phase"]):
 
 
 class Excursion:
-    """The next step of an optimizer: its points, its buffers and the way back."""
+    """One step of an optimizer: its visits, its buffers and the way back."""
 
     def __init__(self, opt: FlatnessOptimizer, scaler: GradScaler | None) -> None:
         self._opt, self._method = opt, type(opt).__name__
@@ -69,48 +64,48 @@ class Excursion:
         several = len(self.visits) > 1 or opt.needs_graph
         self._still = opt._kept_still(self._params) if several else None
         self._local: Sequence[nn.Module] | None = None
-        """The models of a process that perturbs by itself: only the direction is reduced."""
+        """The models under ``perturbation="local"``, where only the direction is reduced."""
         if several and opt.perturbation == "local":
             distributed.check_local(opt.models, self._params)
             self._local = opt.models
         self.walk: Walk | None = None
         self.next: int | None = 0
-        """The phase to come; None when the excursion is over."""
+        """The next phase; None when the step is over."""
         self._held: Held = ()
         self._spare: dict[Tensor, Tensor] = {}
         self._sharded = False
         self._contexts = ExitStack()
 
     def enter(self, index: int) -> None:
-        """Gets ready for a pass: gradients cleared, random states as they were for the first."""
+        """Prepare a pass: clear gradients and rewind random states."""
         if index != self.next:
             raise RuntimeError(
-                f"Phase {index} cannot be entered: it is over, or the step was abandoned after an "
-                "error. Enter each phase once (micro-batches go inside it), and start again with "
-                "opt.phases() after an error."
+                f"Phase {index} cannot be entered: it is over, or its step failed. Enter each "
+                "phase once, with all micro-batches inside it, and call opt.phases() again after "
+                "an error."
             )
         if index == 0:
             device = distributed.one_device(self._params)
-            # A graph must not keep writing to memory from outside it, which others will get.
+            # A CUDA graph must not reuse memory from outside: others will get that memory.
             self._clear(recycle=self._still is not None and not is_capturing(device))
             if self._still is not None:
                 self._still.begin(device)
         elif self._still is not None:
             self._still.again()
-        with ExitStack() as stack:  # undone if one of them fails, kept for `leave` otherwise
+        with ExitStack() as stack:  # unwinds if a context fails; otherwise `leave` closes it
             if self._opt.needs_graph:
                 stack.enter_context(building_graph())
             if self._local is not None:
                 stack.enter_context(distributed.no_sync(self._local))
-                if index == 0:  # no pass of ours reduces gradients, which is when DDP would do this
+                if index == 0:  # DDP does this after reducing gradients, which no pass here does
                     distributed.broadcast_buffers_next(self._local)
             self._contexts = stack.pop_all()
 
     @torch.no_grad()
     def leave(self, index: int, *, failed: bool) -> None:
-        """Runs the stage after a pass, or goes home if the pass or the stage failed."""
+        """Run the stage after a pass; if either failed, restore the weights."""
         self._contexts.close()
-        # An autocast region around the step keeps casts of weights that are about to move.
+        # An autocast region around the step caches casts of weights that are about to move.
         torch.clear_autocast_cache()
         try:
             if failed:
@@ -120,16 +115,17 @@ class Excursion:
                 raise RuntimeError(f"Phase {index} was overtaken: another step began inside it.")
             self.next = index + 1
             present = self._present()
-            if index == 0 and not present:  # nothing to climb: the step is over, as in torch
+            if index == 0 and not present:  # no gradients: an empty step, as in torch
                 self.visits = self.visits[:1]
                 self._deliver([], [])
                 return
             gradient = self._gradient(index, present)
             assert self.walk is not None
-            stage = self._opt._stage(self.visits[index])
+            then = self.visits[index].then
+            stage = _compiled(then) if self._opt.compile else then
             self._held = stage(self.walk, gradient, *self._held)
             last = index + 1 == len(self.visits)
-            # After the stage, which may differentiate through the pass, and that saved the buffers.
+            # After the stage: it may differentiate through the pass, which saved the buffers.
             if self._still is not None:
                 if index == 0:
                     self._still.take()
@@ -149,7 +145,7 @@ class Excursion:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Ends the excursion: the weights go back if they are away, every buffer is let go of."""
+        """End the step: restore the weights if they were moved, and free every buffer."""
         self.next = None
         if self.walk is not None:
             self.walk.restore()
@@ -162,10 +158,9 @@ class Excursion:
         self._spare = {}
 
     def _clear(self, recycle: bool = False) -> None:
-        """Drops all gradients, keeping the memory of the old ones for the backup if asked to.
+        """Drop all gradients; `recycle` keeps their memory for the backup of the weights.
 
-        The last step's direction would be freed here anyway, and on a CPU touching fresh pages
-        costs many times what writing to them does.
+        On a CPU, touching fresh pages costs many times more than writing to old ones.
         """
         present = self._present()
         if recycle:
@@ -179,10 +174,10 @@ class Excursion:
         return [p for p in self._params if p.grad is not None]
 
     def _gradient(self, index: int, present: list[Any]) -> Vector:
-        """This pass's gradient as a vector, with the walk over its parameters set up."""
+        """This pass's gradient as a vector; sets up the walk over its parameters."""
         if not present:
             raise RuntimeError(
-                f"Pass {index} left no gradient, though pass 0 did: every call of the closure must "
+                f"Pass {index} left no gradient, though pass 0 did. Every call of the closure must "
                 f"call backward on a loss that depends on the parameters of {self._method}."
             )
         if self.walk is None:
@@ -192,13 +187,13 @@ class Excursion:
         grads: list[Any] = [p.grad for p in self.walk.params]
         if any(g.layout != torch.strided for g in grads):
             raise RuntimeError(
-                f"{self._method} does not take sparse gradients: use sparse=False in nn.Embedding, "
-                "or give those parameters an optimizer of their own."
+                f"{self._method} does not support sparse gradients: use sparse=False in "
+                "nn.Embedding, or give those parameters their own optimizer."
             )
         return self._shards(grads)
 
     def _depart(self, params: list[Any]) -> Walk:
-        """Starts the walk from the weights, once the first pass says which parameters take part."""
+        """Start the walk, now that the first pass shows which parameters take part."""
         self._sharded = any(map(distributed.is_sharded, params))
         spare = [self._spare[p] for p in params if p in self._spare]
         self._spare = {}
@@ -214,9 +209,9 @@ class Excursion:
         )
 
     def _meet(self, walk: Walk, present: list[Any]) -> None:
-        """Copes with a pass whose gradients are of other parameters than those known so far.
+        """Handle a pass that gave gradients to other parameters than earlier passes.
 
-        A missing gradient is zero. Routing may change from point to point.
+        Routing may change from point to point. A missing gradient is zero.
         """
         either = {*walk.params, *present}
         params = [p for p in self._params if p in either]
@@ -230,7 +225,7 @@ class Excursion:
         return [distributed.local(t) for t in tensors] if self._sharded else tensors
 
     def _deliver(self, params: list[Any], direction: Vector) -> None:
-        """Puts the direction in ``.grad``; under `local`, the mean over processes of theirs."""
+        """Put the direction in ``.grad``; under `local`, its mean over processes."""
         if self._local is not None:
             everything = [p for p in self._params if p.requires_grad]
             mine = dict(zip(params, direction, strict=True))
@@ -242,7 +237,10 @@ class Excursion:
                 p.grad = d.detach() if d.requires_grad else d  # a graph must not outlive the step
 
 
+_compiled = cache(torch.compile)
+
+
 def _scale(scaler: GradScaler, params: Sequence[Tensor]) -> float | Tensor:
-    """The loss scale; on an accelerator it stays there, unlike that of `get_scale`."""
+    """The loss scale. Unlike `get_scale`, it stays on the accelerator."""
     scale = scaler.scale(torch.ones((), device=distributed.one_device(params)))
     return scale.item() if scale.device.type == "cpu" else scale

@@ -47,7 +47,7 @@ class FAD(FlatnessOptimizer):
 
     Args:
         rho: radius of the perturbations; a number, or a callable from the step (counted from 1).
-        alpha: share of zeroth-order flatness in the regularizer, 1 - alpha that of first-order.
+        alpha: share of zeroth-order flatness in the regularizer; 1 - alpha is first-order.
         beta: weight of the regularizer.
 
     Examples:

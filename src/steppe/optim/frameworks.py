@@ -1,7 +1,7 @@
-"""Guards, in `steppe.integrations`, against settings of a framework that would change a step.
+"""Guards against framework settings that would silently change a step.
 
-A guard is imported when its framework first trains with one of our optimizers: nothing here depends
-on a framework, and a loop without one pays for a look into `sys.modules`.
+They live in `steppe.integrations` and are imported when the framework first trains with one of our
+optimizers. Without a framework, a step only pays for a look into `sys.modules`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ GUARDS = {
     "lightning.pytorch.trainer.trainer": "steppe.integrations.lightning:Guard",
     "pytorch_lightning.trainer.trainer": "steppe.integrations.pytorch_lightning:Guard",
 }
-"""A framework's module whose methods run the training, and the guard's class."""
+"""Maps the framework module that runs training to the class of its guard."""
 
 
 def guard(opt: FlatnessOptimizer) -> Any:
-    """The guard of the training that this call is a part of, after its checks; None without one.
+    """The guard of the training run that made this call, after its checks; None without one.
 
-    Its ``closure(opt, closure)`` says what a step is to evaluate. The call stack leads to it in
-    every case. What a framework hands to `step` does not: under fp16 Lightning steps without a
-    closure, and a loop over the phases steps past it.
+    Its ``closure(opt, closure)`` returns the closure to evaluate. We search the call stack because
+    the arguments of `step` are not enough: under fp16, Lightning calls it without a closure, and a
+    loop over the phases bypasses Lightning.
     """
     if sys.modules.keys().isdisjoint(GUARDS):
         return None
     return _on_the_stack(opt)
 
 
-@_disable_dynamo  # which cannot trace a look at the call stack
+@_disable_dynamo  # dynamo cannot trace access to the call stack
 def _on_the_stack(opt: FlatnessOptimizer) -> Any:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

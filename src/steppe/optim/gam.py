@@ -1,4 +1,4 @@
-"""GAM as FAD's paper has it as a rival: first-order flatness without Hessians."""
+"""GAM as the FAD paper compares it: first-order flatness without Hessians."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .still import Models
 class GAM(FlatnessOptimizer):
     r"""Minimizes the loss and its first-order flatness: direction $g_0 + \alpha\,(g_3 - g_2)$.
 
-    The gradients are those of `FAD`, whose case ``alpha = 0`` this is: ``GAM(alpha=b)`` equals
-    ``FAD(alpha=0, beta=b)``. Two other forms of GAM (Zhang et al., CVPR 2023) exist:
-    `GAMExact` with Hessian-vector products, and `GAMRelease`, the update of the authors' code.
+    The gradients are those of `FAD`: ``GAM(alpha=b)`` equals ``FAD(alpha=0, beta=b)``. There are
+    two other forms of GAM (Zhang et al., CVPR 2023): `GAMExact` uses Hessian-vector products, and
+    `GAMRelease` is the update of the authors' code.
 
     Four passes; one when ``alpha = 0`` or ``rho = 0``.
 

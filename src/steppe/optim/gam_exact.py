@@ -30,7 +30,7 @@ from .walk import PLAIN, Held, Visit, Walk
     needs_graph=True,
 )
 class GAMExact(FlatnessOptimizer):
-    r"""GAM without the finite differences: direction $g_0 + \alpha\, h_1$ with exact derivatives.
+    r"""GAM with exact derivatives: direction $g_0 + \alpha\, h_1$ without finite differences.
 
     $$ f = \nabla\lVert g_0\rVert = \frac{H(\theta)\,g_0}{\lVert g_0\rVert},\qquad
        \theta_2 = \theta + \rho\,\frac{f}{\lVert f\rVert},\qquad
@@ -38,8 +38,8 @@ class GAMExact(FlatnessOptimizer):
            = \rho\,\frac{H(\theta_2)\,\nabla L(\theta_2)}{\lVert\nabla L(\theta_2)\rVert} $$
 
     Two passes, each followed by a Hessian-vector product through its graph, so the closure must
-    call ``loss.backward(create_graph=True)`` (`needs_graph` says so). Graph-building rules out
-    `torch.compile` of the loss and DDP.
+    call ``loss.backward(create_graph=True)`` (`needs_graph` is true). This excludes `torch.compile`
+    of the loss and DDP.
 
     `base`, `model` and the other options: [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
 
@@ -66,7 +66,7 @@ class GAMExact(FlatnessOptimizer):
                 "cannot be differentiated. Use GAM, which needs only gradients."
             )
         if options.get("compile"):
-            raise ValueError("GAMExact differentiates through autograd's graph: compile=False only")
+            raise ValueError("GAMExact does not support compile=True: it uses autograd's graph")
         super().__init__(base, {"rho": rho, "alpha": alpha}, model=model, **options)
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
@@ -80,9 +80,9 @@ def _gradient_of_norm(w: Walk, g: Vector) -> Vector:
     if not any(x.requires_grad for x in g):
         raise RuntimeError(
             "GAMExact needs the graph of the gradient: call loss.backward(create_graph=True) in "
-            "the closure (opt.needs_graph is True for optimizers that want it)."
+            "the closure (required by every optimizer whose needs_graph is True)."
         )
-    curved = [x for x in g if x.requires_grad]  # a gradient may be constant in the parameters
+    curved = [x for x in g if x.requires_grad]  # the others are constant
     values = [x.detach() for x in curved]
     products: tuple[Tensor, ...] = torch.autograd.grad(
         curved, w.params, grad_outputs=values, materialize_grads=True

@@ -26,7 +26,7 @@ from .walk import Held, Visit, Walk
     radii=("grad_rho", "grad_norm_rho"),
 )
 class GAMRelease(FlatnessOptimizer):
-    r"""The update of GAM's public code, hyperparameters named as there.
+    r"""The update of GAM's public code, with its names of hyperparameters.
 
     The four points are FAD's, with radius `grad_rho` along $g_0$ and $g_2$ and `grad_norm_rho`
     along $g_1 - g_0$. With $\beta_2 = 1 - \beta_0$ and $\beta_3 = 1 - \beta_1$,
@@ -72,7 +72,7 @@ class GAMRelease(FlatnessOptimizer):
         return {**hyper, "beta_2": beta_2, "beta_3": beta_3}
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        return VISITS  # always four: the update is not the base's even where radii are zero
+        return VISITS  # four even for zero radii: the update still differs from the base's
 
 
 def _after_g0(w: Walk, g0: Vector) -> Held:

@@ -1,4 +1,4 @@
-"""For losses that are differentiated twice."""
+"""Contexts for losses that are differentiated twice."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ _warned = False
 
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
-    """Computes without what has no second derivatives: compiled code, fast kernels of attention."""
+    """Disable code without second derivatives: compiled code and fast attention kernels."""
     with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH):
         yield
 
 
 @contextmanager
 def building_graph() -> Iterator[None]:
-    """Makes the passes inside twice differentiable, and silences torch's warning about them.
+    """Make the passes inside twice differentiable, and silence torch's warning about them.
 
-    Torch warns that ``backward(create_graph=True)`` makes a cycle between a parameter and its
-    gradient, which the optimizer breaks itself: no `.grad` carries a graph when its step is over.
-    Torch says it once per process, so the filter is needed for one pass only; keeping it would make
-    Python forget which other warnings it has shown.
+    Torch warns that ``backward(create_graph=True)`` creates a reference cycle. The optimizer breaks
+    it: no `.grad` keeps a graph after the step. Torch warns once per process, so only the first
+    pass needs the filter; each use of it makes Python show other warnings again.
     """
     global _warned
     with twice_differentiable():

@@ -1,7 +1,7 @@
-"""Warnings about passes that will not do what the user expects, given at the user's own line.
+"""Warnings about passes that will not do what the user expects, reported at the user's line.
 
-The first step's loss carries its graph, and the graph shows what went into it: batch norm that
-updates its statistics, and the number format of every intermediate. Nothing is patched or watched.
+The autograd graph of the first loss shows the dtype of every intermediate, and batch norm that
+updates its statistics.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ class BatchNormWarning(UserWarning):
 
 
 _BFLOAT16 = (
-    "{method}'s passes computed in bfloat16. It acts on differences of gradients "
-    "(g1 - g0), of which bfloat16's 8 bits of mantissa lose more than float16's 11. Prefer "
-    "torch.autocast(..., dtype=torch.float16) with a GradScaler, TF32 or float32. This is said "
-    "once per optimizer."
+    "{method} computed its passes in bfloat16. It uses differences of gradients (g1 - g0), which "
+    "bfloat16 (8 bits of mantissa) rounds more than float16 (11 bits). Prefer "
+    "torch.autocast(..., dtype=torch.float16) with a GradScaler, TF32 or float32. This warning "
+    "appears once per optimizer."
 )
 _BATCH_NORM = (
     "The loss goes through batch norm in training mode, and {method} was not given the model: all "
-    "{passes} passes of a step update the running statistics, at perturbed weights too. Pass "
-    "model=model to {method} so that only the first pass counts. This is said once per optimizer."
+    "{passes} passes of a step update the running statistics, even at perturbed weights. Pass "
+    "model=model to {method} so that only the first pass counts. This warning appears once per "
+    "optimizer."
 )
 _FRAMEWORKS = {"lightning", "pytorch_lightning", "accelerate", "transformers"}
 _PACKAGES = {"steppe", "torch", "contextlib", *_FRAMEWORKS}
-"""Whose lines are not the user's."""
+"""Packages whose lines are not the user's."""
 NODES = 10_000
-"""How much of a graph is looked at. Networks have fewer; to free Python's handles of the hundred
-thousand of a long recurrence overflows the stack."""
+"""Most nodes of a graph to inspect. Networks have fewer; freeing Python's handles of the hundred
+thousand nodes of a long recurrence overflows the stack."""
 
 
 def look(loss: Any, method: str, passes: int, *, model_given: bool) -> bool:
-    """Warns of what the graph of a first loss shows; returns whether there was a graph."""
+    """Warn about what the graph of a first loss shows; return whether there was a graph."""
     if not isinstance(loss, Tensor) or loss.grad_fn is None:
         return False
     nodes = list(islice(_nodes(loss.grad_fn), NODES))
@@ -61,7 +62,7 @@ def tell_bfloat16(method: str) -> None:
 
 
 def tell(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns, pointing at the innermost line that is neither ours, torch's nor a framework's."""
+    """Warn at the innermost line outside steppe, torch and the frameworks."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
@@ -80,10 +81,10 @@ def _nodes(root: Any) -> Iterator[Any]:
 
 
 def _updates_statistics(node: Any) -> bool:
-    """Whether it is a batch norm in training mode that has running statistics."""
+    """Whether a node is a batch norm in training mode with running statistics."""
     if "BatchNorm" not in node.name() or not getattr(node, "_saved_training", False):
         return False
     try:
         return node._saved_running_mean is not None
-    except RuntimeError:  # freed by backward: there were some
+    except RuntimeError:  # backward freed them, so they existed
         return True

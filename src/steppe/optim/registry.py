@@ -1,6 +1,6 @@
 """Optimizers by name, each with its tuned defaults and search distributions.
 
-steppe's own are declared in their files; those of torch and of other packages stand here.
+steppe's own are declared in their files, those of torch and other packages here.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ C = TypeVar("C", bound=type)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(AxisSpec):
-    """One entry of the registry. Its `options` are those of the method, the same in every space.
+    """One entry of the registry. Its `options` are the same in every search space.
 
     Attributes:
-        passes: forward and backward passes in a step, with the default hyperparameters.
-        hessian_products: Hessian-vector products in a step, on top of the passes.
+        passes: forward and backward passes per step, with the default hyperparameters.
+        hessian_products: Hessian-vector products per step, in addition to the passes.
         lr: the learning rate for fine-tuning, in the search space `fair`.
-        scratch_lr: its default for training from scratch, where that is not `FROM_SCRATCH` times as
-            much; the range always is.
+        scratch_lr: the default for training from scratch (default: `FROM_SCRATCH` times that of
+            `lr`). The range is always scaled by `FROM_SCRATCH`.
         weight_decay: in the search space `fair`.
-        base: ``module:class`` of the optimizer inside; None for those that wrap none.
-        radii: the options that are lengths in weight space. A method with several passes and no
-            radii here is trained in fp32: nothing says how exact its gradients must be.
-        order: of the flatness it minimizes: 0 if the direction depends on g1 - g0 alone, 1 if it
-            takes differences at perturbed weights too, which lose more to rounding.
+        base: ``module:class`` of the wrapped optimizer; None if there is none.
+        radii: the options that are lengths in weight space. A method with several passes but no
+            radii trains in fp32, because the precision that it needs is unknown.
+        order: the order of flatness it minimizes. 0 if the direction depends only on g1 - g0; 1 if
+            it also takes differences at perturbed weights, which lose more to rounding.
         needs_graph: whether the closure must call ``backward(create_graph=True)``.
-        fixed: arguments that are not the caller's to choose, because the equations checked in the
-            tests hold only with these values.
-        extra: the extra of steppe that installs the package it comes from.
+        fixed: arguments that the caller cannot change, because the paper's equations hold only
+            with these values.
+        extra: steppe's extra that installs the package of the class.
     """
 
     kind: ClassVar[str] = "optimizer"
@@ -80,7 +80,7 @@ class OptimizerSpec(AxisSpec):
 
     @property
     def source(self) -> str:
-        """The package that the class comes from, such as torch, pytorch_optimizer or steppe."""
+        """The package of the class, such as torch, pytorch_optimizer or steppe."""
         target = self.target if isinstance(self.target, str) else self.target.__module__
         return target.partition(":")[0].partition(".")[0]
 
@@ -101,7 +101,7 @@ class OptimizerSpec(AxisSpec):
         return found
 
     def defaults(self, space: str = DEFAULT_SPACE, pretrained: bool = True) -> dict[str, Value]:
-        """Return what `build` starts from: the defaults of a space, the tuned ones by default."""
+        """Return the default hyperparameters of a search space."""
         return {name: hyper.default for name, hyper in self.space(space, pretrained).items()}
 
     def space(
@@ -120,7 +120,7 @@ class OptimizerSpec(AxisSpec):
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """The names that `build` accepts, those of the method before those of its base."""
+        """The options that `build` accepts: the method's, then its base's."""
         from .wrapper import options_of
 
         own = [name for name in options_of(self.cls) if name not in self.fixed]
@@ -156,8 +156,8 @@ class OptimizerSpec(AxisSpec):
 
 
 def _reduce(optimizer: Optimizer) -> tuple[Any, ...]:
-    # torch copies and pickles an optimizer's state and groups only, but pytorch_optimizer's classes
-    # keep options as attributes beside them and could not step after a copy.
+    # torch copies and pickles only an optimizer's state and groups, but pytorch_optimizer's classes
+    # also keep options as attributes, without which a copy cannot step.
     plain = {k: v for k, v in vars(optimizer).items() if isinstance(v, bool | int | float | None)}
     return copyreg.__newobj__, (type(optimizer),), {**plain, **optimizer.__getstate__()}  # type: ignore[attr-defined]
 
@@ -169,13 +169,13 @@ _FOREIGN = (
         name="adam",
         target="torch.optim:Adam",
         citation="Kingma and Ba, Adam: A Method for Stochastic Optimization, ICLR 2015",
-        summary="Steps scaled by moments of the gradient, weight by weight.",
+        summary="Steps scaled per weight by moments of the gradient.",
     ),
     _ADAM(
         name="adamw",
         target="torch.optim:AdamW",
         citation="Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019",
-        summary="Adam with weight decay beside its scaling, not within.",
+        summary="Adam with decoupled weight decay.",
         weight_decay=DECOUPLED_DECAY,
     ),
     _PLAIN(
@@ -184,13 +184,12 @@ _FOREIGN = (
         citation="Nesterov, A method for solving the convex programming problem, 1983",
         summary="Gradient descent with momentum.",
     ),
-    # Agrees with Algorithm 2 of the paper with these options. `eps` stays the caller's: 1e-16 by
-    # default.
+    # With these options it follows Algorithm 2 of the paper. `eps` (default: 1e-16) is not fixed.
     _ADAM(
         name="adabelief",
         target="pytorch_optimizer:AdaBelief",
         citation="Zhuang et al., AdaBelief Optimizer, NeurIPS 2020",
-        summary="Adam with steps scaled by how far the gradient is from its mean.",
+        summary="Adam with steps scaled by the gradient's deviation from its mean.",
         weight_decay=DECOUPLED_DECAY,
         fixed={
             "weight_decouple": True,
@@ -212,7 +211,7 @@ def _entries() -> Iterator[OptimizerSpec]:
     yield from found.values()
 
 
-# The order of tables and lists, the paper's; others follow by name.
+# The paper's order, for tables and lists; others follow by name.
 _ORDER = (
     *("adam", "adamw", "sgd", "yogi", "adabelief", "adahessian"),
     *("sam", "asam", "gam", "gam-exact", "gam-release", "fad"),
@@ -223,15 +222,15 @@ optimizers = Registry("optimizer", _entries)
 def register_optimizer(
     name: str, *, passes: int, citation: str = "", **facts: Any
 ) -> Callable[[C], C]:
-    """Add an optimizer of your own: a decorator for its class, in a module named with ``--plugin``.
+    """Register your own optimizer: a class decorator, for a module that you load with ``--plugin``.
 
-    What its constructor annotates with `steppe.options.Option` are its hyperparameters. A class
-    that wraps another optimizer, as a `FlatnessOptimizer` does, is built around SGD; for one that
-    takes parameters itself, say ``base=None`` and give it a learning rate, `lr`.
+    Its hyperparameters are the constructor arguments annotated with `steppe.options.Option`. A
+    class that wraps another optimizer, such as a `FlatnessOptimizer`, is built around SGD. For one
+    that takes parameters itself, pass ``base=None`` and a learning rate, `lr`.
 
     Args:
-        name: what users call it.
-        passes: forward and backward passes in a step.
+        name: the name for users.
+        passes: forward and backward passes per step.
         citation: the paper it comes from.
         **facts: other fields of `OptimizerSpec`.
     """
@@ -240,8 +239,8 @@ def register_optimizer(
     def decorate(cls: C) -> C:
         if "base" not in facts and not hasattr(cls, "over"):
             raise UserError(
-                f"optimizer {name!r}: {cls.__name__} wraps no other optimizer: say base=None and "
-                "give it a learning rate, lr=Hyperparameter(...)"
+                f"optimizer {name!r}: {cls.__name__} does not wrap another optimizer. Pass "
+                "base=None and a learning rate, lr=Hyperparameter(...)"
             )
         return registrar(optimizers, OptimizerSpec, name, **facts)(cls)
 
@@ -259,7 +258,7 @@ def optimizer_names() -> tuple[str, ...]:
 
 
 def optimizer_spec(name: str) -> OptimizerSpec:
-    """Return the entry of the registry for a name, in any case.
+    """Return the registry entry for a name, ignoring case.
 
     Examples:
         >>> optimizer_spec("adamw").defaults()
@@ -275,9 +274,8 @@ def search_space(
 
     Args:
         name: the optimizer.
-        space: `fair` (ours, tuned for each optimizer), `fad` (the paper's table) or `domainbed`
-            (its own).
-        pretrained: for fine-tuning a pretrained network, or for training from scratch.
+        space: `fair` (steppe's, tuned per optimizer), `fad` (the paper's) or `domainbed`.
+        pretrained: fine-tune a pretrained network; False: train from scratch.
 
     Examples:
         >>> search_space("sgd")["lr"]
@@ -291,23 +289,23 @@ def build_optimizer(
 ) -> Optimizer:
     """Build an optimizer by name.
 
-    Hyperparameters that are not given have tuned defaults, which depend on the optimizer and on
-    whether the network is pretrained. The flatness-aware optimizers wrap `torch.optim.SGD`, and
-    take its options beside their own.
+    Missing hyperparameters get tuned defaults, which depend on the optimizer and on whether the
+    network is pretrained. Flatness-aware optimizers wrap `torch.optim.SGD` and also accept its
+    options.
 
     Args:
         name: one of `optimizer_names()`.
         params: parameters, named parameters or parameter groups.
-        model: passed to the flatness-aware optimizers, which keep its state still in all passes but
-            the first; the others make no use of it.
+        model: the module being trained. Flatness-aware optimizers restore its other state (such as
+            batch-norm statistics) after all passes but the first; other optimizers ignore it.
         pretrained: fine-tune a pretrained network; False: train from scratch, with larger learning
             rates.
-        **hparams: options of the optimizer; an unknown one is an error.
+        **hparams: options of the optimizer. Unknown options raise an error.
 
     Returns:
         An optimizer whose `needs_graph` says whether the closure must call
-        ``backward(create_graph=True)``. (A copy of torch's own optimizers loses the attribute: read
-        it with a default of False.)
+        ``backward(create_graph=True)``. (Copies of torch's own optimizers lose the attribute, so
+        read it with a default of False.)
 
     Examples:
         >>> from torch import nn

@@ -29,9 +29,8 @@ class SAM(FlatnessOptimizer):
     r"""Steps along the gradient at the (approximately) worst point within `rho`.
 
     The base optimizer gets $g_1 = \nabla L(\theta + \rho\, g_0 / (\lVert g_0 \rVert + \xi))$. With
-    ``adaptive=True`` (ASAM) the neighbourhood is scaled by the size of each weight: with
-    $T = \lvert\theta\rvert + \eta$, elementwise, the perturbation is
-    $\rho\, T^2 g_0 / (\lVert T g_0 \rVert + \xi)$, and useful radii are some ten times larger.
+    ``adaptive=True`` it is [`ASAM`][steppe.optim.ASAM], whose useful radii are about ten times
+    larger.
 
     Two passes; one when ``rho = 0``.
 
@@ -69,7 +68,7 @@ class SAM(FlatnessOptimizer):
         **options: Any,
     ) -> None:
         if eta != 0 and not adaptive:
-            raise ValueError("eta has a meaning only with adaptive=True (ASAM)")
+            raise ValueError(f"eta={eta} has no effect without adaptive=True (ASAM)")
         self.adaptive = adaptive
         hyper: dict[str, Hyper] = {"rho": rho, "eta": eta} if adaptive else {"rho": rho}
         super().__init__(base, hyper, model=model, **options)
@@ -97,9 +96,5 @@ def _after_g0_adaptive(w: Walk, g0: Vector) -> Held:
     return ()
 
 
-def _after_g1(w: Walk, g1: Vector) -> Held:
-    return (g1,)
-
-
-VISITS = (Visit(_after_g0), Visit(_after_g1))
-ADAPTIVE_VISITS = (Visit(_after_g0_adaptive), Visit(_after_g1))
+VISITS = (Visit(_after_g0), *PLAIN)  # the gradient at the second point is the direction
+ADAPTIVE_VISITS = (Visit(_after_g0_adaptive), *PLAIN)

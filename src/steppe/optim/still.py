@@ -1,7 +1,7 @@
-"""What all passes of a step find as the first one did: random states, and the state of the model.
+"""Identical conditions for all passes of a step: random states and the model's other state.
 
-Only the first pass, at the unperturbed weights, may leave a trace in what a model holds besides the
-weights being optimized: in batch-norm statistics, a momentum encoder, the other half of a GAN.
+Only the first pass, at the unperturbed weights, may change what a model holds besides the optimized
+weights: batch-norm statistics, a momentum encoder, the other half of a GAN.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ Models = nn.Module | Iterable[nn.Module] | None
 """The module being trained, or several."""
 
 CHECK_EVERY = 97
-"""Steps between two comparisons of contents; ten times as many where they are large or on an
-accelerator, where comparing them makes the host wait. Not a round number, so that writes made every
-ten or hundred steps are found too."""
+"""Steps between comparisons of contents. Ten times as many if they are large or on an accelerator,
+where a comparison makes the host wait. Prime, to catch writes made every ten or hundred steps."""
 LARGE = 2**25
-"""Bytes from which contents are large."""
+"""Bytes above which contents count as large."""
 SPARE = 2**20
-"""Bytes that may always be kept for safety's sake."""
+"""Bytes that may always be copied as a precaution."""
 
-_NOTHING = torch.empty(0)  # in a place that holds no tensor
+_NOTHING = torch.empty(0)  # for a place without a tensor
 
 
 class _Place(NamedTuple):
-    """Where a module holds a tensor: its dict of parameters or buffers, and the name in it."""
+    """A slot for a tensor in a module: the dict of parameters or buffers, and the name."""
 
     owner: dict[str, Tensor | None]
     name: str
@@ -54,7 +53,7 @@ class _Place(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """The tensors in some places, with versions, addresses and fingerprints, empty if unasked."""
+    """Tensors with their versions, addresses and fingerprints (empty if not compared)."""
 
     tensors: list[Tensor | None]
     versions: list[int]
@@ -63,7 +62,7 @@ class _Look(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """A place, the tensor there and a copy of it; None where it cannot be copied to."""
+    """A place, its tensor and a copy of it; None if the tensor cannot be written to."""
 
     place: _Place
     tensor: Tensor
@@ -71,15 +70,15 @@ class _Kept(NamedTuple):
 
 
 class StillState:
-    """Keeps what modules hold as the first pass left it, except the parameters being optimized.
+    """Keep modules as the first pass left them, except for the optimized parameters.
 
-    Random states are rewound before every later pass. Of the modules' state, only what passes have
-    been seen to change is copied. A change shows in a tensor's version, its address or its place in
-    the module, which are looked at in every step; a write through ``.data`` shows in none of them,
-    so contents are compared in the first steps and at intervals after that. A tensor that cannot be
-    copied to (sparse, expanded) is put back where it was replaced, and a write into it is reported.
-    Attributes such as `momentum` or `training` are never toggled: that would recompile compiled
-    models, and `momentum=0` still advances `num_batches_tracked`.
+    Rewinds random states before every later pass. Copies only the module state that passes were
+    seen to change. Every step checks each tensor's version, address and identity. A write through
+    ``.data`` changes none of them, so the first steps, and then one step in a while, compare
+    contents too. A tensor that cannot be copied to (sparse, expanded) is put back if it was
+    replaced; a write into it causes a warning. Attributes such as `momentum` or `training` are
+    never toggled: that would recompile compiled models, and `momentum=0` still advances
+    `num_batches_tracked`.
     """
 
     def __init__(self, models: Sequence[nn.Module], optimized: Sequence[Tensor]) -> None:
@@ -101,7 +100,7 @@ class StillState:
 
     @torch.no_grad()
     def begin(self, device: torch.device) -> None:
-        """Looks at everything before the first pass."""
+        """Record the state before the first pass."""
         self._rewind = record_randomness(device, self.generators)
         if not self.models:
             return
@@ -109,22 +108,22 @@ class StillState:
         self._comparing = self._due() and not self._capturing
         if self._comparing or self._rebuilt():
             self._find()
-        # Nothing is known in a first step, and a capture cannot compare contents.
+        # In a first step nothing is known yet, and a capture cannot compare contents.
         if self._capturing and not self._steps:
             self._move(self._constant)
         self._seen = self._look()
 
     @torch.no_grad()
     def take(self) -> None:
-        """Remembers, after the first pass, what passes change."""
+        """Copy, after the first pass, what passes change."""
         if not self.models:
             return
         places = self._changed()
         if places and self._steps and self._comparing and not self._changed(contents=False):
             _tell(
                 places,
-                "changed by a write through .data, which steppe looks for only at intervals: later "
-                "passes may have moved it since contents were last compared",
+                "changed by a write through .data, which steppe checks for only at intervals. "
+                "Later passes may have changed it since the last check",
             )
         self._tell_stuck(places)
         if self._comparing and self._rebuilt():  # a layer made its buffers in its first forward
@@ -134,12 +133,12 @@ class StillState:
         if places:
             self._move(places)
         self._kept = _cloned(self._moving.values())
-        # A first comparison may miss a write that changes nothing yet, as of a teacher that still
-        # equals its student: what is not much larger than the weights is kept all the same.
+        # A comparison misses a write that changes nothing yet, such as to a teacher that still
+        # equals its student. So copy the rest too, unless it is much larger than the weights.
         spare = max(SPARE, 2 * sum(p.nbytes for p in self.optimized))
         if self._comparing and _nbytes(self._constant) <= spare:
             self._tried = _cloned(self._constant)
-        # Another optimizer steps these parameters: later passes must not add to their gradients.
+        # Another optimizer uses these gradients: later passes must not add to them.
         self._grads = [
             (p, _held(p.grad)) for p in self._strangers if p.requires_grad or p.grad is not None
         ]
@@ -147,14 +146,14 @@ class StillState:
             self._seen = self._look()
 
     def again(self) -> None:
-        """Rewinds random states, and hides gradients of other optimizers from the next pass."""
+        """Rewind random states, and hide other optimizers' gradients from the next pass."""
         self._rewind()
         for p, _ in self._grads:
             p.grad = None
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Writes back what a later pass changed, and rebinds what it replaced."""
+        """Undo what a later pass wrote or replaced."""
         if self._tried:
             found = [entry for entry in self._tried if _differs(entry)]
             self._move([entry.place for entry in found])
@@ -176,16 +175,16 @@ class StillState:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Forgets the values; tells of what a later pass changed and the first did not."""
+        """Drop the copies, and warn about changes that only a later pass made."""
         if not self.models:
             return
         self.forget()
-        self._steps += not self._capturing  # only now: a step that failed has compared nothing
+        self._steps += not self._capturing  # here, because a failed step compares nothing
         if late := self._changed():
             self._move(late)
             _tell(
                 late,
-                "changed in a later pass of a step and not in the first, too late to be put back",
+                "changed in a later pass but not in the first, too late to restore it",
             )
 
     def forget(self) -> None:
@@ -193,7 +192,7 @@ class StillState:
         self._kept, self._tried, self._grads = [], [], []
 
     def _due(self) -> bool:
-        """Whether this step compares contents: the first ones do, and then one now and then."""
+        """Whether this step compares contents; see `CHECK_EVERY`."""
         now = self._steps
         if now % (10 * CHECK_EVERY) == 0:
             return True
@@ -203,7 +202,7 @@ class StillState:
         return not waits and (now == 1 or _nbytes(self._constant) <= LARGE)
 
     def _shape(self) -> tuple[list[nn.Module | None], list[str]]:
-        """The modules inside each module, and the names of its buffers and parameters."""
+        """All child modules, and all names of buffers and parameters."""
         children = [child for module in self._modules for child in module._modules.values()]
         held = [tensors for m in self._modules for tensors in (m._buffers, m._parameters)]
         return children, list(chain.from_iterable(held))
@@ -214,14 +213,14 @@ class StillState:
         return names != self._built[1] or differ(children, self._built[0]) or not self._modules
 
     def _find(self) -> None:
-        """Finds all places anew; those that were seen to move stay marked."""
+        """Find all places again, keeping the marks of those that passes change."""
         self._modules = list(dict.fromkeys(m for model in self.models for m in model.modules()))
         self._built = self._shape()
         optimized, memory = set(map(id, self.optimized)), set(map(_memory, self.optimized)) - {0}
         places = {
             place.key: place
             for place in self._places()
-            # What shares memory with a weight moves with it, and must.
+            # What shares memory with a weight must move with it.
             if id(tensor := place.tensor) not in optimized
             and not (tensor is not None and (is_lazy(tensor) or _memory(tensor) in memory))
         }
@@ -229,7 +228,7 @@ class StillState:
         self._constant = [place for key, place in places.items() if key not in self._moving]
         held = [place.tensor for place in places.values()]
         self._strangers = [p for p in held if isinstance(p, nn.Parameter)]
-        self._move(list(self._moving.values()))  # with what has come to stand beside them
+        self._move(list(self._moving.values()))  # adds new buffers of the same modules
 
     def _places(self) -> Iterator[_Place]:
         sharded = any(map(is_sharded, self.optimized))
@@ -244,7 +243,7 @@ class StillState:
                     yield _Place(held, name, f"{path}.{name}".lstrip("."), False)
 
     def _look(self) -> _Look:
-        """What is where passes have not been seen to change anything."""
+        """The current state of all places that passes were not seen to change."""
         held = [owner.get(name) for owner, name, _, _ in self._constant]
         tensors = [_NOTHING if t is None else t for t in held]
         versions = _marks(_version, tensors)
@@ -255,7 +254,7 @@ class StillState:
         return _Look(held, versions, addresses, contents)
 
     def _changed(self, contents: bool = True) -> list[_Place]:
-        """The places that are not as they were when last looked at."""
+        """The places that changed since the last look."""
         facts = slice(1, 4 if contents else 3)
         old, new = self._seen, self._look()
         if not differ(old.tensors, new.tensors) and old[facts] == new[facts]:
@@ -265,21 +264,21 @@ class StillState:
         return [place for place, a, b, was, now in rows if a is not b or was != now]
 
     def _tell_stuck(self, places: Sequence[_Place]) -> None:
-        """Warns of writes into tensors that cannot be copied to, and so cannot be undone."""
+        """Warn about writes that cannot be undone."""
         before = {place.key: t for place, t in zip(self._constant, self._seen.tensors, strict=True)}
         stuck = [p for p in places if p.tensor is before[p.key] and not _is_plain(p.tensor)]
         if stuck:
             tell(
                 f"{_names(stuck)}: passes write into a tensor that cannot be copied to (sparse, "
-                "expanded or a subclass), so later passes count too. Register a dense buffer "
+                "expanded or a subclass), so every pass of a step counts. Register a dense buffer "
                 "instead."
             )
 
     def _move(self, places: Iterable[_Place]) -> None:
-        """Has these places kept from now on."""
+        """Restore these places from now on."""
         keys = {place.key for place in places}
-        # A kernel that updates batch-norm statistics moves the version of their counter alone: the
-        # buffers of one module go together.
+        # Some batch-norm kernels raise only the version of the counter, so all buffers of a module
+        # go together.
         owners = {id(place.owner) for place in places if place.buffer}
         for place in self._constant:
             if place.key in keys or id(place.owner) in owners:
@@ -288,7 +287,7 @@ class StillState:
 
 
 def _marks(mark: Callable[[Tensor], int], tensors: list[Tensor]) -> list[int]:
-    """The version or the address of each; 0 where it has none (sparse, inference mode)."""
+    """The version or address of each tensor; 0 if it has none (sparse, inference mode)."""
     try:
         return list(map(mark, tensors))
     except RuntimeError:
@@ -299,7 +298,7 @@ _version = operator.attrgetter("_version")
 
 
 def _memory(tensor: Tensor) -> int:
-    """Where the storage of a tensor begins; 0 where it has none of its own."""
+    """The address of a tensor's storage; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
@@ -326,16 +325,16 @@ def _names(places: Sequence[_Place]) -> str:
 
 
 def _tell(places: Sequence[_Place], what: str) -> None:
-    tell(f"{_names(places)} {what}. From now on, later passes leave no trace there.")
+    tell(f"{_names(places)} {what}. From now on it is restored after later passes.")
 
 
 def _held(grad: Tensor | None) -> Tensor | None:
-    """A gradient that no later backward writes to: a view may be of a bucket of DDP's."""
+    """A gradient that no later backward overwrites: a view may belong to a DDP bucket."""
     return grad.clone() if grad is not None and grad._is_view() else grad
 
 
 def _is_plain(x: Tensor | None) -> bool:
-    """Nothing, or plain memory: not sparse, nested, expanded, lazy or a subclass with its own."""
+    """Whether `x` is None or a dense tensor with its own memory, which can be copied to."""
     if x is None:
         return True
     ordinary = type(x).__torch_dispatch__ is Tensor.__torch_dispatch__ and not is_lazy(x)
@@ -348,10 +347,10 @@ def _is_plain(x: Tensor | None) -> bool:
 
 
 def rewinder(generator: Any) -> Callable[[], None]:
-    """Remembers the state of a generator and returns a function that rewinds to it.
+    """Save the state of a generator and return a function that restores it.
 
-    Takes a `torch.Generator`, a NumPy `Generator` or `RandomState`, and a `random.Random`; the
-    modules `random` and `numpy.random`, too, are their global generators.
+    Accepts a `torch.Generator`, a NumPy `Generator` or `RandomState`, a `random.Random`, and the
+    modules `random` and `numpy.random` for their global generators.
     """
     if hasattr(generator, "getstate"):  # random.Random
         state = generator.getstate()
@@ -370,11 +369,11 @@ def rewinder(generator: Any) -> Callable[[], None]:
 
 
 def record_randomness(device: torch.device, generators: Sequence[Any]) -> Callable[[], None]:
-    """Remembers every global random state and returns a function that rewinds to it.
+    """Save every global random state and return a function that restores them.
 
-    Covers torch on the CPU and on `device`, Python's `random`, NumPy's global state when NumPy is
-    loaded, and the `generators` given. While a CUDA graph is being captured the device generator
-    cannot be rewound and is left alone: capture a whole step only where the loss draws nothing.
+    Covers torch on the CPU and on `device`, Python's `random`, NumPy's global state if NumPy is
+    loaded, and `generators`. The device generator cannot be rewound during CUDA graph capture:
+    capture a whole step only if the loss draws no random numbers.
     """
     numpy = sys.modules.get("numpy")
     known = [torch.default_generator, random, *([numpy.random] if numpy else []), *generators]
@@ -392,5 +391,4 @@ def record_randomness(device: torch.device, generators: Sequence[Any]) -> Callab
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,8 +1,8 @@
-"""A list of tensors treated as one vector: the arithmetic between gradients.
+"""Arithmetic on lists of tensors, each treated as one vector.
 
-Every function takes plain lists of equal length and loops over tensors only inside PyTorch
-(`torch._foreach_*`), so a call costs a handful of kernel launches however many tensors there are.
-At the end stand the questions of whose memory a tensor is, and whether it changed.
+Functions take lists of equal length and loop over tensors only inside PyTorch (`torch._foreach_*`),
+so a call costs a handful of kernel launches. The last functions determine who owns a tensor's
+memory and whether its contents changed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def norm(xs: Vector) -> Tensor:
     """Euclidean norm of the whole vector, as a 0-dim tensor on its device.
 
-    Half-precision entries are accumulated in float32: a scaled fp16 gradient overflows its own
-    type long before its norm stops being meaningful.
+    Accumulates half precision in float32: the norm of a scaled fp16 gradient overflows fp16.
     """
     if _dotted(xs):
         return torch.stack([torch.dot(f, f) for f in [x.view(-1) for x in xs]]).sum().sqrt()
@@ -36,7 +35,7 @@ def norm(xs: Vector) -> Tensor:
 def dot(xs: Vector, ys: Vector, *, scratch: Vector) -> Tensor:
     """Inner product of two vectors, accumulated like `norm`; overwrites `scratch`.
 
-    The one function here that launches a kernel per tensor: foreach has no sum.
+    Launches one kernel per tensor, because foreach has no sum.
     """
     torch._foreach_copy_(scratch, xs)
     torch._foreach_mul_(scratch, ys)
@@ -44,21 +43,21 @@ def dot(xs: Vector, ys: Vector, *, scratch: Vector) -> Tensor:
 
 
 def like(xs: Vector) -> Vector:
-    """Uninitialised memory for a vector of the same shape, strides and type."""
+    """Uninitialized memory for a vector of the same shape, strides and type."""
     return [torch.empty_like(x) for x in xs]
 
 
 def differ(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two lists hold different objects, or the same in another order."""
+    """Whether two lists hold different objects, or the same ones in another order."""
     return len(some) != len(others) or any(map(operator.is_not, some, others))
 
 
 def add_(xs: Vector, ys: Vector, scale: float | Tensor, *, spend: bool = False) -> None:
-    """Computes ``xs += scale * ys``.
+    """Compute ``xs += scale * ys``.
 
-    A tensor `scale` never leaves its device. Foreach addition takes its factor as a Python number
-    only; on a GPU, the kernel of torch's fused SGD takes a learning rate from the device and does
-    the same. Elsewhere it costs a temporary, unless `ys` may be spent (overwritten).
+    A tensor `scale` never leaves its device. Foreach addition accepts only a Python number as its
+    factor; on a GPU, torch's fused SGD does the same with a learning rate on the device. Otherwise
+    this needs a temporary, unless `spend` allows overwriting `ys`.
     """
     if isinstance(scale, Tensor) and _fusible(xs, ys, scale):
         torch._fused_sgd_(
@@ -84,12 +83,12 @@ def add_(xs: Vector, ys: Vector, scale: float | Tensor, *, spend: bool = False) 
 
 
 def _wide(xs: Vector) -> torch.dtype:
-    """The type to accumulate in."""
+    """The dtype to accumulate in."""
     return torch.float64 if any(x.dtype == torch.float64 for x in xs) else torch.float32
 
 
 def _fusible(xs: Vector, ys: Vector, scale: Tensor) -> bool:
-    """Whether fused SGD can add them: float32 on a GPU, laid out alike."""
+    """Whether fused SGD can add them: float32 on a GPU with equal strides."""
     return (
         scale.device.type == "cuda"
         and scale.dtype == torch.float32
@@ -102,9 +101,9 @@ def _fusible(xs: Vector, ys: Vector, scale: Tensor) -> bool:
 
 
 def _dotted(xs: Vector) -> bool:
-    """Whether inner products are the faster way to a norm: they run at the speed of memory.
+    """Whether to compute a norm by inner products, which on a CPU run at memory bandwidth.
 
-    On a CPU, that is, where foreach is a loop over tensors as well and its norm is slower.
+    There, foreach loops over tensors as well, and its norm is slower.
     """
     return (
         xs[0].device.type == "cpu"
@@ -117,26 +116,25 @@ def _dotted(xs: Vector) -> bool:
 def are_ours(grads: list[Tensor], params: list[Tensor]) -> bool:
     """Whether the engine may keep and overwrite these gradients of `params` beyond their pass.
 
-    That saves two parameter-sized allocations per step. But a DDP bucket is written again by the
-    next backward, and a user may have kept a reference (``before = p.grad``) to compare with later.
-    Counting references tells both from a gradient that only `.grad` refers to. The caller holds
-    them in one list and nowhere else.
+    That saves two parameter-sized allocations per step. But the next backward overwrites a DDP
+    bucket, and users may keep a reference (``before = p.grad``). Reference counts tell both from a
+    gradient that only `.grad` refers to. The caller must hold the gradients in one list only.
     """
     alone = _alone()
     return all(counts == alone for counts in _references(grads)) and all(map(_plain, grads, params))
 
 
 def _references(grads: list[Tensor]) -> list[tuple[int, int]]:
-    """References to each tensor from Python, and to its memory (views, detached twins, NumPy)."""
+    """References to each tensor from Python, and to its storage (views, NumPy arrays)."""
     count = torch._C._storage_Use_Count
     return [(sys.getrefcount(g), count(g.untyped_storage()._cdata)) for g in grads]
 
 
 @functools.cache
 def _alone() -> tuple[int, int]:
-    """What `_references` gives for a gradient that only its parameter holds.
+    """The counts of a gradient that only its parameter holds.
 
-    Measured rather than written down: the numbers are CPython's and torch's own business.
+    Measured, because they depend on the versions of CPython and torch.
     """
     p = nn.Parameter(torch.zeros(1))
     p.grad = torch.zeros(1)
@@ -144,7 +142,7 @@ def _alone() -> tuple[int, int]:
 
 
 def _plain(grad: Tensor, p: Tensor) -> bool:
-    """Laid out like its parameter in memory of its own, outside any graph."""
+    """Whether a gradient owns its memory, with its parameter's layout and no graph."""
     return (
         type(grad) is Tensor  # not a DTensor
         and not grad.requires_grad
@@ -156,14 +154,14 @@ def _plain(grad: Tensor, p: Tensor) -> bool:
 
 
 def fingerprint(x: Tensor) -> tuple[int, ...]:
-    """Numbers of which a change of any one entry changes some: sums of its bits along two axes."""
+    """A checksum: sums of the bits along two axes. Changing any one entry changes it."""
     flat = (torch.view_as_real(x) if x.is_complex() else x).detach().reshape(-1)
     size = flat.element_size()
     whole = len(flat) - len(flat) % (8 // size)
     body, rest = flat[:whole], flat[whole:].view(_WORDS[size])
     if body.storage_offset() * size % 8:
         body = body.clone()
-    words = body.view(torch.int64)  # sums of 64 bits run at the speed of memory
+    words = body.view(torch.int64)  # sums of 64-bit words run at memory bandwidth
     cut = len(words) - len(words) % 4095
     table = words[:cut].view(-1, 4095)
     parts = (table.sum(0), table.sum(1), words[cut:], rest.to(torch.int64))
@@ -171,7 +169,7 @@ def fingerprint(x: Tensor) -> tuple[int, ...]:
 
 
 def _weighted(x: Tensor) -> int:
-    """A sum with odd weights: a change of one term changes it, and so does almost any swap."""
-    x = x ^ (x >> 29)  # or an even number of changed signs, the top bit, would cancel
+    """A sum with odd weights: changing one term changes it, and so does almost any swap."""
+    x = x ^ (x >> 29)  # otherwise an even number of flipped sign bits would cancel
     weights = torch.arange(1, len(x) + 1, device=x.device) * 0x9E3779B1 | 1
     return int((x * weights).sum())

@@ -1,8 +1,8 @@
-"""The walk of the weights in one step: they leave, visit a few points, and come back exactly.
+"""The walk of the weights in one step: they visit a few points and return exactly.
 
-Methods (fad.py, sam.py, ...) are short lists of `Visit`s. Each visit takes one gradient and says
-what to do with it: move the weights to the next point, fold the gradient into what the method
-holds, or, at the last one, return the direction for the base optimizer.
+A method (fad.py, sam.py, ...) is a short list of `Visit`s. Each visit takes one gradient and
+decides what to do with it: move the weights to the next point, fold the gradient into what the
+method holds, or, at the last visit, return the direction for the base optimizer.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from . import vectors
 from .vectors import Vector, are_ours
 
 CPU_BLOCK = 2**20
-"""Bytes after which a span ends on a CPU. An accelerator wants few large launches instead."""
+"""Bytes after which a span ends on a CPU. An accelerator is faster with few large launches."""
 
 Coefficients = Mapping[str, float]
-"""The numbers that a group's stages use, by name."""
+"""One group's numbers for the stages, by name."""
 
 Held = tuple[Vector, ...]
 """What a method keeps from one visit to the next."""
@@ -34,10 +34,10 @@ class Visit:
     """One forward and backward pass, and what becomes of its gradient.
 
     Attributes:
-        then: ``then(walk, gradient, *held)``; returns what is held until the next visit, or the
-            direction (a single-element tuple) after the last one. It may overwrite the gradient.
-        loss: which loss the closure is to differentiate here. Any name but ``"main"`` is passed to
-            the closure as its argument (a method whose ascent loss differs from its descent loss).
+        then: ``then(walk, gradient, *held)`` returns what to hold until the next visit, or, at the
+            last visit, a tuple of the direction alone. It may overwrite the gradient.
+        loss: the loss that the closure must differentiate. Any name but ``"main"`` is passed to the
+            closure, for methods whose ascent loss differs from their descent loss.
     """
 
     then: Callable[..., Held]
@@ -52,14 +52,14 @@ class Span:
     coefficients: Coefficients
 
 
-PLAIN: tuple[Visit, ...] = (Visit(lambda walk, g0: (g0,)),)
-"""The walk of a step that does not pay for flatness: the gradient itself."""
+PLAIN: tuple[Visit, ...] = (Visit(lambda walk, g: (g,)),)
+"""A step without flatness: the direction is the gradient."""
 
 
 class Layout:
-    """Divides parameters into spans, by coefficients and, on a CPU, into blocks that fit a cache.
+    """Divides parameters into spans with equal coefficients, which on a CPU fit the cache.
 
-    The same for most steps, and then not worked out again.
+    Recomputed only when parameters or coefficients change.
     """
 
     def __init__(self) -> None:
@@ -93,18 +93,18 @@ def _divided(params: list[Any], owners: list[Coefficients], limit: float) -> lis
 
 @dataclass(eq=False)
 class Walk:
-    """The weights of one step and the operations methods are written in.
+    """The weights of one step, and the operations that methods are written in.
 
     Attributes:
         params: the parameters that got a gradient, in group order.
-        theta: their tensors in this process (`params` unless they are sharded).
-        spans: the parts of the list that operations work through one after the other.
+        theta: their local tensors; `params` itself if nothing is sharded.
+        spans: the parts of the list that operations process one after the other.
         xi: the small constant of Algorithm 1.
-        memory: what methods keep from step to step, by parameter (see `remembered`).
+        memory: what methods keep between steps, by parameter (see `remembered`).
         spare: memory for the backup, or None to allocate it.
-        adopt: whether a gradient that is all ours may be held without a copy.
+        adopt: whether to hold a gradient without copying it, if nothing else refers to it.
         groups: process groups over which squared norms add up (sharded parameters).
-        backup: the weights at the start of the step, once they have left it.
+        backup: the weights at the start of the step, once they have moved.
     """
 
     params: list[Any]
@@ -123,7 +123,7 @@ class Walk:
         self._saved = 0  # how many tensors the backup holds
 
     def remembered(self, name: str) -> Vector:
-        """A vector that lives from step to step (an average of gradients, say); zero at first.
+        """A vector that persists between steps, such as an average of gradients; initially zero.
 
         Write to it in place. It is part of the optimizer's `state_dict`.
         """
@@ -136,8 +136,8 @@ class Walk:
     def norm(self, d: Vector) -> Tensor | float:
         """Global norm of `d` over all groups and shards.
 
-        On a CPU it comes back as a Python number, which lets additions fuse their factor; on an
-        accelerator it stays on the device, because reading it would stall the host.
+        A Python number on a CPU, so that additions can fuse their factor. On an accelerator, a
+        tensor, because reading it would stall the host.
         """
         value = vectors.norm(d)
         if self.groups:
@@ -145,7 +145,7 @@ class Walk:
         return _readable(value)
 
     def dot(self, xs: Vector, ys: Vector, *, scratch: Vector) -> Tensor | float:
-        """Inner product over all groups and shards; where it lives is as for `norm`."""
+        """Inner product over all groups and shards; a number or a tensor, like `norm`."""
         return _readable(self._total(vectors.dot(xs, ys, scratch=scratch)))
 
     def _total(self, value: Tensor) -> Tensor:
@@ -154,18 +154,18 @@ class Walk:
         return value
 
     def climb(self, d: Vector, rho: str, *, norm: Any = None, spend: bool = True) -> None:
-        """Moves from the current point: ``theta += rho * d / (|d| + xi)``.
+        """Move from the current point: ``theta += rho * d / (|d| + xi)``.
 
         Args:
             d: the direction.
-            rho: name of the coefficient that holds the radius.
+            rho: the name of the coefficient with the radius.
             norm: the length to divide by instead of ``|d|``.
             spend: whether `d` may be overwritten.
         """
         self._move(d, rho, self.norm(d) if norm is None else norm, spend=spend, home=False)
 
     def jump(self, d: Vector, rho: str) -> None:
-        """Moves relative to the start, ``theta = start + rho * d / (|d| + xi)``; spends `d`."""
+        """Move relative to the start, ``theta = start + rho * d / (|d| + xi)``; overwrites `d`."""
         self._move(d, rho, self.norm(d), spend=True, home=True)
 
     def _move(self, d: Vector, rho: str, norm: Any, *, spend: bool, home: bool) -> None:
@@ -174,7 +174,7 @@ class Walk:
             self.backup = vectors.like(self.theta) if self.spare is None else self.spare
             self.spare = None
         assert self.backup is not None
-        for span in self.spans:  # all of one span before the next: what it wrote is in the cache
+        for span in self.spans:  # one at a time, while its tensors are in the cache
             part = span.tensors
             theta = self.theta[part]
             if leaving:
@@ -186,14 +186,14 @@ class Walk:
             vectors.add_(theta, d[part], scale, spend=spend)
 
     def restore(self) -> None:
-        """Puts the weights back to the start of the step, bit for bit."""
+        """Restore the weights at the start of the step, bit for bit."""
         if self.backup is not None:
-            # Leaving may have been interrupted half-way: only what was saved was moved.
+            # The first move may have been interrupted: only saved tensors were moved.
             torch._foreach_copy_(self.theta[: self._saved], self.backup[: self._saved])
 
     def hold(self, g: Vector) -> Vector:
-        """Keeps a gradient beyond its pass, without a copy where its memory is ours to keep."""
-        traced = torch.compiler.is_compiling()  # reference counts mean nothing there
+        """Keep a gradient beyond its pass, without a copy if nothing else refers to it."""
+        traced = torch.compiler.is_compiling()  # reference counts are meaningless there
         if self.adopt and not traced and are_ours(g, self.params):
             return g
         kept = vectors.like(g)
@@ -221,9 +221,9 @@ class Walk:
         return xs
 
     def grow(self, params: list[Any], theta: Vector, spans: list[Span], held: Held) -> Held:
-        """Takes in parameters whose first gradient of this step appears in a later pass.
+        """Add parameters that get their first gradient of this step in a later pass.
 
-        They had no gradient so far: nothing has moved them, and what is held is zero there.
+        They have not moved, and the held vectors are zero there.
         """
         old = {id(p): i for i, p in enumerate(self.params)}
 
@@ -235,7 +235,7 @@ class Walk:
         backup = None if self.backup is None else extended(self.backup, torch.clone)
         self.spare = None  # too short now
         self.params, self.spans = params, spans
-        # Together and last: an interrupt must not find a backup of other tensors.
+        # Together and last, so that an interrupt finds a backup that matches theta.
         self.theta, self.backup, self._saved = theta, backup, len(backup or ())
         return held
 
@@ -246,11 +246,10 @@ def _readable(value: Tensor) -> Tensor | float:
 
 
 def _per_unit(rho: float, norm: Any, xi: Any, cap: float) -> Any:
-    """``rho / (norm + xi)``, turned into NaN by a norm that is not finite, and at most `cap`.
+    """``rho / (norm + xi)``, at most `cap`, and NaN if the norm is not finite.
 
-    Without the first, an infinite norm gives a step of zero length, and an overflow in this pass
-    could go unnoticed in the direction. Without the second, a vanishing gradient of fp16
-    parameters gives a factor that their type cannot hold.
+    The NaN makes an overflow in this pass visible in the direction; without it, an infinite norm
+    gives a step of length zero. The cap keeps the factor within fp16 for tiny gradients.
     """
     scale = rho / (norm + xi) + 0.0 * norm
     if cap == math.inf:

@@ -1,7 +1,4 @@
-"""An optimizer that wraps another one and shows that one's groups, state and hooks.
-
-It adds its own hyperparameters to the groups, and a step counter and a memory to the state.
-"""
+"""The part of a wrapping optimizer that is independent of its method: groups, state, copies."""
 
 from __future__ import annotations
 
@@ -23,32 +20,32 @@ from . import distributed
 
 
 class Wrapper(Optimizer, ABC):
-    """Holds a base optimizer and shows its groups, its state and its hooks as its own.
+    """An optimizer that shares the groups, state and hooks of its base.
 
-    Copies made by torch (`load_state_dict`, deepcopy and pickling rebind `param_groups`) cannot
-    tear the two apart, because nothing is copied here. Hooks registered on the wrapper are the
-    base's: they fire once per step, with the global ones, and are given the base.
+    It forwards instead of copying, so `load_state_dict`, deepcopy and pickling, which rebind
+    `param_groups`, cannot separate the two. Hooks registered on the wrapper belong to the base:
+    they fire once per step, with the global ones, and receive the base. The wrapper adds its
+    hyperparameters to the groups, and a step counter and a memory to the state.
     """
 
     needs_graph: ClassVar[bool] = False
     """Whether the closure must call ``backward(create_graph=True)``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuses another library's arguments in words, which `__init__` could not."""
-        if args or kwargs:  # a copy has none
+        """Answer calls in another library's style with an error that shows the right call."""
+        if args or kwargs:  # copies pass none
             _check_call(cls, args, kwargs)
         return super().__new__(cls)
 
     @classmethod
     def over(cls, base: Any, **options: Any) -> Callable[..., Self]:
-        """A function with the signature of torch's optimizers: ``(params, lr=..., rho=...)``.
+        """Return a picklable factory that is called like torch's optimizers.
 
-        For whatever builds the optimizer itself: skorch, fastai, configuration files. It can be
-        pickled.
+        For code that builds the optimizer itself: skorch, fastai, configuration files.
 
         Args:
-            base: the class of the base optimizer, or a function that makes one.
-            **options: defaults for the options, this method's or the base's.
+            base: the class of the base optimizer, or a function that returns one.
+            **options: defaults for options of this method or of the base.
 
         Examples:
             >>> import torch
@@ -67,19 +64,19 @@ class Wrapper(Optimizer, ABC):
         return partial(_build_over, cls, base, **options)
 
     def __init__(self, base: Optimizer) -> None:
-        # Optimizer.__init__ is left out on purpose: it would make a second set of param_groups
-        # and hooks, and fire the global step hooks twice per step.
+        # Optimizer.__init__ would create a second set of param_groups and hooks, and fire the
+        # global step hooks twice per step.
         _check_base(base, type(self).__name__)
         self.base = base
         self.steps = 0
-        """Steps taken so far; one that a GradScaler skips counts under a fused base alone, whose
-        kernels skip it without telling the host."""
+        """Steps taken so far. Steps that a GradScaler skips count only under a fused base, whose
+        kernels skip them without telling the host."""
         self._memory: dict[Tensor, dict[str, Tensor]] = {}
         self._reset()
 
     @abstractmethod
     def _reset(self) -> None:
-        """Sets the attributes that no copy takes along, as they are before a first step."""
+        """Initialize the attributes that copies do not carry over."""
 
     def parameters(self) -> list[Any]:
         """All parameters, in the order of their groups."""
@@ -106,9 +103,9 @@ class Wrapper(Optimizer, ABC):
         return self.base.defaults
 
     def __getattr__(self, name: str) -> Any:
-        # What a base offers beyond torch's own methods (`train`, `sync_lookahead`) is reached
-        # through the wrapper. So are torch's hooks, which it keeps in private dicts; no other
-        # private name is: GradScaler reads one that says how `step` is to be called.
+        # Forwards what a base adds to torch's methods (`train`, `sync_lookahead`), and the private
+        # dicts of torch's hooks. No other private name: GradScaler reads one that says how to call
+        # `step`.
         hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
         if "base" in self.__dict__ and (hooks or not name.startswith("_")):
             with suppress(AttributeError):
@@ -116,15 +113,15 @@ class Wrapper(Optimizer, ABC):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients; `step` does so by itself."""
+        """Clear the gradients. `step` with a closure does this itself."""
         self.base.zero_grad(set_to_none)
 
     def _share(self, hyper: Mapping[str, Any]) -> None:
-        """Writes the hyperparameters into the base's groups, where overrides may already be."""
+        """Write the hyperparameters into the base's groups, except where a group overrides them."""
         self._hyper = {n: float(v) if isinstance(v, Real) else v for n, v in hyper.items()}
         method = type(self).__name__.lower()
         self._keys = {n: f"{method}_{n}" if n in self.base.defaults else n for n in hyper}
-        # A base that was wrapped before still carries the earlier wrapper's values.
+        # A base that was wrapped before still has the earlier wrapper's values.
         stale = getattr(self.base, "_steppe_shared", {})
         shared = {key: self._hyper[name] for name, key in self._keys.items()}
         updates = [
@@ -139,11 +136,11 @@ class Wrapper(Optimizer, ABC):
         self._own()
 
     def _values(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        """One group's hyperparameters at a step, schedules evaluated and checked."""
+        """One group's hyperparameters at a step, with schedules evaluated and values checked."""
         if group.get("maximize"):
             raise ValueError(
-                f"{type(self).__name__} climbs towards a larger loss, which is the wrong way under "
-                "maximize=True: minimize the negated loss instead."
+                f"{type(self).__name__} does not support maximize=True, because it climbs toward a "
+                "larger loss. Minimize the negated loss instead."
             )
         values = {}
         for name, key in self._keys.items():
@@ -154,7 +151,7 @@ class Wrapper(Optimizer, ABC):
             if isinstance(value, Tensor):
                 raise TypeError(
                     f"{key} must be a Python number or a function of the step, got a tensor: pass "
-                    f"{key}.item(), or a function to change it as you train"
+                    f"{key}.item(), or a function to change it during training"
                 )
             if not isinstance(value, Real) or not math.isfinite(value):
                 raise ValueError(f"{key} must be a finite number, got {value!r} at step {step}")
@@ -163,7 +160,7 @@ class Wrapper(Optimizer, ABC):
         return values
 
     def validate(self, hyper: Mapping[str, float]) -> None:
-        """Raises ValueError for hyperparameters that make no sense; none may be negative."""
+        """Raise ValueError for invalid hyperparameters. By default, none may be negative."""
         for name, value in hyper.items():
             if value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
@@ -172,17 +169,17 @@ class Wrapper(Optimizer, ABC):
         method, params = type(self).__name__, self.parameters()
         if any(p.is_complex() for p in params):
             raise ValueError(
-                f"{method} does not take complex parameters: pass torch.view_as_real of them."
+                f"{method} does not support complex parameters: pass torch.view_as_real(p) instead."
             )
         if self.needs_graph and any(map(distributed.is_sharded, params)):
             raise TypeError(
-                f"{method} differentiates gradients, which sharded parameters (FSDP2) do not "
-                "allow. Use GAM, which needs only gradients."
+                f"{method} differentiates gradients, which is not possible for sharded parameters "
+                "(FSDP2). Use GAM, which needs only gradients."
             )
         distributed.one_device(params)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the base; hyperparameters it does not name get the shared values."""
+        """Add a group to the base; hyperparameters that it lacks get the shared values."""
         self.base.add_param_group(param_group)
         for name, key in self._keys.items():
             self.param_groups[-1].setdefault(key, self._hyper[name])
@@ -194,10 +191,10 @@ class Wrapper(Optimizer, ABC):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's state plus the step counter and what the method remembers; no weights.
+        """The base's state plus the step counter and the method's memory.
 
-        Schedules are code and stay out, as in torch's `LambdaLR`: the optimizer that loads the
-        state brings its own.
+        Schedules are code and are not saved, as in torch's `LambdaLR`: the optimizer that loads the
+        state keeps its own.
         """
         saved = self.base.state_dict()
         for group in saved["param_groups"]:
@@ -210,7 +207,7 @@ class Wrapper(Optimizer, ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned, or a plain state of the base optimizer."""
+        """Load what `state_dict` returned, or a state of the base optimizer alone."""
         state_dict = dict(state_dict)
         own = state_dict.pop("steppe", {"step": 0, "memory": {}})
         before = [{k: g[k] for k in self._keys.values() if k in g} for g in self.param_groups]
@@ -229,15 +226,15 @@ class Wrapper(Optimizer, ABC):
         self.base._steppe_owner = weakref.ref(self)  # type: ignore[attr-defined]
 
     def _owner(self) -> Any:
-        """The wrapper that wrapped the base last."""
+        """The last optimizer that wrapped the base."""
         owner = getattr(self.base, "_steppe_owner", None)
         return self if owner is None else owner()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything that lasts from step to step, the model included."""
+        """Everything that persists between steps, including the model."""
         blank = object.__new__(type(self))
         blank._reset()
-        transient = {"step", *blank.__dict__}  # schedulers set `step` on the instance, as a closure
+        transient = {"step", *blank.__dict__}  # schedulers patch `step` on the instance
         return {k: v for k, v in self.__dict__.items() if k not in transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -253,13 +250,13 @@ class Wrapper(Optimizer, ABC):
 
 @cache
 def options_of(cls: type) -> tuple[str, ...]:
-    """The names of a constructor's options, those it hands on to its parents included."""
+    """The names of a constructor's options, including those it passes on to its parents."""
     names: dict[str, None] = {}
     for ancestor in cls.__mro__:
         if "__init__" not in vars(ancestor):
             continue
         parameters = inspect.signature(vars(ancestor)["__init__"]).parameters.values()
-        # What a parent takes by position is the child's to give; only keywords are handed on.
+        # The child sets what its parent takes by position; only keywords are passed on.
         own = inspect.Parameter
         kinds = (own.KEYWORD_ONLY, own.POSITIONAL_OR_KEYWORD)[: 1 if names else 2]
         names |= dict.fromkeys(p.name for p in parameters if p.kind in kinds)
@@ -271,13 +268,13 @@ def options_of(cls: type) -> tuple[str, ...]:
 def _build_over(
     cls: Any, base: Callable[..., Optimizer], params: Any, *args: Any, **options: Any
 ) -> Any:
-    """A wrapper around a new base; a name that both take is the wrapper's."""
+    """Build a base and wrap it. An option that both have goes to the wrapper."""
     own = {name: options.pop(name) for name in (*options_of(cls), "model") if name in options}
     return cls(base(params, *args, **options), **own)
 
 
 def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises an error that shows the right call where another library's was written."""
+    """Raise an error that shows the right call if the arguments follow another library."""
     if next(iter(inspect.signature(cls).parameters), "") != "base":
         return
     first = args[0] if args else kwargs.get("base", kwargs.get("params"))
@@ -293,8 +290,8 @@ def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
         return
     inner: Any = next((v for v in (*args, *kwargs.values()) if _makes_optimizers(v)), None)
     numbers = [v for v in args if isinstance(v, Real)]
-    # By position, davda54's options follow the class of the base, in the order of ours; without
-    # such a class, the first number is torch's learning rate.
+    # davda54's SAM takes the base's class and then options by position, in our order. Without a
+    # class, the first number is the learning rate, as in torch.
     rate = {} if inner is not None or not numbers else {"lr": numbers.pop(0)}
     own = dict(zip(known, numbers, strict=False))
     own |= {name: value for name, value in kwargs.items() if name in known}
@@ -313,12 +310,12 @@ def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     raise TypeError(
         f"{method} wraps an optimizer instance, got {'nothing' if first is None else got}. Write"
         f"\n\n    {line}\n\n"
-        f"Where parameters are all you can pass, use {method}.over({name}), which takes them."
+        f"If you can only pass parameters, use {method}.over({name})."
     )
 
 
 def _makes_optimizers(value: Any) -> bool:
-    """Whether it is an optimizer, a class of them, or such a class with options."""
+    """Whether a value is an optimizer, an optimizer class, or a partial of one."""
     value = value.func if isinstance(value, partial) else value
     return issubclass(value if isinstance(value, type) else type(value), Optimizer)
 
@@ -337,6 +334,6 @@ def _check_base(base: Optimizer, method: str) -> None:
         )
     if getattr(base, "needs_graph", False):
         raise TypeError(
-            f"{method} cannot wrap {type(base).__name__}: it needs the graph of its gradient, "
-            "and the direction has none."
+            f"{method} cannot wrap {type(base).__name__}, which differentiates its gradient: "
+            "the direction has no graph."
         )

@@ -15,19 +15,19 @@ from .registry import register_optimizer
 
 
 def check_moments(method: str, betas: tuple[float, float], **numbers: float) -> None:
-    """Refuses options that make no sense for any optimizer with moments."""
+    """Raise ValueError for options that are invalid for any optimizer with moments."""
     for name, value in numbers.items():
         if not value >= 0:
             raise ValueError(f"{method}: {name} must not be negative, got {value}")
     if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{method}: betas must lie in [0, 1), got {betas}")
+        raise ValueError(f"{method}: betas must be in [0, 1), got {betas}")
 
 
 @register_optimizer(
     "yogi",
     citation="Zaheer et al., Adaptive Methods for Nonconvex Optimization, NeurIPS 2018",
     passes=1,
-    # Between Adam and SGD: an eps of 1e-3 outweighs small gradients only, and from 1e-3 on it
+    # Between Adam and SGD: an eps of 1e-3 outweighs only small gradients. At 1e-3 and above, it
     # learned PACS in none of twelve runs (docs/results/pacs.md).
     lr=Hyperparameter(1e-4, LogUniform(-5, -3)),
     base=None,
@@ -43,10 +43,10 @@ class Yogi(Optimizer):
     \end{split}
     $$
 
-    with $m_0 = 0$ and $v_0$ = `initial_accumulator`. The paper has no bias correction. That is why
-    this is not pytorch_optimizer's Yogi, whose $v_t$ is always divided by $1 - \beta_2^t$ (and
-    whose $m_0$ is not 0 unless $v_0$ is). Nor has the paper weight decay: here it is the gradient
-    of $\tfrac{\lambda}{2} \lVert \theta \rVert^2$, added to $g_t$.
+    with $m_0 = 0$ and $v_0$ = `initial_accumulator`. The paper has no bias correction, unlike
+    pytorch_optimizer's Yogi, which always divides $v_t$ by $1 - \beta_2^t$ (and starts $m_0$ at
+    $v_0$). The paper has no weight decay either: here it adds the gradient of
+    $\tfrac{\lambda}{2} \lVert \theta \rVert^2$ to $g_t$.
 
     Args:
         params: parameters, named parameters or parameter groups.
