@@ -360,7 +360,7 @@ def test_what_has_not_converged_is_told(run: Path, caplog: pytest.LogCaptureFixt
         )
         found = measure_run(run, **{**QUICK, "top": 3, "tol": 1e-12})
     assert not found.eigenvalues.converged
-    assert "not all converged after 3 products" in caplog.text
+    assert "not all eigenvalues converged after 3 products" in caplog.text
     assert not load_measurements(run)["train"].eigenvalues.converged
 
 
