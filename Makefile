@@ -57,7 +57,7 @@ lint: $(STAMP) ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(STAMP) ## mend style and formatting
+format: $(STAMP) ## fix style and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
