@@ -1,4 +1,4 @@
-"""Writes the tables of `docs/guide/defaults.md` from the results of `benchmarks/defaults.py`."""
+"""Writes the tables of `docs/guide/defaults-measured.md` from the results of `benchmarks/defaults.py`."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-PAGE = Path(__file__).parent / "guide" / "defaults.md"
-BEGIN, END = "<!-- {name}: made by a script in benchmarks/ -->", "<!-- end of {name} -->"
+PAGE = Path(__file__).parent / "guide" / "defaults-measured.md"
+BEGIN, END = "<!-- {name}: made by docs/defaults.py -->", "<!-- end of {name} -->"
 
 Row = dict[str, list[float | None]]
 """Validation accuracies in percent by learning rate, one for each seed; None: it diverged."""
@@ -52,7 +52,7 @@ def rate_table(rows: dict[str, Row]) -> str:
     for optimizer, row in rows.items():
         best, lead, noise = verdict(row)
         cells = [f"**{cell}**" if lr == best else cell for lr, cell in shown(row).items()]
-        behind = "default is best" if best == default(row) else f"{lead:.1f} ± {noise:.1f}"
+        behind = "0" if best == default(row) else f"{lead:.1f} ± {noise:.1f}"
         columns = [f"`{optimizer}`", f"{float(default(row)):g}", *cells, behind]
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines) + "\n"
