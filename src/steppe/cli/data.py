@@ -84,7 +84,7 @@ def data_pack(
     jobs: _Jobs = None,
     plugin: Plugins = None,
 ) -> None:
-    """Decode every image once, to memory-mapped files that runs read from then on."""
+    """Decode every image once, into memory-mapped files that later runs read."""
     from steppe.domains import data_folder, load, packing
 
     home = root or data_folder()

@@ -254,7 +254,7 @@ def _point_to(name: str) -> None:
     """Say where a name is listed that was given in place of a kind."""
     for kind in KINDS.entries():
         if name in kind.registry:
-            raise UserError(f"{name!r} is one of the {kind.name}: steppe list {kind.name} {name}")
+            raise UserError(f"{name!r} is listed under {kind.name}: steppe list {kind.name} {name}")
 
 
 def show_all(kind: Kind, as_json: bool = False) -> None:

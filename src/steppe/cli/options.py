@@ -101,7 +101,7 @@ SHORTCUTS = [
     _option(
         name,
         float,
-        help=f"{meaning}; short for --set optimizer.{name}=",
+        help=f"{meaning}; short for --set optimizer.{name}=VALUE",
         show_default="see 'steppe list optimizers NAME'",
         rich_help_panel="Training",
     )

@@ -64,7 +64,10 @@ def predict(
     from steppe.training.progress import weights
 
     if as_json and out is not None and out.suffix.lower() != ".json":
-        raise UserError(f"--json writes JSON, but --out {out} does not end in .json")
+        raise UserError(
+            f"--json writes JSON, but --out {out} does not end in .json: drop --json or "
+            "rename the file"
+        )
     as_json = as_json or (out is not None and out.suffix.lower() == ".json")
     files = find_images(images)
     console = talk()

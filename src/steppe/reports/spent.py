@@ -57,5 +57,11 @@ def hours_text(spent: Mapping[str, float]) -> str:
     Examples:
         >>> hours_text({"GPU": 6.06, "CPU": 0.0042})
         '6.060 GPU-hours and 0.004 CPU-hours'
+        >>> hours_text({"CPU": 0.0002})
+        'less than 0.001 CPU-hours'
     """
-    return " and ".join(f"{value:.{DIGITS}f} {kind}-hours" for kind, value in spent.items())
+    least = 10**-DIGITS
+    return " and ".join(
+        f"{'' if value >= least else 'less than '}{max(value, least):,.{DIGITS}f} {kind}-hours"
+        for kind, value in spent.items()
+    )
