@@ -1,4 +1,4 @@
-"""Writes the tables of `docs/guide/defaults-measured.md` from the results of `benchmarks/defaults.py`."""
+"""Writes the tables of `guide/defaults-measured.md` from what `benchmarks/defaults.py` measured."""
 
 import json
 from pathlib import Path

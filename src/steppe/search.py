@@ -186,7 +186,8 @@ PAPER_WEIGHT_DECAY = Hyperparameter(1e-4, LogUniform(-6, -3))
 # unit in float32's last place and does nothing. This is torch's default for AdamW.
 DECOUPLED_DECAY = Hyperparameter(1e-2, LogUniform(-3, -1))
 
-# Learning rates of the space `fair` for fine-tuning; docs/guide/defaults.md has the measurements.
+# Learning rates of the space `fair` for fine-tuning, as measured in
+# docs/guide/defaults-measured.md.
 # Steps of the Adam family have the size of the learning rate whatever the gradient, so they share
 # the paper's range. SGD's steps scale with the gradient; it fine-tunes ResNets at 1e-3 to 1e-2.
 ADAM_LR = Hyperparameter(5e-5, LogUniform(-5, -3.5))

@@ -28,7 +28,7 @@ def check_moments(method: str, betas: tuple[float, float], **numbers: float) -> 
     citation="Zaheer et al., Adaptive Methods for Nonconvex Optimization, NeurIPS 2018",
     passes=1,
     # Between Adam and SGD: an eps of 1e-3 outweighs only small gradients. At 1e-3 and above, it
-    # learned PACS in none of twelve runs (docs/results/pacs.md).
+    # learned PACS in none of twelve runs (docs/results/pacs-method.md).
     lr=Hyperparameter(1e-4, LogUniform(-5, -3)),
     base=None,
 )
