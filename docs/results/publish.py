@@ -15,7 +15,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, combinations, product
+from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -342,26 +342,14 @@ def all_pairs(
 
 
 PAIR_HEADINGS = ("difference", "95% CI across targets", "95% CI across seeds")
-LATER_HEADINGS = ("seeds 3 to 5 only", "across targets", "across seeds")
 
 
-def pairs_grid(headings: Sequence[str], *columns: Sequence[Pair]) -> TextTable:
-    """One line per pair, with its intervals; those that exclude zero are bold.
-
-    Args:
-        headings: three for each of the columns.
-        columns: the same pairs, each from another set of seeds.
-    """
-    lines = [
-        (
-            TextCell(f"{pairs[0].targets.a} - {pairs[0].targets.b}"),
-            *chain.from_iterable(map(_cells, pairs)),
-        )
-        for pairs in zip(*columns, strict=True)
-    ]
+def pairs_grid(pairs: Iterable[Pair]) -> TextTable:
+    """One line per pair, with its intervals; those that exclude zero are bold."""
+    lines = [(TextCell(f"{pair.targets.a} - {pair.targets.b}"), *_cells(pair)) for pair in pairs]
     title = "Paired differences in accuracy, points"
     note = "Bold: the interval excludes zero, before correction for the number of pairs"
-    return TextTable(title, ("methods", *headings), tuple(lines), 1, note)
+    return TextTable(title, ("methods", *PAIR_HEADINGS), tuple(lines), 1, note)
 
 
 def _both_ways(pairs: Sequence[Pair]) -> dict[str, dict[str, float]]:
@@ -657,9 +645,10 @@ def publish(out: Path, facts: object) -> None:
     shown = {
         "accuracy": accuracy,
         "landing": landing_table(accuracy),
-        "pairs": pairs_grid((*PAIR_HEADINGS, *LATER_HEADINGS), pairs, later),
+        "pairs": pairs_grid(pairs),
+        "pairs-later": pairs_grid(later),
         "more": more_grid(by_target, averages_of),
-        "more-pairs": pairs_grid(PAIR_HEADINGS, rivals),
+        "more-pairs": pairs_grid(rivals),
         "single": single_grid(first_trial),
         "ablation": replace(
             tables(ablation)[0],
