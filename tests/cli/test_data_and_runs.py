@@ -264,8 +264,9 @@ def test_the_options_asked_for_most_and_several_targets(tmp_path: Path) -> None:
         assert config["optimizer"]["lr"] == 0.01
         assert config["optimizer"]["rho"] == 0.3
         assert config["batch_size"] == 8
-    with pytest.raises(UserError, match="--rho and --set optimizer.rho are the same setting"):
-        steppe("train", *base, "--set", "optimizer.rho=0.4", "--out", tmp_path / "set")
+    for option, key in {"rho": "optimizer.rho", "batch-size": "batch_size"}.items():
+        with pytest.raises(UserError, match=f"--{option} and --set {key} are the same setting"):
+            steppe("train", *base, "--set", f"{key}=4", "--out", tmp_path / "set")
     with pytest.raises(UserError, match=r"'adam': 'rho'.* Optimizers with 'rho': sam, .*fad"):
         steppe("train", *base, "--optimizer", "adam", "--out", tmp_path / "adam")
     plan = ["sweep", "plan", tmp_path / "sweep", "--datasets", "RotatedDigits", "--no-estimate"]

@@ -110,13 +110,15 @@ SHORTCUTS = [
 """The most frequent optimizer options."""
 
 
-def overriding(shortcuts: Mapping[str, Any], overrides: Iterable[str] | None) -> list[str]:
+def overriding(
+    given: Iterable[str], shortcuts: Mapping[str, Any], overrides: Iterable[str] | None
+) -> list[str]:
     """Return `--lr` and `--rho` as `--set` would give them, followed by what `--set` gives."""
     own = {f"optimizer.{key}": value for key, value in shortcuts.items()}
     others = list(overrides or ())
-    for key in {text.partition("=")[0].strip() for text in others} & own.keys():
-        short = key.removeprefix("optimizer.")
-        raise UserError(f"--{short} and --set {key} are the same setting: give one of them")
+    for key in {text.partition("=")[0].strip() for text in others} & {*own, *given}:
+        option = key.removeprefix("optimizer.").replace("_", "-")
+        raise UserError(f"--{option} and --set {key} are the same setting: give one of them")
     return [*(f"{key}={value}" for key, value in own.items()), *others]
 
 

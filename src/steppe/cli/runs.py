@@ -49,7 +49,7 @@ def train(
     draw, space = given.pop("draw", None), given.pop("space", None)
     chosen = training.configure(
         given,
-        overriding(shortcuts, overrides),
+        overriding(given, shortcuts, overrides),
         file=config,
         resumed=resumed,
         draw=draw,

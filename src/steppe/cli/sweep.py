@@ -63,7 +63,7 @@ def sweep_plan(
     """Plan a sweep: one run per target, algorithm, optimizer, averaging, trial and draw."""
     from steppe.sweeps import write_plan
 
-    texts = tuple(overriding(shortcuts, overrides))
+    texts = tuple(overriding(options, shortcuts, overrides))
     wanted = Grid(names(datasets), **grid, overrides=texts, options=options)
     typed = command("steppe", *sys.argv[1:])
     plan = write_plan(wanted, path, retries=retries, command=typed, extend=extend)
