@@ -53,7 +53,8 @@ class Study:
 
 
 FEW = ("adam", "adamw", "sgd", "sam", "fad")
-RATED = tuple(name for name in optimizer_names() if name != "asam")  # asam shares sam's rate
+NAMES = [name for name in optimizer_names() if name != "asam"]  # asam shares sam's rate
+RATED = tuple(NAMES[: NAMES.index("fad") + 1])
 STUDIES = {
     "digits": Study("RotatedDigits", "75", optimizers=RATED),
     "doodles": Study("Doodles", "sketch", optimizers=RATED),

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import signal
 import sys
 from collections.abc import Callable, Iterator
 
@@ -10,6 +11,10 @@ import torch
 from hypothesis import settings
 
 from tests.devices import DEVICES
+
+# nohup and background jobs ignore Ctrl-C, and so would every command that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Workers of pytest-xdist share the cores, and one thread makes reductions repeatable.
 torch.set_num_threads(1)

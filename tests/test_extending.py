@@ -12,7 +12,7 @@ from tests import processes
 
 DOCS = Path(__file__).parents[1] / "docs/guide"
 PAGES = {  # page, and the words that the example's code has
-    "my_methods": ("new-methods.md", "class CFlat"),
+    "my_methods": ("new-methods.md", "class CRSAM"),
     "my_algorithms": ("algorithms.md", "class Confident"),
     "my_data": ("data.md", "def stripes"),
     "my_launchers": ("sweeps.md", "class Ssh"),
@@ -47,7 +47,7 @@ def test_each_is_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return done.stdout
 
     plugins = [f"--plugin={name}" for name in ("my_methods", "my_algorithms", "my_data")]
-    grid = ["--datasets=Stripes", "--optimizers=c-flat", "--algorithms=Confident", "--trials=1"]
+    grid = ["--datasets=Stripes", "--optimizers=cr-sam", "--algorithms=Confident", "--trials=1"]
     grid += ["--draws=2", "--steps=2", "--no-estimate", "--set", "batch_size=4"]
     steppe("sweep", "plan", "sweep", *plugins, *grid)
     where = ["--plugin=my_launchers", "--launcher=ssh", "--host=here"]

@@ -47,8 +47,8 @@ class AxisSpec:
     @classmethod
     def of(cls, target: type, name: str, **facts: Any) -> Self:
         summary = (inspect.getdoc(target) or "").partition("\n")[0]
-        facts |= {"options": declared_options(target), "further": further_options(target)}
-        return cls(name=name, target=target, summary=summary, **facts)
+        options = {"options": declared_options(target), "further": further_options(target)}
+        return cls(**{"name": name, "target": target, "summary": summary, **options, **facts})
 
     @property
     def cls(self) -> Any:
@@ -108,19 +108,22 @@ def declared(spec: type[S], package: str, decorator: str, first: Iterable[str] =
             node.name: (node, names) for node in tree.body if isinstance(node, ast.ClassDef)
         }
     found = {}
+    stubs: dict[str, type] = {}
     for node, names in classes.values():
         for call in node.decorator_list:
             if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
                 (name,) = (evaluate(value, names) for value in call.args)
                 facts = {key.arg or "": evaluate(key.value, names) for key in call.keywords}
-                entry = spec.of(_stub(node.name, classes), name, **facts)
+                entry = spec.of(_stub(node.name, classes, stubs), name, **facts)
                 found[name] = replace(entry, target=f"{names['__name__']}:{node.name}")
     order = [name for name in first if name in found]
     yield from (found[name] for name in [*order, *sorted(found.keys() - set(order))])
 
 
-def _stub(name: str, classes: _Classes) -> type:
+def _stub(name: str, classes: _Classes, made: dict[str, type]) -> type:
     """A class with the docstring and constructor signature of one that is not imported."""
+    if name in made:  # one class, so that parents who share it have a common order
+        return made[name]
     node, names = classes[name]
     members: dict[str, Any] = {"__doc__": ast.get_docstring(node)}
     for method in node.body:
@@ -129,7 +132,8 @@ def _stub(name: str, classes: _Classes) -> type:
             _run(method, names)
             members["__init__"] = names.pop("__init__")
     known = (base for base in map(ast.unparse, node.bases) if base in classes)
-    return type(name, tuple(_stub(base, classes) for base in known), members)
+    made[name] = type(name, tuple(_stub(base, classes, made) for base in known), members)
+    return made[name]
 
 
 class _Names(dict[str, Any]):

@@ -127,14 +127,17 @@ def further_options(cls: type) -> dict[str, Option]:
     """Other plain arguments of a constructor; a config contains them only if they are set."""
     found: dict[str, Option] = {}
     declared = declared_options(cls)
+    handed_on = True
     for ancestor, init in _constructors(cls):
         meanings = dict(arguments(inspect.getdoc(ancestor) or ""))
-        for p in inspect.signature(init).parameters.values():
+        parameters = inspect.signature(init).parameters.values()
+        for p in parameters:
             words = set(re.findall(r"\w+", inspect.formatannotation(p.annotation)))
-            # The child itself passes a parent's positional arguments.
-            handed_on = ancestor is cls or p.kind is p.KEYWORD_ONLY
-            if p.name in meanings and words <= _PLAIN and p.default is not p.empty and handed_on:
+            settable = p.default is not p.empty and (handed_on or p.kind is p.KEYWORD_ONLY)
+            if p.name in meanings and words <= _PLAIN and settable:
                 found.setdefault(p.name, Option(default=p.default, meaning=meanings[p.name]))
+        # Without *args, the child itself sets what its parent takes by position.
+        handed_on = handed_on and any(p.kind is p.VAR_POSITIONAL for p in parameters)
     return {name: option for name, option in found.items() if name not in declared}
 
 

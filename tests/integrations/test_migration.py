@@ -12,8 +12,7 @@ from pytorch_optimizer.lr_scheduler.proportion import ProportionScheduler
 from torch import nn
 from torch.nn import functional as F
 
-from steppe.optim import FAD, SAM
-from tests.optim.test_new_methods import GSAM
+from steppe.optim import FAD, GSAM, SAM
 
 X = torch.randn(12, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.arange(12) % 3

@@ -11,8 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from steppe.optim import FAD, GAM, SAM, FlatnessOptimizer, GAMExact, GAMRelease
-from tests.optim import reference
+from steppe.optim import (
+    FAD,
+    GAM,
+    GSAM,
+    MSAM,
+    PGN,
+    RWP,
+    SAGM,
+    SAM,
+    WSAM,
+    CFlat,
+    FlatnessOptimizer,
+    FriendlySAM,
+    GAMExact,
+    GAMRelease,
+    LookSAM,
+    VaSSO,
+)
+from tests.optim import reference, reference_successors as successors
 
 
 @dataclass
@@ -104,13 +121,21 @@ class Method:
     reference: Callable[..., Tensor]
     buffers: int  # owned parameter-sized buffers at the peak of a step
     reference_names: tuple[str, ...] = field(default=())
+    remembers: int = 0  # vectors that live between steps
+    stateful: bool = False  # its reference needs a `memory`
+    every: int = 1  # only the first of so many steps takes all passes, the others one
+
+    def passes_at(self, step: int) -> int:
+        return self.passes if step % self.every == 0 else 1
 
     def __call__(self, base: torch.optim.Optimizer, **more: Any) -> FlatnessOptimizer:
         return self.make(base, **{**self.hyper, **more})
 
     def direction(self, grad: reference.Grad, theta: Tensor, **values: Any) -> Tensor:
+        memory = values.pop("memory", {})
         hyper = {**self.hyper, **values}
-        return self.reference(grad, theta, *(hyper[n] for n in self.reference_names))
+        own = {"memory": memory} if self.stateful else {}
+        return self.reference(grad, theta, *(hyper[n] for n in self.reference_names), **own)
 
 
 METHODS = {
@@ -143,6 +168,53 @@ METHODS = {
         reference.gam_release,
         3,
         ("grad_rho", "grad_norm_rho", "grad_beta_0", "grad_beta_1", "grad_gamma"),
+    ),
+    "gsam": Method(GSAM, {"rho": 0.1, "alpha": 0.3}, 2, successors.gsam, 2, ("rho", "alpha")),
+    "sagm": Method(SAGM, {"rho": 0.1, "alpha": 0.05}, 2, successors.sagm, 2, ("rho", "alpha")),
+    "c-flat": Method(CFlat, {"rho": 0.1, "lam": 0.4}, 4, successors.c_flat, 2, ("rho", "lam")),
+    "pgn": Method(PGN, {"rho": 0.1, "alpha": 0.7}, 2, successors.pgn, 2, ("rho", "alpha")),
+    "wsam": Method(
+        WSAM,
+        {"rho": 0.1, "gamma": 0.6, "decouple": False},
+        2,
+        successors.wsam_coupled,
+        2,
+        ("rho", "gamma"),
+    ),
+    "f-sam": Method(
+        FriendlySAM,
+        {"rho": 0.1, "sigma": 0.8, "lam": 0.7},
+        2,
+        successors.f_sam,
+        2,
+        ("rho", "sigma", "lam"),
+        remembers=1,
+        stateful=True,
+    ),
+    "vasso": Method(
+        VaSSO,
+        {"rho": 0.1, "tau": 0.4},
+        2,
+        successors.vasso,
+        2,
+        ("rho", "tau"),
+        remembers=1,
+        stateful=True,
+    ),
+    "looksam": Method(
+        LookSAM,
+        {"rho": 0.1, "k": 3, "alpha": 0.7},
+        2,
+        successors.looksam,
+        2,
+        ("rho", "k", "alpha"),
+        remembers=1,
+        stateful=True,
+        every=3,
+    ),
+    "msam": Method(MSAM, {"rho": 0.5}, 1, successors.msam, 1, ("rho",), stateful=True),
+    "rwp": Method(
+        RWP, {"gamma": 0.05, "alpha": 0.4}, 2, successors.rwp, 2, ("gamma", "alpha"), stateful=True
     ),
 }
 

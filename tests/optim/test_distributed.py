@@ -1,6 +1,7 @@
 """Two real processes (gloo) against one process on the joint batch."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -9,14 +10,17 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from steppe.optim import FAD, SAM, GAMExact
+from steppe.optim import FAD, GENIE, SAM, GAMExact, Joined
 from tests import processes
 from tests.optim import reference
 from tests.optim.problems import METHODS
 
 WORLD = 2
 STEPS = 4
-FIRST_ORDER = ["fad", "sam", "asam", "gam", "gam-release"]
+FIRST_ORDER = [name for name in METHODS if name != "gam-exact"]
+STATELESS = [name for name in FIRST_ORDER if not METHODS[name].stateful]
+REMEMBERING = [name for name in FIRST_ORDER if METHODS[name].remembers]
+SHARDED = [name for name in FIRST_ORDER if not METHODS[name].make.draws]
 
 
 def network() -> nn.Module:
@@ -114,6 +118,73 @@ def run_fsdp(rank: int, name: str):
     return torch.cat([p.detach().full_tensor().reshape(-1) for p in model.parameters()])
 
 
+def run_fsdp_noise(rank: int):
+    """The noise of this process's shards, and whether it repeats."""
+    model = network()
+    fully_shard(model)
+    found = []
+    for _ in range(2):
+        opt = METHODS["rwp"](base(model), model=model)
+        for phase in opt.phases():
+            with phase:
+                found.append([p.to_local().detach().clone() for p in model.parameters()])
+                x, y = part(0, rank)
+                nn.functional.cross_entropy(model(x), y).backward()
+    moved = [b - a for a, b in zip(found[0], found[1], strict=True)]
+    return moved, all(map(torch.equal, found[1], found[3]))
+
+
+def run_memory(rank: int, name: str):
+    """Under perturbation='local', what enters later steps must be equal in all processes."""
+    model, _ = ddp(True)
+    opt = METHODS[name](base(model), model=model, perturbation="local")
+    steps(model, opt, lambda t: part(t, rank))
+    return weights(model), opt.state_dict()["steppe"]["memory"]
+
+
+def genie(model: nn.Module, data, p: float) -> None:
+    """The loss is scaled up, because noise needs large gradients."""
+    opt = GENIE(model.parameters(), lr=1e-3, p=p)
+    for t in range(STEPS):
+        x, y = data(t)
+        opt.zero_grad()
+        (30 * nn.functional.cross_entropy(model(x), y)).backward()
+        opt.step()
+
+
+def run_genie(rank: int):
+    model, _ = ddp(True)
+    genie(model, lambda t: part(t, rank), p=0.3)
+    return weights(model)
+
+
+def run_sharded_genie(rank: int):
+    """Shards draw noise of their own; here it is constant."""
+    model = network()
+    fully_shard(model)
+    with mock.patch.object(torch.Tensor, "normal_", ones):
+        genie(model, lambda t: part(t, rank), p=0.0)
+    return torch.cat([p.detach().full_tensor().reshape(-1) for p in model.parameters()])
+
+
+def ones(x: torch.Tensor, **_: object) -> torch.Tensor:
+    return x.fill_(1.0)
+
+
+def joined(model: nn.Module) -> Joined:
+    params = list(model.parameters())
+    adamw = torch.optim.AdamW([p for p in params if p.ndim != 2], lr=0.01)
+    sgd = torch.optim.SGD([p for p in params if p.ndim == 2], lr=0.2, momentum=0.9)
+    return Joined([sgd, adamw])
+
+
+def run_joined(rank: int):
+    model = network()
+    fully_shard(model)
+    steps(model, FAD(joined(model), rho=0.1, model=model), lambda t: part(t, rank))
+    return torch.cat([p.detach().full_tensor().reshape(-1) for p in model.parameters()])
+
+
 def run_passes(rank: int, name: str):
     """Two micro-batches in each process."""
     model, reductions = ddp(True)
@@ -194,13 +265,21 @@ def run_refusals(rank: int):
 CASES = {
     **{
         f"{kind} {n} bucket_view={v}": (run, n, v)
-        for kind, run in (("global", run_global), ("local", run_local))
-        for n in FIRST_ORDER
+        for kind, run, names in (
+            ("global", run_global, FIRST_ORDER),
+            ("local", run_local, STATELESS),
+        )
+        for n in names
         for v in (True, False)
     },
+    **{f"memory {n}": (run_memory, n) for n in REMEMBERING},
     "local ratio": (run_local_ratio,),
-    **{f"fsdp {n}": (run_fsdp, n) for n in FIRST_ORDER},
+    **{f"fsdp {n}": (run_fsdp, n) for n in SHARDED},
+    "fsdp noise": (run_fsdp_noise,),
     **{f"passes {n}": (run_passes, n) for n in FIRST_ORDER},
+    "genie": (run_genie,),
+    "sharded genie": (run_sharded_genie,),
+    "joined": (run_joined,),
     "branches": (run_branches,),
     "refusals": (run_refusals,),
 }
@@ -258,11 +337,11 @@ def test_global_is_one_process_on_the_joint_batch(results, name, bucket_view):
     for rank in range(WORLD):
         got, reductions = results[rank][f"global {name} bucket_view={bucket_view}"]
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-        assert reductions == STEPS * METHODS[name].passes
+        assert reductions == sum(map(METHODS[name].passes_at, range(STEPS)))
 
 
 @pytest.mark.parametrize("bucket_view", [True, False])
-@pytest.mark.parametrize("name", FIRST_ORDER)
+@pytest.mark.parametrize("name", STATELESS)
 def test_local_is_m_sharpness_with_one_reduction(results, name, bucket_view):
     expected = m_sharpness(name)
     assert (expected - single(name)).abs().max() > 1e-6  # the two notions differ
@@ -278,7 +357,22 @@ def test_passes_reduce_with_the_last_micro_batch_only(results, name):
     for rank in range(WORLD):
         got, reductions = results[rank][f"passes {name}"]
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-        assert reductions == STEPS * METHODS[name].passes
+        assert reductions == sum(map(METHODS[name].passes_at, range(STEPS)))
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_what_is_remembered_is_equal_in_all_processes(results, name):
+    (first, memory), (second, others) = (r[f"memory {name}"] for r in results)
+    assert torch.equal(first, second)
+    assert (first - single(name)).abs().max() > 1e-6  # each process climbed along its own
+    torch.testing.assert_close(memory, others, rtol=0, atol=0)
+
+
+def test_shards_draw_noise_of_their_own(results):
+    (first, repeats), (second, _) = (r["fsdp noise"] for r in results)
+    assert repeats
+    assert any(x.any() for x in first)
+    assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True) if a.any())
 
 
 def test_processes_may_use_different_parameters(results):
@@ -295,11 +389,37 @@ def test_plain_steps_of_a_local_ratio_are_reduced(results):
     assert reductions == STEPS / 2
 
 
-@pytest.mark.parametrize("name", FIRST_ORDER)
+@pytest.mark.parametrize("name", SHARDED)
 def test_fully_shard_is_one_process_on_the_joint_batch(results, name):
     expected = single(name)
     for rank in range(WORLD):
         torch.testing.assert_close(results[rank][f"fsdp {name}"], expected, rtol=0, atol=1e-12)
+
+
+def test_genie_draws_the_same_in_all_processes(results):
+    model = network()
+    genie(model, batch, p=0.3)
+    for rank in range(WORLD):
+        torch.testing.assert_close(results[rank]["genie"], weights(model), rtol=0, atol=1e-10)
+    assert torch.equal(*(r["genie"] for r in results))
+
+
+def test_genies_noise_scale_is_that_of_the_whole_tensor(results):
+    model, quiet = network(), network()
+    for net, noise in ((model, ones), (quiet, torch.Tensor.zero_)):
+        with mock.patch.object(torch.Tensor, "normal_", lambda x, n=noise, **_: n(x)):
+            genie(net, batch, p=0.0)
+    assert (weights(model) - weights(quiet)).abs().max() > 1e-4
+    for rank in range(WORLD):
+        found = results[rank]["sharded genie"]
+        torch.testing.assert_close(found, weights(model), rtol=0, atol=1e-10)
+
+
+def test_joined_optimizers_may_be_sharded(results):
+    model = network()
+    steps(model, FAD(joined(model), rho=0.1, model=model), batch)
+    for rank in range(WORLD):
+        torch.testing.assert_close(results[rank]["joined"], weights(model), rtol=0, atol=1e-12)
 
 
 def test_what_cannot_work_is_refused(results):

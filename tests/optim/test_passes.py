@@ -26,10 +26,10 @@ def micro_batches(problem):
     return list(zip(problem.x.chunk(MICRO), problem.y.chunk(MICRO), strict=True))
 
 
-def accumulate(problem, opt, batches, scale=lambda loss: loss):
+def accumulate(problem, opt, batches, scale=lambda loss: loss, scaler=None):
     """What a loop runs before its step; returns the phase that each backward was in."""
     places = []
-    for phase, (x, y) in opt.passes(batches):
+    for phase, (x, y) in opt.passes(batches, scaler):
         loss = nn.functional.cross_entropy(problem.model(x), y) / MICRO
         scale(loss).backward(create_graph=opt.needs_graph)
         places.append(phase.index)
@@ -40,9 +40,9 @@ def accumulate(problem, opt, batches, scale=lambda loss: loss):
 def test_passes_are_a_step_over_the_joint_batch(name):
     (problem, opt), (parts, opt2) = setup(name), setup(name)
     train(problem, opt, 3)
-    for _ in range(3):
+    for t in range(3):
         places = accumulate(parts, opt2, micro_batches(parts))
-        assert places == [i for i in range(METHODS[name].passes) for _ in range(MICRO)]
+        assert places == [i for i in range(METHODS[name].passes_at(t)) for _ in range(MICRO)]
         opt2.step()
     torch.testing.assert_close(parts.weights(), problem.weights(), rtol=0, atol=1e-12)
 
@@ -100,7 +100,7 @@ def test_a_scaler_by_hand(name):
     train(problem, opt, 3)
     scaler = GradScaler("cpu", init_scale=2.0**12)
     for _ in range(3):
-        accumulate(scaled, opt2, micro_batches(scaled), scaler.scale)
+        accumulate(scaled, opt2, micro_batches(scaled), scaler.scale, scaler)
         scaler.unscale_(opt2)
         nn.utils.clip_grad_norm_(scaled.model.parameters(), 0.05)
         scaler.step(opt2)

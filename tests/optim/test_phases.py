@@ -21,8 +21,8 @@ def setup(name, problem_name="dropout", fused=None, **options):
     return problem, METHODS[name](base, model=problem.model, **options)
 
 
-def walk(problem, opt, scale=lambda loss: loss):
-    for phase in opt.phases():
+def walk(problem, opt, scale=lambda loss: loss, scaler=None):
+    for phase in opt.phases(scaler):
         with phase:
             scale(problem.loss()).backward(create_graph=opt.needs_graph)
 
@@ -47,7 +47,9 @@ def test_weights_are_back_and_the_direction_is_in_grad(name):
     walk(problem, opt)
     assert torch.equal(problem.weights(), before)
     grad = torch.cat([p.grad.reshape(-1) for p in problem.model.parameters()])
-    expected = METHODS[name].direction(lambda point: problem.gradient(point, seed=0), before)
+    memory = {"shapes": [p.shape for p in problem.model.parameters()]}
+    here = lambda point: problem.gradient(point, seed=0)  # noqa: E731
+    expected = METHODS[name].direction(here, before, memory=memory)
     torch.testing.assert_close(grad, expected, rtol=0, atol=1e-12)
 
 
@@ -241,7 +243,7 @@ def test_a_loss_scale_cancels(name, fused, update):
 @every_base
 @every_method
 def test_overflow_in_any_pass_skips_the_step(name, fused, break_in):
-    if break_in >= METHODS[name].passes:
+    if break_in >= METHODS[name].passes_at(1):
         pytest.skip("fewer passes than that")
     problem, opt = setup(name, fused=fused)
     scale = scaler()
@@ -269,6 +271,7 @@ def test_a_first_step_that_is_skipped_leaves_no_momentum(name):
     """Torch makes a fused SGD's buffers of whatever is in memory, here of what is no number."""
     problem, opt = setup(name, fused=True, max_norm=0.05)
     other, opt2 = setup(name, max_norm=0.05)
+    opt2.seed = opt.seed = 3
     before, scale = problem.weights(), scaler()
     torch.use_deterministic_algorithms(True)  # memory that nobody wrote to is filled with NaN
     try:
@@ -281,6 +284,7 @@ def test_a_first_step_that_is_skipped_leaves_no_momentum(name):
         opt.step(scaled_closure(problem, opt, scale), scaler=scale)
     finally:
         torch.use_deterministic_algorithms(False)
+    opt2.steps = 1 if opt2.draws else 0  # noise goes by the counter, which a fused base advances
     train(other, opt2, 1)  # as if there had been no step before
     torch.testing.assert_close(problem.weights(), other.weights(), rtol=0, atol=1e-12)
 
@@ -290,6 +294,9 @@ def test_a_first_step_that_is_skipped_leaves_no_momentum(name):
 )
 @every_method
 def test_fused_kernels_round_as_float32_does(name, options):
+    if name == "msam" and not options.get("momentum", 0.9):
+        pytest.skip("needs momentum")
+
     def trained(fused):
         problem = PROBLEMS["mlp"]()
         problem.model.float()
@@ -389,7 +396,7 @@ def test_phases_with_a_scaler_by_hand(name, fused):
     scale = scaler()
     for t in range(3):
         torch.manual_seed(t)
-        walk(other, opt2, scale.scale)
+        walk(other, opt2, scale.scale, scale)
         scale.unscale_(opt2)
         nn.utils.clip_grad_norm_(other.model.parameters(), 0.05)
         scale.step(opt2)

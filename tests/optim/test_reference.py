@@ -17,10 +17,13 @@ def test_agrees_with_the_equations(name, problem_name, device):
     lr = problem.per_weight(0.03, 0.1) if problem.split else 0.1
     start = expected = problem.weights()
     update = reference.SGD(lr, momentum=0.9, weight_decay=1e-2)
+    memory = {"shapes": [p.shape for p in problem.model.parameters()]}
     for t in range(STEPS):
         torch.manual_seed(t)
         opt.step(problem.closure(opt))
-        direction = method.direction(lambda point, t=t: problem.gradient(point, seed=t), expected)
+        memory["momentum"] = update.v
+        grad = lambda point, t=t: problem.gradient(point, seed=t)  # noqa: E731
+        direction = method.direction(grad, expected, memory=memory)
         expected = update(expected, direction)
         torch.testing.assert_close(problem.weights(), expected, rtol=0, atol=1e-10)
     assert (expected - start).abs().max() > 0.01  # it went somewhere

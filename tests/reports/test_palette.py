@@ -36,12 +36,12 @@ def test_colours_differ_and_can_be_read(colours, page):
         assert (high + 0.05) / (low + 0.05) >= 3  # WCAG, for what figures are read by
 
 
-def test_every_optimizer_has_a_look_of_its_own():
+def test_the_papers_optimizers_have_looks_of_their_own():
     listed = "from steppe.optim import optimizer_names; print(*optimizer_names())"
     ours = subprocess.run(
         [sys.executable, "-c", listed], capture_output=True, text=True, check=True
     )
-    assert set(ours.stdout.split()) == set(KNOWN)
+    assert set(ours.stdout.split()) > set(KNOWN)
     found = looks(KNOWN)
     assert len({look.colour for look in found.values()}) == len(KNOWN)
     assert len({look.marker for look in found.values()}) == len(KNOWN) <= len(MARKERS)

@@ -6,6 +6,7 @@ annealed, averages begin and end, an adversary has its turns.
 """
 
 from steppe.algorithms import algorithm_names
+from steppe.optim import optimizer_names
 
 NAMES = algorithm_names()
 """Now, before an example of the guide adds one of its own."""
@@ -33,6 +34,12 @@ COMBINATIONS = [
     for i, algorithm in enumerate(NAMES)
     for j, optimizer in enumerate(OPTIMIZERS)
 ]
+OTHERS = [
+    ("ERM", optimizer, AVERAGINGS[0])
+    for optimizer in optimizer_names()
+    if optimizer not in (*OPTIMIZERS, "sam-on")  # the small network has no such layers
+]
+"""Every other optimizer, with the plainest algorithm."""
 
 
 def config(algorithm: str, optimizer: str, averaging: dict[str, object]) -> dict[str, object]:

@@ -16,6 +16,7 @@ from tests.training.axes import (
     KILLED_AFTER,
     NAMES,
     OPTIMIZERS,
+    OTHERS,
     STEPS,
     config,
     title,
@@ -27,7 +28,7 @@ from tests.training.test_resume import assert_same_run
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All combinations, each trained undisturbed and killed."""
     folder = tmp_path_factory.mktemp("axes")
-    jobs = {title(*combination): config(*combination) for combination in COMBINATIONS}
+    jobs = {title(*combination): config(*combination) for combination in (*COMBINATIONS, *OTHERS)}
     processes.run(killing.kill_each_once, jobs, folder, KILLED_AFTER, limit=2000)
     return folder
 
@@ -39,7 +40,7 @@ def test_every_pair_occurs() -> None:
         assert {(name[i], name[j]) for name in names} == set(itertools.product(axes[i], axes[j]))
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: title(*c))
+@pytest.mark.parametrize("combination", [*COMBINATIONS, *OTHERS], ids=lambda c: title(*c))
 def test_trains_and_survives_a_kill(runs: Path, combination: tuple) -> None:
     whole, broken = (runs / title(*combination) / name for name in ("whole", "broken"))
     assert "resumed after step" in (broken / "log.txt").read_text()

@@ -15,12 +15,13 @@ from steppe.algorithms import algorithm_names, algorithm_spec
 from steppe.training import RunDirectory, make_config
 from steppe.training.processes import Processes
 from steppe.training.trainer import Trainer
+from steppe.training.update import Passes, cut
 from tests.processes import ranks
 from tests.training.axes import config
 
 WORLD = 2
 STEPS = 5
-OPTIMIZERS = ("sgd", "fad")
+OPTIMIZERS = ("sgd", "fad", "disam")
 CASES = [(name, optimizer) for name in algorithm_names() for optimizer in OPTIMIZERS]
 LINEAR = [name for name in algorithm_names() if algorithm_spec(name).linear]
 
@@ -46,6 +47,22 @@ def steps(name: str, optimizer: str, folder: Path, processes: Processes) -> dict
         torch.set_default_dtype(torch.float32)
 
 
+def one_domain(folder: Path, processes: Processes) -> list[torch.Tensor]:
+    """The gradient of a single domain's loss, with a batch in two parts."""
+    values = config("MIRO", "disam", {"name": "none"})
+    values |= {"freeze_bn": True, "dropout": 0.0, "batch_size": 8, "accumulate": 2}
+    torch.set_default_dtype(torch.float64)
+    try:
+        trainer = Trainer(make_config(values), RunDirectory(folder), processes, "fp32")
+        parts = cut(trainer.sampling.batches(0), 2)
+        prepared = [trainer.algorithm.prepare(part) for part in parts]
+        optimizer = trainer.optimizers["main"]
+        Passes(trainer.parallel)._closure(optimizer, "main", prepared, [])("domain:1")
+        return [p.grad for p in trainer.algorithm.network.parameters() if p.requires_grad]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def worker(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "WORLD_SIZE": str(WORLD)}
@@ -53,6 +70,7 @@ def worker(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     processes = Processes(torch.device("cpu"), rank, WORLD)
     found = {case: steps(*case, folder / f"{rank}", processes) for case in CASES}
+    found["domain"] = one_domain(folder / f"{rank}", processes)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -82,6 +100,12 @@ def test_two_processes_do_what_one_does(two, tmp_path, name: str, optimizer: str
         for what in ("weights", "averaged"):
             close(found[name, optimizer][what], one[what])
         assert found[name, optimizer]["losses"] == pytest.approx(one["losses"], rel=1e-9)
+
+
+def test_one_domains_gradient_is_that_of_all_its_images(two, tmp_path) -> None:
+    one = one_domain(tmp_path, Processes(torch.device("cpu")))
+    for found in two:
+        torch.testing.assert_close(found["domain"], one, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)

@@ -58,13 +58,14 @@ KERNELS: dict[str, dict[str, bool]] = {
     "yogi": {},
     "adabelief": {},
     "adahessian": {},
+    "genie": {},
 }
 """What each optimizer is asked for; those that are not here move the weights with torch's SGD."""
 
 
 def kernels(wanted: bool, name: str, **options: Any) -> dict[str, bool]:
     """What an optimizer of a run was told about its kernels."""
-    model = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     objective = Objective("main", tuple(model.parameters()))
     built = optimizer(Named(name=name, lr=0.1, **options), objective, model, wanted)
     group = built.param_groups[0]

@@ -78,7 +78,7 @@ def test_trains_as_written_out_by_hand(tmp_path: Path, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["adahessian", "gam-exact", "gam-release", "yogi", "adabelief"]
+    "optimizer", ["adahessian", "gam-exact", "gam-release", "genie", "yogi", "adabelief"]
 )
 def test_every_other_optimizer_trains(tmp_path: Path, optimizer: str) -> None:
     records = train(make_config({**DIGITS, "steps": 30, "optimizer": optimizer}), tmp_path)

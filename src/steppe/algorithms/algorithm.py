@@ -5,6 +5,8 @@ has three parts: `prepare` makes every random draw, `forward` is a pure function
 and runs one to four times, and `commit` updates the algorithm's own state once.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +44,12 @@ class Prepared:
         domains: tuple[Tensor, ...] = values.split(self.sizes)
         return domains
 
+    def only(self, domain: int) -> Prepared:
+        """One domain's images and dropout mask, without other draws."""
+        images, labels = (self.split(t)[domain] for t in (self.images, self.labels))
+        keep = None if self.keep is None else self.split(self.keep)[domain]
+        return Prepared(images, labels, (len(labels),), keep)
+
 
 @dataclass(frozen=True)
 class Losses:
@@ -52,12 +60,15 @@ class Losses:
         parts: scalars to log, by name.
         aux: values from the first pass that later passes of the same step need.
         state: new values for the algorithm's buffers, by name, applied after the step.
+        logits: those of the step's images, if the loss computed them. Optimizers that compare
+            domains (DISAM) then need no further forward pass.
     """
 
     total: Tensor
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     aux: Mapping[str, Tensor] = field(default_factory=dict)
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    logits: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +150,26 @@ class Algorithm(nn.Module, ABC):
     def objectives(self) -> Sequence[Objective]:
         """List the losses to minimize; by default, one over all parameters."""
         return (Objective("main", tuple(trainable(self))),)
+
+    def risks(self, prepared: Prepared, logits: Tensor | None = None) -> Tensor:
+        """Compute the mean cross-entropy of each source domain, for optimizers that compare them.
+
+        Override it, like `risk`, if the classifier needs more than the network and the images.
+
+        Args:
+            prepared: the return value of `prepare`.
+            logits: those of `forward`; None calls the network.
+        """
+        if logits is None:
+            logits = self.network(prepared.images, prepared.keep)
+        logits, exact = full_precision(logits, self.network)
+        with exact:
+            return domain_risks(logits, prepared)
+
+    def risk(self, prepared: Prepared, domain: int) -> Tensor:
+        """Compute the mean cross-entropy of one source domain, from its images alone."""
+        own = prepared.only(domain)
+        return F.cross_entropy(self.network(own.images, own.keep), own.labels)
 
     def predict(self, images: Tensor) -> Tensor:
         """Compute logits for images that may come from an unseen domain."""

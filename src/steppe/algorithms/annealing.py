@@ -28,7 +28,7 @@ class Annealed(Algorithm):
         self.penalty, self.anneal_steps, self.before = penalty, anneal_steps, before
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
-    def losses(self, risk: Tensor, penalty: Tensor, **state: Tensor) -> Losses:
+    def losses(self, risk: Tensor, penalty: Tensor, logits: Tensor, **state: Tensor) -> Losses:
         """Weight the penalty for this step and count the step."""
         # Tensors, because the compiler would bake numbers into its code.
         before, after = (penalty.new_full((), value) for value in (self.before, self.penalty))
@@ -37,6 +37,7 @@ class Annealed(Algorithm):
             risk + weight * penalty,
             {"risk": risk, "penalty": penalty},
             state={**state, "steps": self.steps + 1},
+            logits=logits,
         )
 
     def objectives(self) -> Sequence[Objective]:

@@ -62,8 +62,16 @@ class ARM(Algorithm):
         )
 
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
+        logits = self._logits(prepared)
+        return Losses(F.cross_entropy(logits, prepared.labels), logits=logits)
+
+    def risk(self, prepared: Prepared, domain: int) -> Tensor:
+        own = prepared.only(domain)
+        return F.cross_entropy(self._logits(own), own.labels)
+
+    def _logits(self, prepared: Prepared) -> Tensor:
         seen = self._in_context(prepared.images, prepared.sizes)
-        return Losses(F.cross_entropy(self.network(seen, prepared.keep), prepared.labels))
+        return self.network(seen, prepared.keep)
 
     def predict(self, images: Tensor) -> Tensor:
         images = self.network.normalize(images)

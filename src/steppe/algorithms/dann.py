@@ -130,9 +130,11 @@ class DANN(Algorithm):
                 features = self.network.features(prepared.images, prepared.keep)
             return Losses(self._discriminate(features, prepared))
         features = self.network.features(prepared.images, prepared.keep)
-        risk = F.cross_entropy(self.network.classifier(features), prepared.labels)
+        logits = self.network.classifier(features)
+        risk = F.cross_entropy(logits, prepared.labels)
         adversary = self._discriminate(features, prepared)
-        return Losses(risk - self.penalty * adversary, {"risk": risk, "adversary": adversary})
+        parts = {"risk": risk, "adversary": adversary}
+        return Losses(risk - self.penalty * adversary, parts, logits=logits)
 
     def _discriminate(self, features: Tensor, prepared: Prepared) -> Tensor:
         if not self.grad_penalty:

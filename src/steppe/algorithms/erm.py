@@ -19,6 +19,5 @@ class ERM(Algorithm):
     """
 
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
-        return Losses(
-            F.cross_entropy(self.network(prepared.images, prepared.keep), prepared.labels)
-        )
+        logits = self.network(prepared.images, prepared.keep)
+        return Losses(F.cross_entropy(logits, prepared.labels), logits=logits)

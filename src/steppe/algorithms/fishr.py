@@ -64,7 +64,8 @@ class Fishr(Annealed):
 
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         features = self.network.features(prepared.images, prepared.keep)
-        risk = F.cross_entropy(self.network.classifier(features), prepared.labels)
+        logits = self.network.classifier(features)
+        risk = F.cross_entropy(logits, prepared.labels)
         features, exact = full_precision(features, self.network)
         with exact:
             gradients = self._gradients(features, prepared.labels)
@@ -73,7 +74,7 @@ class Fishr(Annealed):
             # Undo the factor of `now`, so that the penalty's gradient does not shrink with `ema`.
             rescaled = averaged / (1 - self.ema)
             penalty = (rescaled - rescaled.mean(0)).square().mean()
-        return self.losses(risk, penalty, variances=averaged.detach())
+        return self.losses(risk, penalty, logits, variances=averaged.detach())
 
     def _gradients(self, features: Tensor, labels: Tensor) -> Tensor:
         """Return each image's gradient with respect to the classifier's weights as a row."""

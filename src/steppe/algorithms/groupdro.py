@@ -47,10 +47,12 @@ class GroupDRO(Algorithm):
         self.register_buffer("q", torch.ones(n_domains))
 
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
-        risks = domain_risks(self.network(prepared.images, prepared.keep), prepared)
+        logits = self.network(prepared.images, prepared.keep)
+        risks = domain_risks(logits, prepared)
         if first is None:
             q = self.q * (self.eta * risks.detach()).exp()
             q = q / q.sum()
         else:
             q = first["q"]
-        return Losses((q * risks).sum(), {"risk": risks.mean()}, aux={"q": q}, state={"q": q})
+        kept = {"q": q}
+        return Losses((q * risks).sum(), {"risk": risks.mean()}, kept, kept, logits)

@@ -53,10 +53,10 @@ class IRM(Annealed):
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         logits = self.network(prepared.images, prepared.keep)
         risk = domain_risks(logits, prepared).mean()
-        logits, _ = full_precision(logits, self.network)
-        slopes = prepared.split(scale_slopes(logits, prepared.labels))
+        exact, _ = full_precision(logits, self.network)
+        slopes = prepared.split(scale_slopes(exact, prepared.labels))
         penalty = torch.stack([s[0::2].mean() * s[1::2].mean() for s in slopes]).mean()
-        return self.losses(risk, penalty)
+        return self.losses(risk, penalty, logits)
 
 
 def scale_slopes(logits: Tensor, labels: Tensor) -> Tensor:

@@ -35,8 +35,10 @@ class FeatureMatching(Algorithm):
 
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         features = self.network.features(prepared.images, prepared.keep)
-        risk = domain_risks(self.network.classifier(features), prepared).mean()
+        logits = self.network.classifier(features)
+        risk = domain_risks(logits, prepared).mean()
         features, exact = full_precision(features, self.network)
         with exact:
             penalty = self.distance(prepared.split(features))
-        return Losses(risk + self.penalty * penalty, {"risk": risk, "penalty": penalty})
+        parts = {"risk": risk, "penalty": penalty}
+        return Losses(risk + self.penalty * penalty, parts, logits=logits)

@@ -87,12 +87,14 @@ class MIRO(Algorithm):
         outputs: list[Tensor] = []
         collect = partial(_collect, outputs)
         features = self.network.features(prepared.images, prepared.keep, collect)
-        risk = F.cross_entropy(self.network.classifier(features), prepared.labels)
+        logits = self.network.classifier(features)
+        risk = F.cross_entropy(logits, prepared.labels)
         dims = [stage.dim for stage in self.network.stages]
         before = prepared.draws["first outputs"]
         stages = zip(outputs, before, self.raw_variances, dims, strict=True)
         penalty = torch.stack([_distance(*stage) for stage in stages]).sum()
-        return Losses(risk + self.penalty * penalty, {"risk": risk, "penalty": penalty})
+        parts = {"risk": risk, "penalty": penalty}
+        return Losses(risk + self.penalty * penalty, parts, logits=logits)
 
     def objectives(self) -> Sequence[Objective]:
         faster = dict.fromkeys(self.raw_variances, self.lr_factor)

@@ -91,7 +91,8 @@ class MixStyle(Algorithm):
             return mix_styles(maps, mixes[number], self.network.stages[number].dim)
 
         features = self.network.features(prepared.images, prepared.keep, tap if mixes else None)
-        return Losses(F.cross_entropy(self.network.classifier(features), prepared.labels))
+        logits = self.network.classifier(features)
+        return Losses(F.cross_entropy(logits, prepared.labels), logits=logits)
 
 
 def mix_styles(maps: Tensor, mix: Mix, channel_dim: int) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import torch
+from torch import Tensor
 from torch.distributions import Beta
 from torch.nn import functional as F
 
@@ -11,7 +12,7 @@ from steppe.domains.batches import Batch
 from steppe.options import Option
 from steppe.search import LogUniform
 
-from .algorithm import Algorithm, First, Losses, Prepared
+from .algorithm import Algorithm, First, Losses, Prepared, full_precision
 from .network import Network
 from .registry import register_algorithm
 
@@ -49,8 +50,9 @@ class Mixup(Algorithm):
         self.alpha = alpha
 
     def prepare(self, batches: Sequence[Batch]) -> Prepared:
-        ring = [batches[i] for i in torch.randperm(len(batches)).tolist()]
-        pairs = list(zip(ring, [*ring[1:], ring[0]], strict=True))
+        ring = torch.randperm(len(batches)).tolist()
+        after = dict(zip(ring, [*ring[1:], ring[0]], strict=True))
+        pairs = [(batch, batches[after[domain]]) for domain, batch in enumerate(batches)]
         sizes = tuple(min(len(a.labels), len(b.labels)) for a, b in pairs)
         ours, theirs = (
             Batch(*(torch.cat([t[:n] for t, n in zip(part, sizes, strict=True)]) for part in parts))
@@ -66,9 +68,23 @@ class Mixup(Algorithm):
 
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         logits = self.network(prepared.images, prepared.keep)
+        return Losses(self._of_pairs(logits, prepared).mean(), logits=logits)
+
+    def risks(self, prepared: Prepared, logits: Tensor | None = None) -> Tensor:
+        """Compute the loss of each domain's own images, which are mixed with another's."""
+        if logits is None:
+            logits = self.network(prepared.images, prepared.keep)
+        logits, exact = full_precision(logits, self.network)
+        with exact:
+            return self._of_pairs(logits, prepared)
+
+    def risk(self, prepared: Prepared, domain: int) -> Tensor:
+        return self.risks(prepared)[domain]
+
+    def _of_pairs(self, logits: Tensor, prepared: Prepared) -> Tensor:
         ours, theirs = (
             F.cross_entropy(logits, labels, reduction="none")
             for labels in (prepared.labels, prepared.draws["others"])
         )
         losses = torch.lerp(theirs, ours, prepared.draws["shares"])
-        return Losses(torch.stack([pair.mean() for pair in prepared.split(losses)]).mean())
+        return torch.stack([pair.mean() for pair in prepared.split(losses)])

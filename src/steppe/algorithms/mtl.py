@@ -4,6 +4,7 @@ from typing import Annotated
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from steppe.options import Option
 from steppe.search import Choice
@@ -53,14 +54,22 @@ class MTL(Algorithm):
         self.register_buffer("embeddings", torch.zeros(n_domains, network.n_features))
 
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
+        logits, embeddings = self._logits(prepared, self.embeddings)
+        state = {"embeddings": embeddings.detach()}
+        return Losses(domain_risks(logits, prepared).sum(), state=state, logits=logits)
+
+    def risk(self, prepared: Prepared, domain: int) -> Tensor:
+        own = prepared.only(domain)
+        logits, _ = self._logits(own, self.embeddings[domain : domain + 1])
+        return F.cross_entropy(logits, own.labels)
+
+    def _logits(self, prepared: Prepared, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits, and the domains' embeddings after this step."""
         features = self.network.features(prepared.images, prepared.keep)
         means = torch.stack([x.mean(0) for x in prepared.split(features)])
-        embeddings = self.ema * means + (1 - self.ema) * self.embeddings
-        each = torch.cat([e.expand(n, -1) for e, n in zip(embeddings, prepared.sizes, strict=True)])
-        logits = self.network.classifier(torch.cat([features, each], 1))
-        return Losses(
-            domain_risks(logits, prepared).sum(), state={"embeddings": embeddings.detach()}
-        )
+        now = self.ema * means + (1 - self.ema) * embeddings
+        each = torch.cat([e.expand(n, -1) for e, n in zip(now, prepared.sizes, strict=True)])
+        return self.network.classifier(torch.cat([features, each], 1)), now
 
     def predict(self, images: Tensor) -> Tensor:
         features = self.network.features(images)

@@ -55,7 +55,8 @@ class RSC(Algorithm):
         features = self.network.features(prepared.images, prepared.keep)
         mask = self._mask(features, prepared.labels) if first is None else first["mask"]
         logits = self.network.classifier(features * mask)
-        return Losses(F.cross_entropy(logits, prepared.labels), aux={"mask": mask})
+        loss = F.cross_entropy(logits, prepared.labels)
+        return Losses(loss, aux={"mask": mask}, logits=logits)
 
     @torch.no_grad()
     def _mask(self, features: Tensor, labels: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class SagNet(Algorithm):
             features = self.network.features(prepared.images, prepared.keep)
         if objective == "main":
             logits = self.network.classifier(_other_style(features, swap))
-            return Losses(F.cross_entropy(logits, prepared.labels))
+            return Losses(F.cross_entropy(logits, prepared.labels), logits=logits)
         logits = self.style(_other_content(features, swap))
         if objective == "style":
             return Losses(F.cross_entropy(logits, prepared.labels))

@@ -43,7 +43,8 @@ class VREx(Annealed):
         super().__init__(network, n_domains, penalty, anneal_steps, before=1.0)
 
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
-        risks = domain_risks(self.network(prepared.images, prepared.keep), prepared)
+        logits = self.network(prepared.images, prepared.keep)
+        risks = domain_risks(logits, prepared)
         risk = risks.mean()
         penalty = (risks - risk).square().mean()
-        return self.losses(risk, penalty)
+        return self.losses(risk, penalty, logits)

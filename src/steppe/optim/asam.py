@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 from steppe.options import Option
 from steppe.search import Choice
 
-from .engine import Hyper
 from .registry import register_optimizer
 from .sam import SAM
+from .schedules import Hyper
 from .still import Models
 
 

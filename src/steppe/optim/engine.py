@@ -7,12 +7,12 @@ each pass, and `wrapper` handles groups, state and copies.
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,51 +22,13 @@ from torch.optim import Optimizer
 
 from . import distributed, frameworks, notices
 from .excursion import Excursion, Phase
+from .schedules import Hyper
 from .still import Models, StillState, rewinder
-from .vectors import differ
-from .walk import Layout, Visit
+from .vectors import Vector, differ
+from .walk import Layout, Visit, Walk
 from .wrapper import Wrapper
 
 Batch = TypeVar("Batch")
-Hyper = float | Callable[[int], float]
-"""A number, or a schedule that maps the step (counted from 1) to a number."""
-
-
-@dataclass(frozen=True)
-class InverseSqrt:
-    r"""The schedule of Theorem 3.2: $\rho_t = \rho_0 / \sqrt{t}$ for $t = 1, 2, \dots$
-
-    A dataclass rather than a closure, so that an optimizer holding one can be pickled.
-
-    Examples:
-        >>> InverseSqrt(0.1)(4)
-        0.05
-    """
-
-    rho_0: float
-
-    def __call__(self, step: int) -> float:
-        return self.rho_0 / math.sqrt(step)
-
-
-USAGE = """\
-{method}.step() needs a closure, because it evaluates the loss {passes}:
-
-    def closure():
-        loss = loss_fn(model(x), y)
-        loss.backward({graph})
-        return loss
-
-    opt.step(closure)
-
-In a loop that owns backward, step() without a closure follows the phases:
-
-    for phase in opt.phases():
-        with phase:
-            loss_fn(model(x), y).backward({graph})
-    opt.step()
-
-steppe.integrations has this for Lightning, Hugging Face's Trainer and Accelerate."""
 
 
 class FlatnessOptimizer(Wrapper):
@@ -86,6 +48,8 @@ class FlatnessOptimizer(Wrapper):
         ratio: the fraction of steps, in (0, 1], that use flatness; the others are base steps.
         perturbation: under DDP, ``"global"`` perturbs along the all-reduced gradient; ``"local"``
             lets each process perturb along its own (m-sharpness) and reduces the direction once.
+        ascent: the name of the loss of the first pass. Unless it is ``"main"``, the closure gets it
+            as its argument, differentiates that loss and returns the main one.
         max_norm: clips the norm of the direction before the base step.
         xi: small constant added to every norm.
         compile: fuse the arithmetic between passes with `torch.compile`.
@@ -93,6 +57,11 @@ class FlatnessOptimizer(Wrapper):
             `numpy.random.Generator`), so that every pass sees the same draws. Global generators
             are always included.
     """
+
+    seed = 0
+    """The seed of a method that draws noise."""
+    draws: ClassVar[bool] = False
+    """Whether the method draws noise."""
 
     def __init__(
         self,
@@ -102,6 +71,7 @@ class FlatnessOptimizer(Wrapper):
         model: Models = None,
         ratio: float = 1.0,
         perturbation: str = "global",
+        ascent: str = "main",
         max_norm: float | None = None,
         xi: float = 1e-12,
         compile: bool = False,
@@ -119,6 +89,7 @@ class FlatnessOptimizer(Wrapper):
         self.model = model
         self.ratio = ratio
         self.perturbation = perturbation
+        self.ascent = ascent
         self.max_norm = max_norm
         self.xi = xi
         self.compile = compile
@@ -134,6 +105,10 @@ class FlatnessOptimizer(Wrapper):
         self._ready = False
         """Whether the direction is in ``.grad``, ready for the base's step."""
         self._looked = False
+        self._staged: Walk | None = None
+        """The walk of a step that the base has not taken yet, with what it will remember."""
+        self._kept: tuple[dict[Tensor, Tensor], ...] = ()
+        """What `after` needs, by parameter."""
         self._open: Excursion | None = None
         self._still = StillState((), ())
         self._layout = Layout()
@@ -156,6 +131,23 @@ class FlatnessOptimizer(Wrapper):
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
         """The numbers that the stages use, computed from one group's hyperparameters."""
         return hyper
+
+    def after(self, walk: Walk, *kept: Vector) -> None:
+        """Change the weights after the base's step, with what the last visit returned for it.
+
+        Not called if the step was skipped. A GradScaler's scale is still in `kept`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} returned more than a direction")
+
+    @property
+    def perturbed(self) -> frozenset[Tensor] | None:
+        """The only parameters with a radius; None for all."""
+        return None
+
+    @property
+    def kind(self) -> Hashable:
+        """What tells steps with different visits apart, if their coefficients are equal."""
+        return self.due
 
     @abstractmethod
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
@@ -194,7 +186,7 @@ class FlatnessOptimizer(Wrapper):
         loss = None
         for phase in self.phases(scaler):
             with phase, torch.enable_grad():
-                result = closure() if phase.loss == "main" else closure(phase.loss)
+                result = closure() if phase.loss == "main" else self._named(closure, phase.loss)
                 if phase.index == 0 and phase.total > 1 and not self._looked:
                     method, known = type(self).__name__, bool(self.models)
                     self._looked = notices.look(result, method, phase.total, model_given=known)
@@ -208,6 +200,14 @@ class FlatnessOptimizer(Wrapper):
         else:
             self._base_step(scaler)
         return loss
+
+    def _named(self, closure: Callable[..., Any], loss: str) -> Any:
+        """Call a closure for a loss other than the main one."""
+        try:
+            inspect.signature(closure).bind(loss)
+        except TypeError:
+            raise TypeError(notices.NAMED.format(method=type(self).__name__, loss=loss)) from None
+        return closure(loss)
 
     @property
     def due(self) -> bool:
@@ -233,7 +233,7 @@ class FlatnessOptimizer(Wrapper):
             yield from behind.phases(scaler)
             return
         frameworks.guard(self)
-        self._ready = False
+        self._ready, self._staged, self._kept = False, None, ()
         if self._open is not None:  # left early, but something still holds its generator
             self._open.close()
         if owner is not self:
@@ -317,7 +317,8 @@ class FlatnessOptimizer(Wrapper):
         if self._open is not None:
             self._open.walk = None
             self._open.close()
-        self._open = None
+        self._open = self._staged = None
+        self._kept = ()
         self._ready = False
 
     @torch.no_grad()
@@ -326,19 +327,50 @@ class FlatnessOptimizer(Wrapper):
         if not self._ready:
             passes = "more than once" if not self.needs_graph else "and its Hessian"
             graph = "create_graph=True" if self.needs_graph else ""
-            raise RuntimeError(USAGE.format(method=type(self).__name__, passes=passes, graph=graph))
+            raise RuntimeError(
+                notices.USAGE.format(method=type(self).__name__, passes=passes, graph=graph)
+            )
         if self.max_norm is not None:
             if scaler is not None:
                 scaler.unscale_(self.base)
             nn.utils.clip_grad_norm_(self.parameters(), self.max_norm)
         if skips_by_itself(self.base):
             give_momentum(self.base)
+        skipped = None
         if scaler is None:
             self.base.step()
         else:
             scaler.step(self.base)  # the host never learns whether the step was skipped
-        self._ready = False
+            found = scaler._per_optimizer_states[id(self.base)]["found_inf_per_device"]
+            (skipped,) = (value > 0 for value in found.values())
+        if self._staged is not None:
+            self._finish(self._staged, skipped)
+        self._ready, self._staged, self._kept = False, None, ()
         self.steps += 1
+
+    def _finish(self, walk: Walk, skipped: Tensor | None) -> None:
+        """Call `after`, and keep what the walk remembered; neither if the step was skipped."""
+        pairs = [(p, name, x) for name, xs in walk.staged.items() for p, x in xs.items()]
+        # Only the first step of a parameter waits for the device: nothing holds its memory yet.
+        if skipped is not None and any(name not in self._memory.get(p, ()) for p, name, _ in pairs):
+            if skipped.item():
+                return
+            skipped = None
+        if self._kept:
+            zero = [torch.zeros_like(t) for t in walk.theta]
+            kept = [
+                [k.get(p, z) for p, z in zip(walk.params, zero, strict=True)] for k in self._kept
+            ]
+            if skipped is not None:
+                kept = [[torch.where(skipped, 0.0, x) for x in k] for k in kept]
+            self.after(walk, *kept)
+        for p, name, new in pairs:
+            memory = self._memory.setdefault(p, {})
+            old = memory.get(name)
+            if old is None or (skipped is None and new.device.type == "cpu"):
+                memory[name] = new
+            else:  # in place: a CUDA graph knows its address
+                old.copy_(new if skipped is None else torch.where(skipped, old, new))
 
 
 def skips_by_itself(optimizer: Optimizer) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ class Phase(AbstractContextManager["Phase"]):
     Attributes:
         index: 0 for the pass at the unperturbed weights, then 1, 2, ...
         total: how many phases this step has.
-        loss: the name of the loss to differentiate, ``"main"`` for all built-in methods.
+        loss: the name of the loss to differentiate: ``"main"``, unless the method asks for another.
     """
 
     def __init__(self, excursion: Excursion, index: int) -> None:
@@ -58,9 +59,10 @@ class Excursion:
         groups, step = opt.param_groups, opt.steps + 1
         coefficients = [opt.coefficients(opt._values(group, step)) for group in groups]
         self.visits: Sequence[Visit] = opt.visits(coefficients) if opt.due else PLAIN
-        self._spans = partial(opt._layout.spans, groups, coefficients)
-        # Scaled like the gradients.
-        self._xi = opt.xi if scaler is None else opt.xi * _scale(scaler, self._params)
+        if opt.ascent != "main" and len(self.visits) > 1:
+            self.visits = (replace(self.visits[0], loss=opt.ascent), *self.visits[1:])
+        self._spans = partial(opt._layout.spans, groups, coefficients, opt.perturbed)
+        self._scale = 1.0 if scaler is None else _scale(scaler, self._params)
         several = len(self.visits) > 1 or opt.needs_graph
         self._still = opt._kept_still(self._params) if several else None
         self._local: Sequence[nn.Module] | None = None
@@ -72,10 +74,13 @@ class Excursion:
         self.next: int | None = 0
         """The next phase; None when the step is over."""
         self._held: Held = ()
+        self._reached: set[Tensor] | None = None
+        """The parameters that got a gradient, if the walk began without knowing them."""
         self._spare: dict[Tensor, Tensor] = {}
         self._sharded = False
         self._contexts = ExitStack()
 
+    @torch.no_grad()
     def enter(self, index: int) -> None:
         """Prepare a pass: clear gradients and rewind random states."""
         if index != self.next:
@@ -99,7 +104,22 @@ class Excursion:
                 stack.enter_context(distributed.no_sync(self._local))
                 if index == 0:  # DDP does this after reducing gradients, which no pass here does
                     distributed.broadcast_buffers_next(self._local)
+            if index == 0 and (before := self.visits[0].before) is not None:
+                self._leave_early(before)
             self._contexts = stack.pop_all()
+
+    def _leave_early(self, before: Callable[[Walk], None]) -> None:
+        """Move the weights before the first pass: all that train, as no gradient says which."""
+        trained = [p for p in self._params if p.requires_grad]
+        if not trained:
+            return
+        self.walk, self._reached = self._depart(trained), set()
+        try:
+            (_compiled(before) if self._opt.compile else before)(self.walk)
+        except BaseException:
+            self.close()
+            raise
+        torch.clear_autocast_cache()
 
     @torch.no_grad()
     def leave(self, index: int, *, failed: bool) -> None:
@@ -117,6 +137,9 @@ class Excursion:
             present = self._present()
             if index == 0 and not present:  # no gradients: an empty step, as in torch
                 self.visits = self.visits[:1]
+                if self.walk is not None:
+                    self.walk.restore()
+                    self.walk = None
                 self._deliver([], [])
                 return
             gradient = self._gradient(index, present)
@@ -136,7 +159,7 @@ class Excursion:
             if last:
                 self.walk.restore()
                 self._deliver(self.walk.params, *self._held)
-                self.walk = None
+                self._opt._staged, self.walk = self.walk, None
             else:
                 self._clear()
         except BaseException:
@@ -180,6 +203,8 @@ class Excursion:
                 f"Pass {index} left no gradient, though pass 0 did. Every call of the closure must "
                 f"call backward on a loss that depends on the parameters of {self._method}."
             )
+        if self._reached is not None:
+            self._reached.update(present)
         if self.walk is None:
             self.walk = self._depart(present)
         elif differ(present, self.walk.params):
@@ -201,11 +226,14 @@ class Excursion:
             params,
             self._shards(params),
             self._spans(params),
-            xi=self._xi,
+            xi=self._opt.xi * self._scale,
+            scale=self._scale,
             spare=spare if len(spare) == len(params) else None,
             adopt=not self._sharded,
             groups=distributed.shard_groups(params) if self._sharded else (),
             memory=self._opt._memory,
+            state=self._opt.base.state,
+            seed=(self._opt.seed, self._opt.steps),
         )
 
     def _meet(self, walk: Walk, present: list[Any]) -> None:
@@ -224,17 +252,28 @@ class Excursion:
     def _shards(self, tensors: list[Any]) -> Vector:
         return [distributed.local(t) for t in tensors] if self._sharded else tensors
 
-    def _deliver(self, params: list[Any], direction: Vector) -> None:
-        """Put the direction in ``.grad``; under `local`, its mean over processes."""
-        if self._local is not None:
-            everything = [p for p in self._params if p.requires_grad]
-            mine = dict(zip(params, direction, strict=True))
-            params, direction = distributed.average(everything, mine, self._local)
-        for p, d in zip(params, direction, strict=True):
+    def _deliver(self, params: list[Any], direction: Vector, *kept: Vector) -> None:
+        """Put the direction in ``.grad``; under `local`, the means over processes."""
+        self._opt._kept = tuple(self._shared(dict(zip(params, k, strict=True))) for k in kept)
+        if self.walk is not None:
+            self.walk.staged = {n: self._shared(v) for n, v in self.walk.staged.items()}
+        mine = dict(zip(params, direction, strict=True))
+        if self._reached is not None:
+            for p in mine.keys() - self._reached:
+                del mine[p]
+                p.grad = None
+        for p, d in self._shared(mine).items():
             if self._sharded:
                 distributed.local(p.grad).copy_(d)
             else:
                 p.grad = d.detach() if d.requires_grad else d  # a graph must not outlive the step
+
+    def _shared(self, mine: dict[Any, Tensor]) -> dict[Any, Tensor]:
+        """What all processes agree on: under `local`, the mean of what each of them has."""
+        if self._local is None:
+            return mine
+        everything = [p for p in self._params if p.requires_grad]
+        return dict(zip(*distributed.average(everything, mine, self._local), strict=True))
 
 
 _compiled = cache(torch.compile)

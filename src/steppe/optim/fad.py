@@ -12,8 +12,9 @@ from steppe.options import Option
 from steppe.search import Choice
 
 from . import sam
-from .engine import FlatnessOptimizer, Hyper
+from .engine import FlatnessOptimizer
 from .registry import register_optimizer
+from .schedules import Hyper
 from .still import Models
 from .vectors import Vector
 from .walk import PLAIN, Held, Visit, Walk
@@ -88,20 +89,24 @@ class FAD(FlatnessOptimizer):
         return {"rho": rho, "a": beta * alpha, "b": beta * (1.0 - alpha)}
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        """The cheapest list of visits that gives g0 + a*h0 + b*h1 in every group."""
-        weights = [(c["a"], c["b"]) for c in coefficients]
-        if all(c["rho"] == 0 for c in coefficients) or all(w == (0, 0) for w in weights):
-            return PLAIN
-        if all(w == (1, 0) for w in weights):
-            return sam.VISITS
-        return ZEROTH_ORDER if all(b == 0 for _, b in weights) else ALGORITHM_1
+        return cheapest(coefficients)
+
+
+def cheapest(coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
+    """The cheapest list of visits that gives g0 + a*h0 + b*h1 in every group."""
+    weights = [(c["a"], c["b"]) for c in coefficients]
+    if all(c["rho"] == 0 for c in coefficients) or all(w == (0, 0) for w in weights):
+        return PLAIN
+    if all(w == (1, 0) for w in weights):
+        return sam.VISITS
+    return ZEROTH_ORDER if all(b == 0 for _, b in weights) else ALGORITHM_1
 
 
 # Line numbers are those of the paper's Algorithm 1. Two buffers live across passes: the walk's
 # backup of theta and A, which starts as g0 and ends as the direction.
 
 
-def _after_g0(w: Walk, g0: Vector) -> Held:  # line 5
+def after_g0(w: Walk, g0: Vector) -> Held:  # line 5
     A = w.hold(g0)
     w.climb(g0, "rho", spend=A is not g0)  # line 6: theta1 = theta + rho g0 / (|g0| + xi)
     return (A,)
@@ -130,5 +135,5 @@ def _after_last_g1(w: Walk, g1: Vector, A: Vector) -> Held:
     return (w.lerp_(A, g1, "a"),)  # A = g0 + a (g1 - g0)
 
 
-ALGORITHM_1 = (Visit(_after_g0), Visit(_after_g1), Visit(_after_g2), Visit(_after_g3))
-ZEROTH_ORDER = (Visit(_after_g0), Visit(_after_last_g1))
+ALGORITHM_1 = (Visit(after_g0), Visit(_after_g1), Visit(_after_g2), Visit(_after_g3))
+ZEROTH_ORDER = (Visit(after_g0), Visit(_after_last_g1))

@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 from steppe.options import Option
 from steppe.search import GAM_ALPHA, RHO
 
-from .engine import FlatnessOptimizer, Hyper
+from .engine import FlatnessOptimizer
 from .fad import FAD
 from .registry import register_optimizer
+from .schedules import Hyper
 from .still import Models
 
 

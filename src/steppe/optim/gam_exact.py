@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from steppe.options import Option
 from steppe.search import GAM_ALPHA, RHO
 
-from .engine import FlatnessOptimizer, Hyper
+from .engine import FlatnessOptimizer
 from .registry import register_optimizer
+from .schedules import Hyper
 from .still import Models
 from .vectors import Vector
 from .walk import PLAIN, Held, Visit, Walk

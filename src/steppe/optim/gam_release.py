@@ -12,8 +12,9 @@ from steppe.options import Option
 from steppe.search import RHO
 
 from . import vectors
-from .engine import FlatnessOptimizer, Hyper
+from .engine import FlatnessOptimizer
 from .registry import register_optimizer
+from .schedules import Hyper
 from .still import Models
 from .vectors import Vector
 from .walk import Held, Visit, Walk

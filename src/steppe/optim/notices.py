@@ -37,6 +37,33 @@ _BATCH_NORM = (
     "model=model to {method} so that only the first pass counts. This warning appears once per "
     "optimizer."
 )
+USAGE = """\
+{method}.step() needs a closure, because it evaluates the loss {passes}:
+
+    def closure():
+        loss = loss_fn(model(x), y)
+        loss.backward({graph})
+        return loss
+
+    opt.step(closure)
+
+In a loop that owns backward, step() without a closure follows the phases:
+
+    for phase in opt.phases():
+        with phase:
+            loss_fn(model(x), y).backward({graph})
+    opt.step()
+
+steppe.integrations has this for Lightning, Hugging Face's Trainer and Accelerate."""
+
+
+NAMED = """\
+{method} takes its first gradient of the loss {loss!r}, so the closure needs an argument:
+
+    def closure(name="main"):
+        loss = loss_fn(model(x), y)
+        (loss if name == "main" else {loss}_loss(loss)).backward()
+        return loss  # the main one, which step() returns"""
 _FRAMEWORKS = {"lightning", "pytorch_lightning", "accelerate", "transformers"}
 _PACKAGES = {"steppe", "torch", "contextlib", *_FRAMEWORKS}
 """Packages whose lines are not the user's."""

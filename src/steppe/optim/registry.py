@@ -42,7 +42,8 @@ class OptimizerSpec(AxisSpec):
     """One entry of the registry. Its `options` are the same in every search space.
 
     Attributes:
-        passes: forward and backward passes per step, with the default hyperparameters.
+        passes: forward and backward passes per step, with the default hyperparameters; a mean if
+            steps differ.
         hessian_products: Hessian-vector products per step, in addition to the passes.
         lr: the learning rate for fine-tuning, in the search space `fair`.
         scratch_lr: the default for training from scratch (default: `FROM_SCRATCH` times that of
@@ -61,7 +62,7 @@ class OptimizerSpec(AxisSpec):
 
     kind: ClassVar[str] = "optimizer"
 
-    passes: int
+    passes: float
     hessian_products: int = 0
     lr: Hyperparameter = SGD_LR
     scratch_lr: float | None = None
@@ -149,7 +150,7 @@ class OptimizerSpec(AxisSpec):
         if self.base is None:
             optimizer = self.cls(params, **chosen, **self.fixed)
         else:
-            optimizer = self.cls.over(self._base)(params, model=model, **chosen)
+            optimizer = self.cls.over(self._base)(params, model=model, **chosen, **self.fixed)
         if not hasattr(optimizer, "needs_graph"):
             optimizer.needs_graph = self.needs_graph
         return cast("Optimizer", optimizer)
@@ -220,7 +221,7 @@ optimizers = Registry("optimizer", _entries)
 
 
 def register_optimizer(
-    name: str, *, passes: int, citation: str = "", **facts: Any
+    name: str, *, passes: float, citation: str = "", **facts: Any
 ) -> Callable[[C], C]:
     """Register your own optimizer: a class decorator, for a module that you load with ``--plugin``.
 

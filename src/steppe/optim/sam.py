@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steppe.options import Option
 from steppe.search import RHO
 
-from .engine import FlatnessOptimizer, Hyper
+from .engine import FlatnessOptimizer
 from .registry import register_optimizer
+from .schedules import Hyper
 from .still import Models
 from .vectors import Vector
 from .walk import PLAIN, Held, Visit, Walk
@@ -24,6 +26,16 @@ from .walk import PLAIN, Held, Visit, Walk
     passes=2,
     radii=("rho",),
     order=0,
+)
+@register_optimizer(
+    "sam-on",
+    citation="Mueller et al., Normalization Layers Are All That Sharpness-Aware Minimization "
+    "Needs, NeurIPS 2023",
+    summary="SAM that perturbs normalization layers only.",
+    passes=2,
+    radii=("rho",),
+    order=0,
+    fixed={"only": "norm"},
 )
 class SAM(FlatnessOptimizer):
     r"""Steps along the gradient at the (approximately) worst point within `rho`.
@@ -41,6 +53,8 @@ class SAM(FlatnessOptimizer):
         adaptive: scale the perturbation by the weights (ASAM).
         eta: added to the size of each weight when adaptive; the ASAM paper uses 0.01, most
             implementations 0.
+        only: ``"norm"`` perturbs the weights and biases of normalization layers alone (SAM-ON). The
+            norm of the gradient is then theirs. Needs `model`.
 
     Examples:
         >>> import torch
@@ -63,20 +77,53 @@ class SAM(FlatnessOptimizer):
         rho: Annotated[Hyper, Option(RHO)] = 0.05,
         adaptive: bool = False,
         eta: Hyper = 0.0,
+        only: str | None = None,
         *,
         model: Models = None,
         **options: Any,
     ) -> None:
         if eta != 0 and not adaptive:
             raise ValueError(f"eta={eta} has no effect without adaptive=True (ASAM)")
-        self.adaptive = adaptive
+        if only is not None:
+            check_only(only, model)
+        self.adaptive, self.only = adaptive, only
         hyper: dict[str, Hyper] = {"rho": rho, "eta": eta} if adaptive else {"rho": rho}
         super().__init__(base, hyper, model=model, **options)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._chosen: tuple[object, frozenset[Tensor]] | None = None
+
+    @property
+    def perturbed(self) -> frozenset[Tensor] | None:
+        if self.only is None:
+            return None
+        if self._chosen is None or self._chosen[0] is not self.models:
+            self._chosen = self.models, frozenset(norm_parameters(self.models))
+        return self._chosen[1]
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
         if all(c["rho"] == 0 for c in coefficients):
             return PLAIN
         return ADAPTIVE_VISITS if self.adaptive else VISITS
+
+
+def check_only(only: str, model: Models) -> None:
+    if only != "norm":
+        raise ValueError(f"only must be 'norm' or None, got {only!r}")
+    models = (model,) if isinstance(model, nn.Module) else tuple(model or ())
+    if not models:
+        raise ValueError("only='norm' finds normalization layers in the model: pass model=model")
+    if not any(True for _ in norm_parameters(models)):
+        raise ValueError("only='norm': the model has no normalization layer with weights")
+
+
+def norm_parameters(models: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """The parameters of normalization layers, recognized by the name of their class."""
+    for model in models:
+        for module in model.modules():
+            if any("Norm" in cls.__name__ for cls in type(module).__mro__):
+                yield from module.parameters(recurse=False)
 
 
 def _after_g0(w: Walk, g0: Vector) -> Held:
@@ -89,7 +136,7 @@ def _after_g0_adaptive(w: Walk, g0: Vector) -> Held:
     for span in w.spans:
         torch._foreach_add_(T[span.tensors], span.coefficients["eta"])
     torch._foreach_mul_(g0, T)
-    length = w.norm(g0)  # |T g0|
+    length = w.norm(g0, over="rho")  # |T g0|
     torch._foreach_mul_(g0, T)  # T^2 g0
     del T
     w.climb(g0, "rho", norm=length)

@@ -32,14 +32,19 @@ def norm(xs: Vector) -> Tensor:
     return cast(Tensor, torch.linalg.vector_norm(lengths))
 
 
-def dot(xs: Vector, ys: Vector, *, scratch: Vector) -> Tensor:
-    """Inner product of two vectors, accumulated like `norm`; overwrites `scratch`.
+def dot(xs: Vector, ys: Vector, *, scratch: Vector | None = None) -> Tensor:
+    """Inner product of two vectors, accumulated like `norm`; may overwrite `scratch`.
 
     Launches one kernel per tensor, because foreach has no sum.
     """
-    torch._foreach_copy_(scratch, xs)
-    torch._foreach_mul_(scratch, ys)
-    return torch.stack([p.sum(dtype=_wide(xs)) for p in scratch]).sum()
+    if _dotted(xs) and _dotted(ys):
+        pairs = zip(xs, ys, strict=True)
+        return torch.stack([torch.dot(x.view(-1), y.view(-1)) for x, y in pairs]).sum()
+    products = list(torch._foreach_mul(xs, ys)) if scratch is None else scratch
+    if scratch is not None:
+        torch._foreach_copy_(scratch, xs)
+        torch._foreach_mul_(scratch, ys)
+    return torch.stack([p.sum(dtype=_wide(xs)) for p in products]).sum()
 
 
 def like(xs: Vector) -> Vector:

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
-from . import vectors
+from . import noise, vectors
+from .distributed import local
 from .vectors import Vector, are_ours
 
 CPU_BLOCK = 2**20
@@ -28,6 +30,9 @@ Coefficients = Mapping[str, float]
 Held = tuple[Vector, ...]
 """What a method keeps from one visit to the next."""
 
+MOMENTA = ("momentum_buffer", "exp_avg")
+"""Where torch's optimizers keep their average of gradients."""
+
 
 @dataclass(frozen=True)
 class Visit:
@@ -35,13 +40,16 @@ class Visit:
 
     Attributes:
         then: ``then(walk, gradient, *held)`` returns what to hold until the next visit, or, at the
-            last visit, a tuple of the direction alone. It may overwrite the gradient.
+            last visit, the direction, followed by what the optimizer's `after` needs. It may
+            overwrite the gradient.
         loss: the loss that the closure must differentiate. Any name but ``"main"`` is passed to the
             closure, for methods whose ascent loss differs from their descent loss.
+        before: ``before(walk)`` moves the weights before the pass; only at the first visit.
     """
 
     then: Callable[..., Held]
     loss: str = "main"
+    before: Callable[[Walk], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,18 +71,28 @@ class Layout:
     """
 
     def __init__(self) -> None:
-        self._key: tuple[float, Sequence[Coefficients]] = (0.0, ())
+        self._key: tuple[float, Sequence[Coefficients], object] = (0.0, (), None)
         self._params: list[Any] = []
         self._spans: list[Span] = []
 
     def spans(
-        self, groups: Sequence[Mapping[str, Any]], coefficients: Sequence[Coefficients], params: Any
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        coefficients: Sequence[Coefficients],
+        only: frozenset[Tensor] | None,
+        params: Any,
     ) -> list[Span]:
+        """The spans of `params`; those outside `only` have a radius of zero."""
         limit = CPU_BLOCK if params[0].device.type == "cpu" else math.inf
-        if self._key != (limit, coefficients) or vectors.differ(self._params, params):
-            owner = {p: c for g, c in zip(groups, coefficients, strict=True) for p in g["params"]}
+        key = (limit, coefficients, only)
+        if self._key != key or vectors.differ(self._params, params):
+            owner = {
+                p: c if only is None or p in only else {**c, "rho": 0.0}
+                for g, c in zip(groups, coefficients, strict=True)
+                for p in g["params"]
+            }
             self._spans = _divided(params, [owner[p] for p in params], limit)
-            self._key, self._params = (limit, coefficients), params
+            self._key, self._params = key, params
         return self._spans
 
 
@@ -99,76 +117,186 @@ class Walk:
         params: the parameters that got a gradient, in group order.
         theta: their local tensors; `params` itself if nothing is sharded.
         spans: the parts of the list that operations process one after the other.
-        xi: the small constant of Algorithm 1.
-        memory: what methods keep between steps, by parameter (see `remembered`).
+        xi: the small constant of Algorithm 1, scaled like the gradients.
+        scale: the loss scale: 1, or that of a GradScaler.
+        memory: what methods keep between steps, by parameter (see `remember`).
+        state: the base optimizer's state, by parameter.
+        seed: what `normal` draws from: the optimizer's seed and its step.
         spare: memory for the backup, or None to allocate it.
         adopt: whether to hold a gradient without copying it, if nothing else refers to it.
         groups: process groups over which squared norms add up (sharded parameters).
         backup: the weights at the start of the step, once they have moved.
+        staged: what `remember` will keep if the base steps, by name and parameter.
     """
 
     params: list[Any]
     theta: Vector
     spans: list[Span]
     xi: float | Tensor
-    memory: dict[Tensor, dict[str, Tensor]]
+    scale: float | Tensor
+    memory: Mapping[Tensor, Mapping[str, Tensor]]
+    state: Mapping[Tensor, Mapping[str, Any]]
+    seed: tuple[int, int]
     spare: Vector | None
     adopt: bool
     groups: Sequence[dist.ProcessGroup]
     backup: Vector | None = field(init=False, default=None)
+    staged: dict[str, dict[Tensor, Tensor]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         half = any(t.dtype == torch.float16 for t in self.theta)
         self._cap = torch.finfo(torch.float16).max if half else math.inf
         self._saved = 0  # how many tensors the backup holds
 
-    def remembered(self, name: str) -> Vector:
-        """A vector that persists between steps, such as an average of gradients; initially zero.
+    def remember(self, name: str, xs: Vector) -> None:
+        """Keep a vector for later steps, such as an average of gradients.
 
-        Write to it in place. It is part of the optimizer's `state_dict`.
+        It counts only if the base takes its step: an overflow or an error leaves what was kept
+        before. It is part of the optimizer's `state_dict`, without the loss scale. The walk owns
+        `xs` from now on.
         """
-        found = [self.memory.setdefault(p, {}) for p in self.params]
+        if self._scaled:
+            torch._foreach_div_(xs, self.scale)
+        self.staged[name] = dict(zip(self.params, xs, strict=True))
+
+    def recall(self, name: str, start: Vector | None = None) -> Vector:
+        """What was kept under a name, at the present loss scale; do not write to it.
+
+        Parameters for which nothing was kept have the value of `start`, or zero.
+        """
+        known = [self.memory.get(p, {}).get(name) for p in self.params]
+        kept = [m for m in known if m is not None]
+        if self._scaled and kept:
+            kept = list(torch._foreach_mul(kept, self.scale))
+        values = iter(kept)
+        first = self.theta if start is None else start
+        missing = torch.zeros_like if start is None else _itself
         return [
-            memory[name] if name in memory else memory.setdefault(name, torch.zeros_like(t))
-            for memory, t in zip(found, self.theta, strict=True)
+            missing(x) if m is None else next(values) for m, x in zip(known, first, strict=True)
         ]
 
-    def norm(self, d: Vector) -> Tensor | float:
+    def averaged(
+        self, name: str, g: Vector, new: str | None = None, old: str | None = None
+    ) -> Vector:
+        """What was kept under a name, averaged with `g`; `g` itself where nothing was kept.
+
+        Give the name of the coefficient that weighs the new value, or of the one for the old.
+        """
+        kept = self.recall(name, start=g)
+        found: Vector = []
+        for span in self.spans:
+            part = span.tensors
+            if new is not None:
+                found += torch._foreach_lerp(kept[part], g[part], span.coefficients[new])
+            else:
+                assert old is not None
+                found += torch._foreach_lerp(g[part], kept[part], span.coefficients[old])
+        return found
+
+    def knows(self, name: str) -> bool:
+        """Whether anything was kept under a name."""
+        return any(name in self.memory.get(p, ()) for p in self.params)
+
+    def momentum(self) -> Vector:
+        """The base's average of gradients, which has no loss scale; zero before its first step."""
+        states = [self.state.get(p, {}) for p in self.params]
+        found = [next((s[key] for key in MOMENTA if s.get(key) is not None), None) for s in states]
+        return [
+            torch.zeros_like(t) if v is None else local(v)
+            for v, t in zip(found, self.theta, strict=True)
+        ]
+
+    @_disable_dynamo
+    def normal(self) -> Vector:
+        """Standard normal noise; it repeats with the optimizer's seed and step.
+
+        Shards draw their own; copies of a weight on several processes draw the same.
+        """
+        place = (*self.seed, *noise.ranks(self.groups))
+        generator = noise.generator(self.theta[0].device, *place)
+        return [torch.empty_like(t).normal_(generator=generator) for t in self.theta]
+
+    @property
+    def _scaled(self) -> bool:
+        return isinstance(self.scale, Tensor) or self.scale != 1.0
+
+    def norm(self, d: Vector, over: str | None = None) -> Tensor | float:
         """Global norm of `d` over all groups and shards.
 
         A Python number on a CPU, so that additions can fuse their factor. On an accelerator, a
         tensor, because reading it would stall the host.
+
+        Args:
+            d: the vector.
+            over: only where the coefficient of this name is not zero.
         """
+        if over is not None and any(s.coefficients[over] == 0 for s in self.spans):
+            d = [x for s in self.spans if s.coefficients[over] != 0 for x in d[s.tensors]]
+            if not d:
+                return 0.0
         value = vectors.norm(d)
         if self.groups:
-            value = self._total(value.square()).sqrt()
+            value = self.total(value.square()).sqrt()
         return _readable(value)
 
-    def dot(self, xs: Vector, ys: Vector, *, scratch: Vector) -> Tensor | float:
+    def dot(self, xs: Vector, ys: Vector, *, scratch: Vector | None = None) -> Tensor | float:
         """Inner product over all groups and shards; a number or a tensor, like `norm`."""
-        return _readable(self._total(vectors.dot(xs, ys, scratch=scratch)))
+        return _readable(self.total(vectors.dot(xs, ys, scratch=scratch)))
 
-    def _total(self, value: Tensor) -> Tensor:
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over the processes that hold shards."""
         for group in self.groups:
             dist.all_reduce(value, group=group)
         return value
 
-    def climb(self, d: Vector, rho: str, *, norm: Any = None, spend: bool = True) -> None:
-        """Move from the current point: ``theta += rho * d / (|d| + xi)``.
+    def climb(
+        self,
+        d: Vector,
+        rho: str,
+        *,
+        norm: Any = None,
+        spend: bool = True,
+        less: str | None = None,
+        scaled: bool = True,
+    ) -> None:
+        """Move from the current point: ``theta += (rho / (|d| + xi) - less) * d``.
+
+        Where the radius is zero, weights stay and do not count in the norm.
 
         Args:
             d: the direction.
             rho: the name of the coefficient with the radius.
             norm: the length to divide by instead of ``|d|``.
             spend: whether `d` may be overwritten.
+            less: the name of a coefficient to subtract from the factor.
+            scaled: whether `d` has the loss scale, as gradients do.
         """
-        self._move(d, rho, self.norm(d) if norm is None else norm, spend=spend, home=False)
+        scale = self.scale if scaled else 1.0
+        xi = self.xi if scaled else self.xi / self.scale
+        length = self.norm(d, over=rho) if norm is None else norm
+
+        def factor(c: Coefficients) -> Any:
+            found = _per_unit(c[rho], length, xi, self._cap)
+            return found if less is None else found - c[less] / scale
+
+        self._move(d, factor, spend=spend)
 
     def jump(self, d: Vector, rho: str) -> None:
         """Move relative to the start, ``theta = start + rho * d / (|d| + xi)``; overwrites `d`."""
-        self._move(d, rho, self.norm(d), spend=True, home=True)
+        length = self.norm(d, over=rho)
+        self._move(d, lambda c: _per_unit(c[rho], length, self.xi, self._cap), home=True)
 
-    def _move(self, d: Vector, rho: str, norm: Any, *, spend: bool, home: bool) -> None:
+    def shift(self, d: Vector, coefficient: str) -> None:
+        """Move from the current point by a vector of the method's own: ``theta += c * d``."""
+        self._move(d, lambda c: c[coefficient])
+
+    def _move(
+        self,
+        d: Vector,
+        factor: Callable[[Coefficients], Any],
+        spend: bool = True,
+        home: bool = False,
+    ) -> None:
         leaving = self.backup is None
         if leaving:
             self.backup = vectors.like(self.theta) if self.spare is None else self.spare
@@ -182,8 +310,7 @@ class Walk:
                 self._saved = part.stop
             elif home:
                 torch._foreach_copy_(theta, self.backup[part])
-            scale = _per_unit(span.coefficients[rho], norm, self.xi, self._cap)
-            vectors.add_(theta, d[part], scale, spend=spend)
+            vectors.add_(theta, d[part], factor(span.coefficients), spend=spend)
 
     def restore(self) -> None:
         """Restore the weights at the start of the step, bit for bit."""
@@ -254,4 +381,8 @@ def _per_unit(rho: float, norm: Any, xi: Any, cap: float) -> Any:
     scale = rho / (norm + xi) + 0.0 * norm
     if cap == math.inf:
         return scale
-    return scale.clamp(max=cap) if isinstance(scale, Tensor) else cap if scale > cap else scale
+    return scale.clamp(-cap, cap) if isinstance(scale, Tensor) else max(min(scale, cap), -cap)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x

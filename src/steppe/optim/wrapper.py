@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import distributed
+from .schedules import scheduled
 
 
 class Wrapper(Optimizer, ABC):
@@ -30,6 +31,8 @@ class Wrapper(Optimizer, ABC):
 
     needs_graph: ClassVar[bool] = False
     """Whether the closure must call ``backward(create_graph=True)``."""
+    reads_lr: ClassVar[bool] = False
+    """Whether `coefficients` needs the group's learning rate, as ``lr``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Answer calls in another library's style with an error that shows the right call."""
@@ -66,7 +69,7 @@ class Wrapper(Optimizer, ABC):
     def __init__(self, base: Optimizer) -> None:
         # Optimizer.__init__ would create a second set of param_groups and hooks, and fire the
         # global step hooks twice per step.
-        _check_base(base, type(self).__name__)
+        check_base(base, type(self).__name__)
         self.base = base
         self.steps = 0
         """Steps taken so far. Steps that a GradScaler skips count only under a fused base, whose
@@ -147,7 +150,7 @@ class Wrapper(Optimizer, ABC):
             value = group.get(key, self._hyper[name])
             if isinstance(value, nn.Module):
                 raise TypeError(f"{key} must be a number, got a module: pass it as model=model")
-            value = value(step) if callable(value) else value
+            value = scheduled(value, step, group)
             if isinstance(value, Tensor):
                 raise TypeError(
                     f"{key} must be a Python number or a function of the step, got a tensor: pass "
@@ -157,7 +160,7 @@ class Wrapper(Optimizer, ABC):
                 raise ValueError(f"{key} must be a finite number, got {value!r} at step {step}")
             values[name] = float(value)
         self.validate(values)
-        return values
+        return {**values, "lr": float(group["lr"])} if self.reads_lr else values
 
     def validate(self, hyper: Mapping[str, float]) -> None:
         """Raise ValueError for invalid hyperparameters. By default, none may be negative."""
@@ -251,17 +254,22 @@ class Wrapper(Optimizer, ABC):
 @cache
 def options_of(cls: type) -> tuple[str, ...]:
     """The names of a constructor's options, including those it passes on to its parents."""
-    names: dict[str, None] = {}
+    positional: list[str] = []
+    keyword: list[str] = []
+    handed_on = True
     for ancestor in cls.__mro__:
         if "__init__" not in vars(ancestor):
             continue
         parameters = inspect.signature(vars(ancestor)["__init__"]).parameters.values()
-        # The child sets what its parent takes by position; only keywords are passed on.
-        own = inspect.Parameter
-        kinds = (own.KEYWORD_ONLY, own.POSITIONAL_OR_KEYWORD)[: 1 if names else 2]
-        names |= dict.fromkeys(p.name for p in parameters if p.kind in kinds)
-        if all(p.kind is not own.VAR_KEYWORD for p in parameters):
+        keyword += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        if handed_on:
+            positional += [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        kinds = {p.kind for p in parameters}
+        # Without *args, the child itself sets what its parent takes by position.
+        handed_on = handed_on and inspect.Parameter.VAR_POSITIONAL in kinds
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
             break
+    names = dict.fromkeys([*positional, *keyword])
     return tuple(name for name in names if name not in {"self", "params", "base", "model"})
 
 
@@ -324,7 +332,8 @@ def _spelled(options: Mapping[str, Any]) -> str:
     return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
-def _check_base(base: Optimizer, method: str) -> None:
+def check_base(base: Optimizer, method: str) -> None:
+    """Raise TypeError for an optimizer that cannot step with a given direction."""
     if isinstance(base, Wrapper):
         raise TypeError(f"{method} cannot wrap {type(base).__name__}: wrap its base instead.")
     closure = inspect.signature(base.step).parameters.get("closure")

@@ -293,7 +293,7 @@ class StepCost:
         return sum(hours(self.runs).values()) or None
 
     @property
-    def passes(self) -> int | None:
+    def passes(self) -> float | None:
         """Forward and backward passes per step; None if the optimizer is unknown."""
         known = self.row.optimizer in optimizer_names()
         return optimizer_spec(self.row.optimizer).passes if known else None

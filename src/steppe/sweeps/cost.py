@@ -60,7 +60,7 @@ def estimate(sweep: Sweep, measured: bool = True) -> Cost:
     parts = []
     for (dataset, optimizer), names in kinds.items():
         steps = sum(sweep.axes[name]["steps"] for name in names)
-        passes = steps * optimizer_spec(optimizer).passes
+        passes = round(steps * optimizer_spec(optimizer).passes)
         taken = None
         if measured:
             config = Job(sweep.folder(names[0])).config()

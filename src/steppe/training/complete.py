@@ -185,7 +185,8 @@ def _complete_optimizer(value: Any, space: str, pretrained: bool) -> dict[str, A
     spec.check_names(options)
     chosen: dict[str, Any] = {**spec.defaults(space, pretrained), **options}
     try:  # only the optimizer knows which values are valid
-        spec.build([torch.nn.Parameter(torch.zeros(1))], **chosen)
+        probe = torch.nn.LayerNorm(1)  # some optimizers look for such layers
+        spec.build(probe.parameters(), probe, **chosen)
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         given = ", ".join(f"{key}={shown(value)}" for key, value in options.items())
         raise UserError(f"config: optimizer {spec.name!r} rejects {given}: {error}") from None

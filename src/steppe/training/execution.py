@@ -20,6 +20,7 @@ from steppe.algorithms import Losses, Network
 from steppe.algorithms.network import Compiled
 from steppe.optim import FlatnessOptimizer
 from steppe.optim.engine import skips_by_itself
+from steppe.optim.schedules import scheduled
 
 from . import randomness
 from .update import Passes, base_of
@@ -196,6 +197,9 @@ class Engine:
         if isinstance(optimizer, FlatnessOptimizer) and not whole:
             self._stop_capturing("the base optimizer is not fused, so its step needs the host")
             return None
+        if getattr(optimizer, "draws", False):
+            self._stop_capturing("the optimizer draws noise, which a replayed graph would repeat")
+            return None
         static = [_mapped(part, lambda t: t.clone()) for part in prepared]
         steps = optimizer.steps if isinstance(optimizer, FlatnessOptimizer) else 0
         module, scaler = self._passes.module, self._passes.scaler
@@ -273,16 +277,16 @@ def _settings(optimizer: Optimizer) -> Hashable:
     if not skips_by_itself(base_of(optimizer)):
         return id(optimizer)
     step = optimizer.steps + 1 if isinstance(optimizer, FlatnessOptimizer) else 0
-    due = optimizer.due if isinstance(optimizer, FlatnessOptimizer) else True
+    kind = optimizer.kind if isinstance(optimizer, FlatnessOptimizer) else None
     groups = [
         tuple(
-            (name, value(step) if callable(value) else value)
+            (name, scheduled(value, step, group))
             for name, value in group.items()
             if name != "params" and not isinstance(value, Tensor)
         )
         for group in optimizer.param_groups
     ]
-    return repr((id(optimizer), due, groups))
+    return repr((id(optimizer), kind, groups))
 
 
 def _kind(tree: Any) -> Hashable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,11 +66,16 @@ def build(config: RunConfig, n_classes: int, channels: int, n_sources: int) -> A
 
 
 def optimizer(
-    chosen: Named, objective: Objective, model: nn.Module, fused: bool = False
+    chosen: Named,
+    objective: Objective,
+    model: nn.Module,
+    fused: bool = False,
+    facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> Optimizer:
     """Build the optimizer of an objective: the run's, with the objective's changes.
 
     `fused` requests fused kernels, which need no host synchronization, if the optimizer has them.
+    `facts` are options that the run knows, for optimizers that have them.
     """
     spec = optimizer_spec(chosen.name)
     changed = {name: value for name, value in objective.options.items() if name in spec.keywords}
@@ -79,7 +85,8 @@ def optimizer(
                 f"the algorithm sets optimizer.{name} itself: leave it out (DANN and CDANN have "
                 "algorithm.beta1)"
             )
-    options = {**chosen.options, **changed}
+    known = {name: value for name, value in facts.items() if name in spec.keywords}
+    options = {**known, **chosen.options, **changed}
     plain = "foreach" in options or options.get("dampening")  # fused kernels mishandle it
     if fused and "fused" in spec.keywords and not plain:
         asked = ("fused", "capturable")  # torch requires the second for Adam in a graph

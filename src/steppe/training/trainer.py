@@ -84,7 +84,11 @@ class Trainer:
         self.parallel = setup.parallel(self.algorithm, processes, len(self.objectives) > 1)
         self.optimizers = {
             objective.name: setup.optimizer(
-                config.optimizer, objective, self.parallel, fused=gears.captured
+                config.optimizer,
+                objective,
+                self.parallel,
+                fused=gears.captured,
+                facts={"seed": config.seed, "domains": len(sources)},
             )
             for objective in self.objectives
             if objective.optimizer is None

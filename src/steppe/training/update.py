@@ -18,10 +18,11 @@ from steppe.algorithms import Losses
 from steppe.averaging import unfrozen
 from steppe.curvature.convolution import FastConvolutions
 from steppe.domains.batches import Batch
-from steppe.optim import FlatnessOptimizer
+from steppe.optim import FlatnessOptimizer, distributed
 from steppe.optim.engine import give_momentum, skips_by_itself
 from steppe.optim.graph import twice_differentiable
 
+from . import named
 from .processes import Processes
 
 _LAUNCH = ("foreach", "fused", "capturable")
@@ -84,13 +85,27 @@ class Passes:
         objective: str,
         prepared: Sequence[Any],
         firsts: list[Losses],
-    ) -> Callable[[], Tensor]:
-        """One pass as a function; its first call appends its losses to `firsts`."""
+    ) -> Callable[..., Tensor]:
+        """One pass as a function; its first call appends its losses to `firsts`.
+
+        Its argument names the loss to differentiate; it returns the main one. Only the objective
+        ``"main"`` has others: domains differ in the loss of the classifier.
+        """
         module, needs_graph = self.module, getattr(optimizer, "needs_graph", False)
         shared = module if isinstance(module, DistributedDataParallel) else None
         share = 1 / len(prepared)
 
-        def closure() -> Tensor:
+        def evaluate(module: nn.Module, i: int) -> Losses:
+            aux = firsts[i].aux if len(firsts) == len(prepared) else None
+            losses: Losses = module(prepared[i], objective=objective, first=aux)
+            return losses
+
+        def closure(name: str = "main") -> Tensor:
+            name = name if objective == "main" else "main"
+            if (domain := named.domain(name)) is not None:
+                return self._domain(optimizer, domain, prepared)
+            with self.autocast():
+                term = named.term(name, optimizer, module, prepared, evaluate)
             again = len(firsts) == len(prepared)
             losses_at_point = []
             for i, part in enumerate(prepared):
@@ -98,17 +113,37 @@ class Passes:
                 last = i + 1 == len(prepared)
                 with nullcontext() if last or shared is None else shared.no_sync():
                     with self.autocast(), _twice(module) if needs_graph else nullcontext():
-                        aux = firsts[i].aux if again else None
-                        losses: Losses = module(part, objective=objective, first=aux)
-                        loss = losses.total if share == 1 else losses.total * share
-                    scaled = loss if self.scaler is None else self.scaler.scale(loss)
-                    _backward(scaled, needs_graph)
+                        losses = evaluate(module, i)
+                        loss = term(part, losses)
+                        loss = loss if share == 1 else loss * share
+                    self._differentiate(loss, needs_graph)
                 if not again:
                     firsts.append(_detached(losses))
-                losses_at_point.append(loss.detach())
-            return torch.stack(losses_at_point).sum()
+                losses_at_point.append(losses.total.detach())
+            return torch.stack(losses_at_point).mean()
 
         return closure
+
+    def _domain(self, optimizer: Optimizer, domain: int, prepared: Sequence[Any]) -> Tensor:
+        """Differentiate one domain's loss, by a forward of its images alone, and return it."""
+        algorithm = named.algorithm_of(self.module)
+        losses = []
+        for part in prepared:
+            with self.autocast():
+                loss = algorithm.risk(part, domain) / len(prepared)
+            self._differentiate(loss)
+            losses.append(loss.detach())
+        # DDP reduces gradients only after its own forward, which takes all domains.
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        own = {p: p.grad for p in params if p.grad is not None}
+        reduced = named.reduced(optimizer, self.module)
+        for p, gradient in zip(*distributed.average(params, own, reduced), strict=True):
+            p.grad = gradient
+        return torch.stack(losses).sum()
+
+    def _differentiate(self, loss: Tensor, create_graph: bool = False) -> None:
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        _backward(scaled, create_graph)
 
 
 def base_of(optimizer: Optimizer) -> Optimizer:
