@@ -11,13 +11,15 @@ from torch import nn
 
 from steppe.errors import UserError
 from steppe.optim import FAD
+from steppe.optim.registry import optimizers
 from steppe.training.processes import find_device
 
 
-def test_resnet50_has_161_shapes():
-    shapes = optim.shapes()
-    assert len(shapes) == 161
-    assert sum(s.numel() for s in shapes) == 23_522_375  # seven classes
+def test_every_method_with_arithmetic_of_its_own_is_measured():
+    flat = {spec.name for spec in optimizers.entries() if spec.base is not None}
+    same = {"disam", "disam-gsam", "disam-sagm", "disam-fad"}  # as sam, gsam, sagm and fad
+    other = {"gam-exact", "gam-release"}  # Hessian products; the authors' code, to compare with
+    assert set(optim.ELEMENTS) == (flat - same - other) | {"genie"}
 
 
 def test_the_gradients_are_such_as_autograd_gives():

@@ -15,16 +15,18 @@ import predict
 import pytest
 import report
 import sweep
-import torch
+from torch import nn
 
 SMALL = ("--set", "image_size=16", "--set", "batch_size=2")
 
 
 def test_optim(carry_out, monkeypatch):
-    monkeypatch.setattr(optim, "shapes", lambda: [torch.Size([40, 30]), torch.Size([7])])
+    small = lambda: nn.Sequential(nn.Linear(30, 40), nn.LayerNorm(40))  # noqa: E731
+    monkeypatch.setattr(optim, "network", small)
     result = carry_out(optim, "--rounds", 2)
-    assert result["parameters"] == 1207
-    assert result["ratios"].keys() == {"fad / floor", "sam / pytorch_optimizer's sam"}
+    assert result["parameters"] == 1320
+    assert {f"{name} / floor" for name in optim.ELEMENTS} <= result["ratios"].keys()
+    assert {f"{name} / pytorch_optimizer's" for name in optim.PEERS} <= result["ratios"].keys()
     assert all(value["median"] > 0 for value in result["ms"].values())
     assert result["environment"]["command"] == "python benchmarks/optim.py --rounds 2 --json"
 

@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 from steppe.options import Option
 from steppe.search import RHO
 
+from . import vectors
 from .engine import FlatnessOptimizer
 from .registry import register_optimizer
 from .schedules import Hyper
 from .still import Models
 from .vectors import Vector
-from .walk import PLAIN, Held, Visit, Walk
+from .walk import PLAIN, Held, Span, Visit, Walk
 
 
 @register_optimizer(
@@ -132,15 +133,31 @@ def _after_g0(w: Walk, g0: Vector) -> Held:
 
 
 def _after_g0_adaptive(w: Walk, g0: Vector) -> Held:
-    T = list(torch._foreach_abs(w.theta))
-    for span in w.spans:
-        torch._foreach_add_(T[span.tensors], span.coefficients["eta"])
-    torch._foreach_mul_(g0, T)
-    length = w.norm(g0, over="rho")  # |T g0|
-    torch._foreach_mul_(g0, T)  # T^2 g0
-    del T
-    w.climb(g0, "rho", norm=length)
+    # Part by part, with T computed twice: that costs less than writing and reading it.
+    spans = [span for span in w.spans if span.coefficients["rho"] != 0]
+    lengths = [_scaled_norm(g0[span.tensors], _sizes(w, span)) for span in spans]
+    for span in spans:
+        _scale_twice(g0[span.tensors], _sizes(w, span))
+    length = w.length(torch.linalg.vector_norm(torch.stack(lengths)))
+    w.climb(g0, "rho", norm=length)  # rho T^2 g0 / |T g0|
     return ()
+
+
+def _sizes(w: Walk, span: Span) -> Vector:
+    """T, the size of each weight plus eta."""
+    T = list(torch._foreach_abs(w.theta[span.tensors]))
+    torch._foreach_add_(T, span.coefficients["eta"])
+    return T
+
+
+def _scaled_norm(g: Vector, T: Vector) -> Tensor:
+    torch._foreach_mul_(T, g)
+    return vectors.norm(T)
+
+
+def _scale_twice(g: Vector, T: Vector) -> None:
+    torch._foreach_mul_(g, T)
+    torch._foreach_mul_(g, T)
 
 
 VISITS = (Visit(_after_g0), *PLAIN)  # the gradient at the second point is the direction

@@ -125,7 +125,7 @@ class Walk:
         spare: memory for the backup, or None to allocate it.
         adopt: whether to hold a gradient without copying it, if nothing else refers to it.
         groups: process groups over which squared norms add up (sharded parameters).
-        backup: the weights at the start of the step, once they have moved.
+        backup: the weights at the start of the step, where they have moved.
         staged: what `remember` will keep if the base steps, by name and parameter.
     """
 
@@ -140,13 +140,13 @@ class Walk:
     spare: Vector | None
     adopt: bool
     groups: Sequence[dist.ProcessGroup]
-    backup: Vector | None = field(init=False, default=None)
+    backup: list[Any] | None = field(init=False, default=None)
     staged: dict[str, dict[Tensor, Tensor]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         half = any(t.dtype == torch.float16 for t in self.theta)
         self._cap = torch.finfo(torch.float16).max if half else math.inf
-        self._saved = 0  # how many tensors the backup holds
+        self._saved: dict[int, slice] = {}  # the parts that the backup holds, by their start
 
     def remember(self, name: str, xs: Vector) -> None:
         """Keep a vector for later steps, such as an average of gradients.
@@ -234,10 +234,11 @@ class Walk:
             d = [x for s in self.spans if s.coefficients[over] != 0 for x in d[s.tensors]]
             if not d:
                 return 0.0
-        value = vectors.norm(d)
-        if self.groups:
-            value = self.total(value.square()).sqrt()
-        return _readable(value)
+        return self.length(vectors.norm(d))
+
+    def length(self, norm: Tensor) -> Tensor | float:
+        """The norm over all shards, given this process's; a number or a tensor, like `norm`."""
+        return _readable(self.total(norm.square()).sqrt() if self.groups else norm)
 
     def dot(self, xs: Vector, ys: Vector, *, scratch: Vector | None = None) -> Tensor | float:
         """Inner product over all groups and shards; a number or a tensor, like `norm`."""
@@ -276,47 +277,52 @@ class Walk:
         length = self.norm(d, over=rho) if norm is None else norm
 
         def factor(c: Coefficients) -> Any:
-            found = _per_unit(c[rho], length, xi, self._cap)
+            found = _per_unit(c[rho], length, xi, self._cap) if c[rho] else 0.0
             return found if less is None else found - c[less] / scale
 
-        self._move(d, factor, spend=spend)
+        self._move(d, factor, (rho,) if less is None else (rho, less), spend=spend)
 
     def jump(self, d: Vector, rho: str) -> None:
         """Move relative to the start, ``theta = start + rho * d / (|d| + xi)``; overwrites `d`."""
         length = self.norm(d, over=rho)
-        self._move(d, lambda c: _per_unit(c[rho], length, self.xi, self._cap), home=True)
+        self._move(d, lambda c: _per_unit(c[rho], length, self.xi, self._cap), (rho,), home=True)
 
     def shift(self, d: Vector, coefficient: str) -> None:
         """Move from the current point by a vector of the method's own: ``theta += c * d``."""
-        self._move(d, lambda c: c[coefficient])
+        self._move(d, lambda c: c[coefficient], (coefficient,))
 
     def _move(
         self,
         d: Vector,
         factor: Callable[[Coefficients], Any],
+        needs: Sequence[str],
         spend: bool = True,
         home: bool = False,
     ) -> None:
-        leaving = self.backup is None
-        if leaving:
-            self.backup = vectors.like(self.theta) if self.spare is None else self.spare
+        """Move where any of the coefficients in `needs` is not zero."""
+        if self.backup is None:
+            self.backup = [None] * len(self.theta) if self.spare is None else self.spare
             self.spare = None
-        assert self.backup is not None
         for span in self.spans:  # one at a time, while its tensors are in the cache
             part = span.tensors
             theta = self.theta[part]
-            if leaving:
+            if part.start in self._saved:
+                if home:
+                    torch._foreach_copy_(theta, self.backup[part])
+            elif all(span.coefficients[name] == 0 for name in needs):
+                continue
+            else:
+                if self.backup[part.start] is None:
+                    self.backup[part] = vectors.like(theta)
                 torch._foreach_copy_(self.backup[part], theta)
-                self._saved = part.stop
-            elif home:
-                torch._foreach_copy_(theta, self.backup[part])
+                self._saved[part.start] = part
             vectors.add_(theta, d[part], factor(span.coefficients), spend=spend)
 
     def restore(self) -> None:
         """Restore the weights at the start of the step, bit for bit."""
-        if self.backup is not None:
-            # The first move may have been interrupted: only saved tensors were moved.
-            torch._foreach_copy_(self.theta[: self._saved], self.backup[: self._saved])
+        for part in self._saved.values():  # others never moved, or a move was interrupted
+            assert self.backup is not None
+            torch._foreach_copy_(self.theta[part], self.backup[part])
 
     def hold(self, g: Vector) -> Vector:
         """Keep a gradient beyond its pass, without a copy if nothing else refers to it."""
@@ -359,11 +365,16 @@ class Walk:
             return [known[old[id(p)]] if id(p) in old else new(t) for p, t in pairs]
 
         held = tuple(extended(vector, torch.zeros_like) for vector in held)
-        backup = None if self.backup is None else extended(self.backup, torch.clone)
+        moved = {i for part in self._saved.values() for i in range(part.start, part.stop)}
+        backup = None
+        if self.backup is not None:
+            start = [b if i in moved else self.theta[i].clone() for i, b in enumerate(self.backup)]
+            backup = extended(start, torch.clone)
         self.spare = None  # too short now
         self.params, self.spans = params, spans
         # Together and last, so that an interrupt finds a backup that matches theta.
-        self.theta, self.backup, self._saved = theta, backup, len(backup or ())
+        saved = {} if backup is None else {span.tensors.start: span.tensors for span in spans}
+        self.theta, self.backup, self._saved = theta, backup, saved
         return held
 
 
