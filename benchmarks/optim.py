@@ -154,8 +154,8 @@ def _ours(name: str, model: nn.Module) -> Optimizer:
     base = Still(params, lr=1e-6)
     for p in params:
         base.state[p]["momentum_buffer"] = torch.randn_like(p)
-    own: dict[str, Any] = {"gga-l": {"domains": DOMAINS}, "sam-on": {"model": model}}.get(name, {})
-    opt: Optimizer = spec.cls(base, **own, **spec.fixed)
+    own: dict[str, dict[str, Any]] = {"gga-l": {"domains": DOMAINS}, "sam-on": {"model": model}}
+    opt: Optimizer = spec.cls(base, **own.get(name, {}), **spec.fixed)
     return opt
 
 
