@@ -1,5 +1,7 @@
 """What the migration pages promise: the same weights as with the library one comes from."""
 
+import copy
+
 import pytest
 
 pytest.importorskip("pytorch_optimizer")
@@ -419,3 +421,91 @@ def test_difference_grad_scaler():
     assert apart(other, plain) < 1e-13
     moved = [(weights(m) - weights(network())).norm() for m in (model, plain)]
     assert moved[0] / moved[1] == pytest.approx(64.0, rel=1e-6)
+
+
+# Checkpoints
+
+OTHERS = {
+    "SAM": lambda base: SAM(base, rho=0.9),
+    "GSAM": lambda base: GSAM(base, rho=0.1, alpha=0.4),  # theirs does not save these
+    "WSAM": lambda base: WSAM(base, rho=0.9, gamma=0.1),
+    "WSAM coupled": lambda base: WSAM(base, rho=0.9, gamma=0.1, decouple=False),
+    "FriendlySAM": lambda base: FriendlySAM(base, rho=0.9, sigma=0.3, lam=0.1),
+    "FriendlySAM, sigma converted": lambda base: FriendlySAM(base, rho=0.9, lam=0.1),
+    "LookSAM(k=1)": lambda base: LookSAM(base, rho=0.9, k=1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", OTHERS)
+def test_its_checkpoints_continue_here(method, kind):
+    """Moments, learning rates, hyperparameters and F-SAM's mean come from theirs alone."""
+    model, opt = trained(EQUAL[method][0], kind)
+    other = copy.deepcopy(model)
+    base, options = KINDS[kind]
+    mine = OTHERS[method](base(other.parameters(), **{**options, "lr": 9.0}))
+    saved = copy.deepcopy(opt.state_dict())  # as from a file
+    mine.load_state_dict(saved)
+    usual = trained_here(EQUAL[method][1], kind, 1)[1]
+    assert {key for state in mine.state.values() for key in state} == {
+        key for state in usual.state.values() for key in state
+    }
+    groups, expected = mine.param_groups[0], usual.param_groups[0]
+    assert groups.keys() - {"initial_lr"} == expected.keys()
+    assert [groups[k] for k in ("lr", "rho")] == [expected[k] for k in ("lr", "rho")]
+    steppe_steps(other, mine)
+    their_steps(model, opt)
+    assert_same(model, other)
+
+
+def test_looksams_step_count_is_taken_and_its_memory_is_not():
+    model, opt = trained(their_look(3), "adam")
+    mine = LookSAM(torch.optim.Adam(model.parameters()), k=3)
+    mine.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert mine.steps == STEPS
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(mine.steps))
+    steppe_steps(model, mine, 3)
+    assert passes == [5, 5, 6, 6, 7]  # nothing to reuse at first; then every third step again
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("key", ["old_p", "e_w", "old_g"])
+def test_davda54s_checkpoints_load_without_their_temporary_keys(kind, key):
+    """davda54's state has no moments, so the base starts with new ones."""
+    model, other = network(), network()
+    base, options = KINDS[kind]
+    shape = base(model.parameters(), **options).state_dict()["param_groups"]
+    saved = {
+        "state": {i: {key: p.detach().clone()} for i, p in enumerate(model.parameters())},
+        "param_groups": [{**shape[0], "rho": 0.1, "adaptive": True}],
+    }
+    mine = SAM(base(other.parameters(), **{**options, "lr": 9.0}), rho=0.9, adaptive=True)
+    mine.load_state_dict(saved)
+    assert not any(mine.state.values())
+    steppe_steps(other, mine)
+    fresh = SAM(base(model.parameters(), **options), rho=0.1, adaptive=True)
+    steppe_steps(model, fresh)
+    assert torch.equal(weights(model), weights(other))
+
+
+def test_a_checkpoint_of_another_method_is_refused():
+    model = network()
+    options = {"lr": 0.1, "adaptive": True}
+    adaptive = theirs.SAM(model.parameters(), torch.optim.SGD, **options).state_dict()
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=9.0))
+    with pytest.raises(ValueError, match=r"adaptive=True.*Load it into SAM\(base, adaptive=True\)"):
+        opt.load_state_dict(adaptive)
+    assert opt.param_groups[0]["lr"] == 9.0
+    weighted = theirs.WSAM(model, model.parameters(), torch.optim.SGD, **options).state_dict()
+    with pytest.raises(ValueError, match="this WSAM does not compute"):
+        WSAM(torch.optim.SGD(model.parameters(), lr=9.0)).load_state_dict(weighted)
+
+
+def test_the_state_of_a_base_that_nests_another_is_not_taken_apart():
+    model = network()
+    base = theirs.Lookahead(torch.optim.SGD(model.parameters(), **SGD))
+    opt = SAM(base, rho=0.1)
+    steppe_steps(model, opt)
+    opt.load_state_dict(copy.deepcopy(base.state_dict()))
+    steppe_steps(model, opt, 1)

@@ -210,9 +210,15 @@ class Wrapper(Optimizer, ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, or a state of the base optimizer alone."""
+        """Load what `state_dict` returned, or a state of the base optimizer alone.
+
+        States of the SAM classes in pytorch_optimizer and davda54/sam load too.
+        """
         state_dict = dict(state_dict)
-        own = state_dict.pop("steppe", {"step": 0, "memory": {}})
+        own = state_dict.pop("steppe", None)
+        if own is None:
+            method, adaptive = type(self).__name__, getattr(self, "adaptive", None)
+            state_dict, own = peers.read_state(method, state_dict, self.base, adaptive)
         before = [{k: g[k] for k in self._keys.values() if k in g} for g in self.param_groups]
         self.base.load_state_dict(state_dict)
         for group, previous in zip(self.param_groups, before, strict=True):
