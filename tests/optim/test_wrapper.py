@@ -2,13 +2,15 @@
 
 import collections
 import pickle
+import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from steppe.optim import FAD, GAM, SAM
+from steppe.optim import FAD, GAM, GSAM, SAM, WSAM, FollowLR, FriendlySAM, LookSAM
 from tests.optim.problems import sgd
 
 
@@ -48,6 +50,9 @@ def test_state_can_be_set():
     opt.state = fresh
     assert opt.state is opt.base.state is fresh
 
+
+PROPORTION = SimpleNamespace(max_value=0.6, min_value=0.1, max_lr=0.1, min_lr=0.0)
+"""What GSAM's other implementations take as `rho_scheduler`."""
 
 WRITTEN = {
     "davda54": (
@@ -98,6 +103,50 @@ WRITTEN = {
         lambda: FAD(None, lr=0.1),
         "FAD(torch.optim.SGD(model.parameters(), lr=0.1), model=model)",
     ),
+    "pytorch_optimizer's SAM by position": (
+        lambda: SAM(params(), torch.optim.SGD, 0.1, False, False, 1e-8, lr=0.1),
+        "SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.1, adaptive=False, xi=1e-08, "
+        "model=model)",
+    ),
+    "its GSAM": (
+        lambda: GSAM(params(), sgd(params()), nn.Linear(3, 2), PROPORTION),
+        "GSAM(optimizer, rho=FollowLR(high=0.6, low=0.1, lr_high=0.1, lr_low=0.0), alpha=0.4, "
+        "model=model)  # the SGD",
+    ),
+    "juntang-zhuang's GSAM": (
+        lambda: GSAM(
+            params=params(),
+            base_optimizer=sgd(params()),
+            model=nn.Linear(3, 2),
+            gsam_alpha=0.3,
+            rho_scheduler=SimpleNamespace(**vars(PROPORTION) | {"min_value": 0.6}),
+            adaptive=False,
+        ),
+        "GSAM(optimizer, rho=0.6, alpha=0.3, model=model)  # the SGD",
+    ),
+    "its WSAM, the model first": (
+        lambda: WSAM(nn.Linear(3, 2), params(), torch.optim.Adam, eps=1e-10, lr=0.1),
+        "WSAM(torch.optim.Adam(model.parameters(), lr=0.1), xi=1e-10, model=model)",
+    ),
+    "its WSAM by position": (
+        lambda: WSAM(nn.Linear(3, 2), params(), torch.optim.SGD, 0.1, 0.8, False, False, None),
+        "WSAM(torch.optim.SGD(model.parameters(), lr=0.001), rho=0.1, gamma=0.8, decouple=False, "
+        "max_norm=None, model=model)",
+    ),
+    "its LookSAM, which has other defaults": (
+        lambda: LookSAM(params(), torch.optim.SGD, lr=0.1, use_gc=False),
+        "LookSAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.1, k=10, model=model)",
+    ),
+    "its FriendlySAM": (
+        lambda: FriendlySAM(params(), torch.optim.SGD, lmbda=0.5, sigma=1.0, perturb_eps=1e-8),
+        "FriendlySAM(torch.optim.SGD(model.parameters(), lr=0.001), sigma=1.0, lam=0.5, xi=1e-08, "
+        "model=model)",
+    ),
+    "its FriendlySAM, whose sigma weighs an older mean": (
+        lambda: FriendlySAM(params(), torch.optim.SGD, 0.1, 0.5, 0.5, lr=0.1),
+        f"FriendlySAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.1, sigma={0.5 / 0.75}, "
+        "lam=0.5, model=model)",
+    ),
     "foreign class": (
         lambda: SAM([nn.Parameter(torch.zeros(1))], Switching, lr=0.1),
         "SAM(Switching(model.parameters(), lr=0.1), model=model)",
@@ -112,16 +161,36 @@ def test_constructors_of_other_libraries_are_answered_with_the_line_to_write(sty
         call()
     assert f"\n    {line}\n" in str(error.value)
     assert "wraps an optimizer instance" in str(error.value)
+    model = nn.Linear(3, 2)
+    names = {c.__name__: c for c in (FAD, GAM, SAM, GSAM, WSAM, FollowLR, FriendlySAM, LookSAM)}
+    names |= {"torch": torch, "Switching": Switching, "model": model}
+    eval(line, {**names, "optimizer": sgd(model.parameters())})
+
+
+def test_an_option_without_a_counterpart_is_named():
+    with pytest.raises(
+        TypeError, match=r"LookSAM has no counterpart of adaptive=True, use_gc=True"
+    ):
+        LookSAM(params(), torch.optim.SGD, lr=0.1, adaptive=True, use_gc=True)
+
+
+@pytest.mark.parametrize(
+    ("cls", "theirs", "ours"),
+    [
+        (FriendlySAM, {"lmbda": 0.8}, "lam=0.8"),
+        (SAM, {"perturb_eps": 1e-8}, "xi=1e-08"),
+        (GSAM, {"gsam_alpha": 0.3}, "alpha=0.3"),
+        (GSAM, {"rho_scheduler": PROPORTION}, "rho=FollowLR(high=0.6, low=0.1"),
+    ],
+)
+def test_a_name_of_another_library_is_answered_with_ours(cls, theirs, ours):
+    with pytest.raises(TypeError, match=re.escape(f"{next(iter(theirs))!r}: write {ours}")):
+        cls(sgd(params()), **theirs)
 
 
 def test_an_option_of_the_base_is_sent_there():
     with pytest.raises(TypeError, match=r"belongs to the base, SGD\(.*, lr=0.2\)"):
         FAD(sgd(params()), lr=0.2)
-
-
-def test_the_line_to_write_works():
-    model = nn.Linear(3, 2)
-    SAM(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rho=0.05, model=model)
 
 
 def test_a_tensor_as_radius_is_refused_in_words():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import distributed
+from . import distributed, peers
 from .schedules import scheduled
 
 
@@ -210,9 +210,15 @@ class Wrapper(Optimizer, ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, or a state of the base optimizer alone."""
+        """Load what `state_dict` returned, or a state of the base optimizer alone.
+
+        States of the SAM classes in pytorch_optimizer and davda54/sam load too.
+        """
         state_dict = dict(state_dict)
-        own = state_dict.pop("steppe", {"step": 0, "memory": {}})
+        own = state_dict.pop("steppe", None)
+        if own is None:
+            method, adaptive = type(self).__name__, getattr(self, "adaptive", None)
+            state_dict, own = peers.read_state(method, state_dict, self.base, adaptive)
         before = [{k: g[k] for k in self._keys.values() if k in g} for g in self.param_groups]
         self.base.load_state_dict(state_dict)
         for group, previous in zip(self.param_groups, before, strict=True):
@@ -290,21 +296,22 @@ def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     if isinstance(first, Optimizer):
         base: type = type(first)
         for name in kwargs:
-            if name in options_of(base) and name not in (*known, "base", "model"):
+            if name in (*known, "base", "model"):
+                continue
+            ours = peers.our_name(method, name)
+            if name in options_of(base):
                 raise TypeError(
                     f"{method} has no option {name!r}: it belongs to the base, "
                     f"{base.__name__}(model.parameters(), {name}={kwargs[name]!r})"
                 )
+            if ours in known and ours != name:
+                written = peers.our_options(method, {name: kwargs[name]})[ours]
+                raise TypeError(f"{method} has no option {name!r}: write {ours}={written!r}")
         return
     inner: Any = next((v for v in (*args, *kwargs.values()) if _makes_optimizers(v)), None)
-    numbers = [v for v in args if isinstance(v, Real)]
-    # davda54's SAM takes the base's class and then options by position, in our order. Without a
-    # class, the first number is the learning rate, as in torch.
-    rate = {} if inner is not None or not numbers else {"lr": numbers.pop(0)}
-    own = dict(zip(known, numbers, strict=False))
-    own |= {name: value for name, value in kwargs.items() if name in known}
-    taken = ("base", "params", "base_optimizer", "model", *own)
-    rest = {**rate, **{k: v for k, v in kwargs.items() if k not in taken}}
+    given, rest = _sorted_options(cls, args, kwargs, inner)
+    own = {name: given[name] for name in known if name in given}
+    lost = {name: value for name, value in given.items() if name not in known and value}
     if isinstance(inner, partial):
         inner, rest = inner.func, {**inner.keywords, **rest}
     made = type(inner) if isinstance(inner, Optimizer) else inner or torch.optim.SGD
@@ -315,11 +322,34 @@ def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     if isinstance(inner, Optimizer):
         line = f"{method}(optimizer{_spelled(own)}, model=model)  # the {made.__name__}"
     got = f"the class {first.__name__}" if isinstance(first, type) else type(first).__name__
+    left_out = f"{method} has no counterpart of{_spelled(lost)[1:]}. " if lost else ""
     raise TypeError(
         f"{method} wraps an optimizer instance, got {'nothing' if first is None else got}. Write"
         f"\n\n    {line}\n\n"
-        f"If you can only pass parameters, use {method}.over({name})."
+        f"{left_out}If you can only pass parameters, use {method}.over({name})."
     )
+
+
+def _sorted_options(
+    cls: type, args: Sequence[Any], kwargs: Mapping[str, Any], inner: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of a call in another library's style: the method's, and those of its base."""
+    method, known = cls.__name__, options_of(cls)
+    named = {k: v for k, v in kwargs.items() if k not in ("base", "params", "base_optimizer")}
+    named.pop("model", None)
+    place = next((i for i, value in enumerate(args) if value is inner), len(args))
+    if inner is None:  # as in torch: the first number is the learning rate
+        numbers = [v for v in args if isinstance(v, Real)]
+        named = {**dict(zip(("lr", *known), numbers, strict=False)), **named}
+    else:
+        named = {**peers.positional(method, known, args[place + 1 :]), **named}
+    own = {*known, *peers.SWITCHES}
+    theirs = {k: v for k, v in named.items() if k in own or peers.our_name(method, k) in known}
+    given = peers.our_options(method, theirs)
+    leading = args[0] if args else kwargs.get("base")
+    if inner is not None and inner is not leading:  # not our order: expects other defaults
+        given = {**peers.their_defaults(method), **given}
+    return given, {k: v for k, v in named.items() if k not in theirs}
 
 
 def _makes_optimizers(value: Any) -> bool:
