@@ -54,10 +54,12 @@ class Study:
 
 FEW = ("adam", "adamw", "sgd", "sam", "fad")
 NAMES = [name for name in optimizer_names() if name != "asam"]  # asam shares sam's rate
-RATED = tuple(NAMES[: NAMES.index("fad") + 1])
+RATED, LATER = tuple(NAMES[:11]), tuple(NAMES[11:])  # the paper's, and those after it
 STUDIES = {
     "digits": Study("RotatedDigits", "75", optimizers=RATED),
     "doodles": Study("Doodles", "sketch", optimizers=RATED),
+    "digits-later": Study("RotatedDigits", "75", optimizers=LATER),
+    "doodles-later": Study("Doodles", "sketch", optimizers=LATER),
     "pacs-lite0": Study("PACS", "sketch", "tf_efficientnet_lite0", FEW),
     "pacs-resnet50-v1": Study("PACS", "sketch", "resnet50-v1", FEW),
     "radius-digits": Study("RotatedDigits", "75", radius=True),

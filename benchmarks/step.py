@@ -1,4 +1,4 @@
-"""Time of a training step, in total and in parts, compared with Adam and with plain training.
+"""Time of a training step, in total and in parts, compared with Adam or another optimizer, and with plain training.
 
 Steps and batches are those of `steppe train`, with the full data path from packed images. Plain
 training is eager, in fp32, with images transformed by Pillow. --algorithm compares with ERM.
@@ -30,7 +30,7 @@ from steppe.training.processes import Processes
 from steppe.training.trainer import Trainer
 from steppe.training.update import Passes
 
-ADAM, BASELINE = "adam", "ERM"  # the baselines
+BASELINE = "ERM"  # of algorithms
 PLAIN = {"precision": "fp32", "engine": "off", "data": "host"}
 AT_HAND = "ms per step, batch at hand"
 
@@ -39,6 +39,7 @@ AT_HAND = "ms per step, batch at hand"
 class Options(RunOptions):
     batch: int = option(24, "Images per step, over all source domains.", min=2)
     algorithm: list[str] | None = option(None, "Compare with ERM; repeatable, or 'all'.")
+    baseline: str = option("adam", "The optimizer to compare with.")
     rounds: int = option(5, "Number of measurements.", min=1)
     steps: int = option(4, "Steps per measurement.", min=1)
     eager: bool = option(False, "Disable compilation and CUDA graphs.", "--eager")
@@ -137,15 +138,15 @@ class Runner:
 
 
 def contenders(options: Options, images: Path) -> dict[str, RunConfig]:
-    """Configure the optimizer, Adam, and both with plain training; or algorithms, ERM first."""
+    """Configure both optimizers, each also with plain training; or algorithms, ERM first."""
     asked, optimizer = options.algorithm or (), options.optimizer
     if asked:
         chosen = [algorithm_spec(name).name for name in asked if name != "all"]
         names = dict.fromkeys((BASELINE, *(algorithm_names() if "all" in asked else chosen)))
         return {name: options.config(images, optimizer, algorithm=name) for name in names}
-    optimizers = tuple(dict.fromkeys((optimizer, ADAM)))
+    optimizers = tuple(dict.fromkeys((optimizer, options.baseline)))
     configs = {name: options.config(images, name) for name in optimizers}
-    precision = resolve(options.precision, options.where, configs[ADAM].optimizer)
+    precision = resolve(options.precision, options.where, configs[options.baseline].optimizer)
     if options.where.type != "cpu" or precision != "fp32":  # that is already plain
         for name in optimizers:
             configs[f"{name}, plain"] = options.config(images, name, **PLAIN)
@@ -195,12 +196,14 @@ def measure(options: Options) -> Result:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         result["peak GiB of the process"] = round(peak / 2**30, 3)
     elif not options.algorithm:
-        more = runs[first]["peak GiB"] - runs[ADAM]["peak GiB"]
-        result["memory over adam, in parameter-sized buffers"] = round(more * 2**30 / parameters, 3)
+        more = runs[first]["peak GiB"] - runs[options.baseline]["peak GiB"]
+        result[f"memory over {options.baseline}, in parameter-sized buffers"] = round(
+            more * 2**30 / parameters, 3
+        )
     return result
 
 
-def _figures(rows: Sequence[dict[str, float]], options: Options, passes: int) -> Result:
+def _figures(rows: Sequence[dict[str, float]], options: Options, passes: float) -> Result:
     figures: dict[str, Callable[[dict[str, float]], float]] = {
         "ms per step": lambda r: 1e3 * r["whole"],
         "images per second": lambda r: options.batch / r["whole"],

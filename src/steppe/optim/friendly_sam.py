@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
+import torch
 from torch.optim import Optimizer
 
 from steppe.options import Option
@@ -75,10 +76,11 @@ class FriendlySAM(FlatnessOptimizer):
 
 
 def _after_g0(w: Walk, g0: Vector) -> Held:
-    first = not w.knows("mean")
     m = w.averaged("mean", g0, old="lam")
-    if not first:
-        w.add_(g0, m, "sigma", sign=-1.0)
+    known = w.known("mean")  # a parameter's first ascent is along its gradient
+    past = [x if seen else torch.zeros_like(x) for x, seen in zip(m, known, strict=True)]
+    w.add_(g0, past, "sigma", sign=-1.0)
+    del past
     w.climb(g0, "rho")
     w.remember("mean", m)
     return ()

@@ -32,6 +32,10 @@ class FollowLR:
     lr_low: float = 0.0
     sees_lr: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        if self.lr_high == self.lr_low:
+            raise ValueError(f"lr_high and lr_low must differ, got {self.lr_high} for both")
+
     def __call__(self, step: int, lr: float) -> float:
         share = (lr - self.lr_low) / (self.lr_high - self.lr_low)
         return self.low + (self.high - self.low) * share

@@ -193,9 +193,9 @@ class Walk:
                 found += torch._foreach_lerp(g[part], kept[part], span.coefficients[old])
         return found
 
-    def knows(self, name: str) -> bool:
-        """Whether anything was kept under a name."""
-        return any(name in self.memory.get(p, ()) for p in self.params)
+    def known(self, name: str) -> list[bool]:
+        """For each parameter, whether anything was kept under a name."""
+        return [name in self.memory.get(p, ()) for p in self.params]
 
     def momentum(self) -> Vector:
         """The base's average of gradients, which has no loss scale; zero before its first step."""
