@@ -309,8 +309,7 @@ def effort_figure(rows: Iterable[TableRow]) -> Figure:
         ours = name == "sgd" or name.startswith("fad")
         joined += [(x, cell.mean)] if ours else []
         look = known["fad" if name.startswith("fad") else name]
-        style = {"marker": look.marker, "color": look.colour, "capsize": 3}
-        axes.errorbar(x, cell.mean, yerr=cell.err, **style)
+        axes.errorbar(x, cell.mean, yerr=cell.err, capsize=3, **look.marks)
         at, side, shift = (x, cell.mean), "left", (6, -11)
         if not ours:  # those at one gradient: each above the one before
             label = max(cell.mean, label + 0.3) if x == 1 else cell.mean

@@ -1,6 +1,7 @@
 """`steppe list`: every registry by name, and one entry with its options."""
 
 import json
+import re
 
 import pytest
 
@@ -23,6 +24,19 @@ def test_a_list_has_every_name_of_its_registry_on_a_line(steppe, kind):
     assert all(row["summary"] and "citation" in row for row in rows)
     # No marks of code or mathematics reach the terminal.
     assert not set("$\\`") & set("".join(row["summary"] for row in rows))
+
+
+def test_optimizers_can_be_read_on_a_narrow_terminal(steppe, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("steppe.console.Console.is_terminal", True)
+    _, out, _ = steppe("list", "optimizers")
+    out = re.sub(r"\x1b\[\d+m", "", out)
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) < 5 * len(optimizer_names())
+    assert "Foret et al.," in out  # the title is shown with the optimizer's options
+    assert "Sharpness-Aware" not in out
+    assert re.search(r"(?m)^looksam .* 1\.2 +0$", out)
 
 
 def test_without_a_kind_the_kinds_are_counted(steppe):

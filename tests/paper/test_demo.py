@@ -41,7 +41,7 @@ def test_the_demo_from_end_to_end(tmp_path: Path) -> None:
         accuracies = [100 * record["domains"]["0"]["test"]["accuracy"] for record in best]
         error = statistics.pstdev(accuracies) / 2**0.5
         assert line[1] == f"{statistics.mean(accuracies):.1f} ± {error:.1f}"
-        assert line[-2] == str(optimizer_spec(name).passes)
+        assert line[-2] == f"{optimizer_spec(name).passes:.1f}"
         config = runs[0].config()
         assert {key: config.optimizer.options[key] for key in DEMO[name]} == DEMO[name]
     page = (tmp_path / "report.html").read_text()

@@ -153,6 +153,15 @@ def test_one_target_and_one_seed_give_no_interval(tmp_path):
     assert report.contrasts.note.startswith("Nothing to test")
 
 
+def test_a_target_has_its_unit_in_the_sentence_and_the_table(tmp_path):
+    angles = tuple(map(str, range(0, 90, 15)))
+    one = record(0, ("75",), lambda domain, part: 0.5, angles)
+    write_run(tmp_path / "run", config(("75",), dataset="RotatedDigits"), [one])
+    report = build_report(load_runs(tmp_path))
+    assert report.answer[-1] == "Of RotatedDigits's 6 targets, 1 was run (75°)."
+    assert "75°" in write(report, "markdown").split("optimizer", 1)[1]
+
+
 def test_two_equal_differences_are_no_evidence(tmp_path):
     """Two seeds on a small target often agree to the image."""
     steady = {"fad": level(0.80, noise=0), "sgd": level(0.75, noise=0)}

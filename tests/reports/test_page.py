@@ -600,7 +600,8 @@ LUMINANCE = """() => {
     page: light(getComputedStyle(document.body).backgroundColor),
     text: [...document.querySelectorAll("p, td, th, .err")]
       .map((node) => light(getComputedStyle(node).color)),
-    marks: marks.map((mark) => light(getComputedStyle(mark).fill)),
+    marks: marks.map((mark) => light(
+      getComputedStyle(mark)[mark.classList.contains("open") ? "stroke" : "fill"])),
   };
 }"""
 
@@ -635,16 +636,20 @@ def test_methods_look_as_in_every_other_figure(show: Open) -> None:
     page = show(crowd, color_scheme="light")
     drawn = page.locator("#curves .legend button:not(.tool)").evaluate_all(
         """all => all.map((button) => [button.title,
-          getComputedStyle(button.querySelector(".marks")).fill,
-          button.querySelector(".marks").getAttribute("d")])"""
+          getComputedStyle(button.querySelector(".stroke")).stroke,
+          button.querySelector(".marks").getAttribute("d"),
+          button.querySelector(".marks").classList.contains("open"),
+          getComputedStyle(button.querySelector(".marks")).fill])"""
     )
     wanted = looks(name for name, *_ in drawn)
-    for name, colour, _ in drawn:
+    for name, colour, _, hollow, inside in drawn:
         channels = (int(wanted[name].colour[i : i + 2], 16) for i in (1, 3, 5))
         assert colour == f"rgb({', '.join(map(str, channels))})"
-    assert len({colour for _, colour, _ in drawn}) == len(drawn)
-    known = [shape for name, _, shape in drawn if name in KNOWN]
+        assert hollow == wanted[name].hollow == (inside != colour)
+    assert len({colour for _, colour, *_ in drawn}) == len(drawn)
+    known = [shape for name, _, shape, *_ in drawn if name in KNOWN]
     assert len(set(known)) == len(known) == 5
+    assert any(hollow for *_, hollow, _ in drawn)
 
 
 @pytest.mark.parametrize("width", [390, 1280])

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from steppe.reports.palette import COLOURS, DARK, KNOWN, MARKERS, looks
+from steppe.reports.palette import COLOURS, DARK, KNOWN, looks
 
 
 def linear(colour):
@@ -36,15 +36,16 @@ def test_colours_differ_and_can_be_read(colours, page):
         assert (high + 0.05) / (low + 0.05) >= 3  # WCAG, for what figures are read by
 
 
-def test_the_papers_optimizers_have_looks_of_their_own():
+def test_every_optimizer_has_a_look_of_its_own():
     listed = "from steppe.optim import optimizer_names; print(*optimizer_names())"
     ours = subprocess.run(
         [sys.executable, "-c", listed], capture_output=True, text=True, check=True
     )
-    assert set(ours.stdout.split()) > set(KNOWN)
-    found = looks(KNOWN)
-    assert len({look.colour for look in found.values()}) == len(KNOWN)
-    assert len({look.marker for look in found.values()}) == len(KNOWN) <= len(MARKERS)
+    assert set(ours.stdout.split()) == set(KNOWN)
+    found = looks(KNOWN).values()
+    assert len({look.colour for look in found}) == len(KNOWN)
+    assert len({(look.marker, look.hollow) for look in found}) == len(KNOWN)
+    assert any(look.marks["markerfacecolor"] != look.colour for look in found)
 
 
 def test_a_look_does_not_depend_on_the_company():
@@ -53,3 +54,8 @@ def test_a_look_does_not_depend_on_the_company():
     assert len({look.colour for look in among.values()}) == 4
     crowd = looks(f"Algorithm{i} fad" for i in range(len(COLOURS) - len(KNOWN)))
     assert len({look.colour for look in crowd.values()}) == len(crowd)
+
+
+def test_in_a_crowd_of_any_size_no_two_share_color_and_shape():
+    crowd = looks([*KNOWN, *(f"{a} {b}" for a in KNOWN[:12] for b in KNOWN)]).values()
+    assert len({(look.colour, look.marker, look.hollow) for look in crowd}) == len(crowd) > 350

@@ -176,8 +176,10 @@ def test_other_tables():
     assert lines[4:] == ["| ERM | 80.0 ± 1.0 | **81.0 ± 1.0** |", "| CORAL + swad | – | – |"]
     cost = StepCost("PACS", FAD, (), 0.0526, 4.125, cells[FAD])
     assert to_markdown(cost_text([cost])).splitlines()[4] == (
-        "| PACS | fad | 52.6 | 4.12 | 4 | – | – | 81.0 ± 1.0 |"
+        "| PACS | fad | 52.6 | 4.12 | 4.0 | – | – | 81.0 ± 1.0 |"
     )
+    fewer = StepCost("PACS", Row("ERM", "looksam", "none"), (), 0.0526, 1.3, None)
+    assert "| 1.2 |" in to_markdown(cost_text([fewer]))  # not 1, as for Adam
     compared = Paired("fad", "adam", 1.5, 0.5, 0.25, 2.75, 0.95, 12, 4, "targets", 4)
     line = to_markdown(paired_text([compared])).splitlines()[4]
     assert line == "| fad - adam | **+1.5** | +0.2 to +2.8 | 12 pairs; interval over 4 targets |"

@@ -262,11 +262,28 @@ def show_all(kind: Kind, as_json: bool = False) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
+    from steppe.console import stdout
+
+    if stdout().is_terminal:  # the whole table is wider than most terminals
+        rows = [row | {"citation": short_citation(row["citation"])} for row in rows]
     cells = [[_cell(row[key]) for key in kind.columns] for row in rows]
     _table([*kind.columns.values()], cells, kind.numbers)
     print(f"Use one: {kind.hint}")
     if rows and "options" in rows[0]:
         print(f"Its options: steppe list {kind.name} NAME")
+
+
+def short_citation(text: str) -> str:
+    """Authors, venue and year, without the title and remarks.
+
+    Examples:
+        >>> short_citation("Foret et al., Sharpness-Aware Minimization, ICLR 2021")
+        'Foret et al., ICLR 2021'
+        >>> short_citation("Wang et al., Domain Mixup, ICASSP 2020; Zhang et al., mixup, ICLR 2018")
+        'Wang et al., ICASSP 2020; Zhang et al., ICLR 2018'
+    """
+    works = [re.sub(r" \([^)]*\)$", "", work).split(", ") for work in text.split("; ")]
+    return "; ".join(", ".join(dict.fromkeys((work[0], work[-1]))) for work in works)
 
 
 def _show_one(kind: Kind, name: str, as_json: bool) -> None:
@@ -325,12 +342,15 @@ def _search_timm(text: str, as_json: bool) -> None:
 
 
 def _table(headings: list[str], rows: list[list[str]], numbers: int = 0) -> None:
-    from steppe.console import printed, stdout, table
+    from steppe.console import Text, printed, stdout, table
 
     made = table(headings, rows, labels=len(headings) - numbers, plain=True)
     made.columns[0].no_wrap = True  # so that users can copy it
     console = stdout()
     if console.is_terminal:
+        for place in range(len(headings) - numbers, len(headings)):
+            # A word per line, because the numbers are narrow.
+            made.columns[place].header = Text("\n".join(headings[place].split()))
         console.print(made)
     else:
         print(printed([made]), end="")  # one line per entry, for programs such as grep

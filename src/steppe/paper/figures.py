@@ -91,10 +91,7 @@ def _by_dataset(results: Results, x: str) -> tuple[Figure, list[tuple[Axes, str,
 def _mark(
     axes: Axes, x: float, point: Point, name: str = "", place: tuple[float, float] = (5, 4)
 ) -> None:
-    look = point.look
-    axes.errorbar(
-        x, point.value, yerr=point.error, marker=look.marker, color=look.colour, capsize=3
-    )
+    axes.errorbar(x, point.value, yerr=point.error, capsize=3, **point.look.marks)
     axes.annotate(name, (x, point.value), xytext=place, textcoords="offset points", fontsize=8)
 
 
@@ -143,11 +140,10 @@ def iterations(results: Results) -> Figure:
         for method, own in by_method.items():
             x = [results.order.steps(point.line.arm, dataset) - 1 for point in own]
             y, look = [point.value for point in own], own[0].look
-            colour = look.colour
-            axes.plot(x, y, color=colour, marker=look.marker, label=method.name)
+            axes.plot(x, y, label=method.name, **look.marks)
             known = [(point.line.arm.steps, point.paper) for point in own if point.paper]
             if known and results.order.scale.share == 1:
-                axes.plot(*zip(*known, strict=True), color=colour, linestyle=":", linewidth=1)
+                axes.plot(*zip(*known, strict=True), color=look.colour, linestyle=":", linewidth=1)
     _legend(figure, panels[-1][0])
     return figure
 
@@ -193,12 +189,11 @@ def ablation(results: Results) -> Figure:
     names = dict.fromkeys(arm.label.split()[0] for arm in results.order.arms if arm.label)
     figure, panels = _figure(len(names))
     fad = looks(["fad"])["fad"]
-    style: dict[str, Any] = {"color": fad.colour, "marker": fad.marker}
     for axes, name in zip(panels, names, strict=True):
         own = [point for point in points if point.line.arm.label.startswith(f"{name} ")]
         x = list(range(len(own)))
         y, errors = [point.value for point in own], [point.error for point in own]
-        axes.errorbar(x, y, yerr=errors, label="fad", capsize=2, **style)
+        axes.errorbar(x, y, yerr=errors, label="fad", capsize=2, **fad.marks)
         axes.set_xticks(x, [f"{point.line.arm.value:g}" for point in own], fontsize=8)
         rivals = [point for point in points if not point.line.arm.label]
         for rival, dash in zip(rivals, cycle(DASHES[1:]), strict=False):
@@ -220,8 +215,7 @@ def sensitivity(results: Results) -> Figure:
     known = looks(points)
     for x, (name, values) in enumerate(points.items()):
         jitter = [x + 0.25 * ((i * 0.618) % 1 - 0.5) for i in range(len(values))]
-        look = known[name]
-        axes.plot(jitter, values, look.marker, markersize=3, alpha=0.5, color=look.colour)
+        axes.plot(jitter, values, linestyle="none", markersize=3, alpha=0.5, **known[name].marks)
         axes.plot([x], [statistics.median(values)], **_PAPER)
     axes.set_xticks(range(len(points)), list(points), rotation=60, ha="right")
     _bare(axes, "every run of the search", "", ACCURACY)

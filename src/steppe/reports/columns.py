@@ -118,7 +118,7 @@ COSTS: list[Column[StepCost]] = [
     Column("name", "method", attrgetter("row.name"), word=True),
     Column("seconds_per_step", "ms/step", digits=1, scale=1e3, meaning=_MS, better="low"),
     Column("relative", "relative", digits=2, meaning="relative time of a step", better="low"),
-    Column("passes", "passes", digits=0, meaning="passes per step"),
+    Column("passes", "passes", digits=1, meaning="passes per step"),
     Column("memory_gb", "GiB", digits=2, meaning="memory, GiB", better="low"),
     Column("hours", "hours", digits=DIGITS, meaning="hours of all runs"),
     Column("", "accuracy", attrgetter("accuracy")),

@@ -1,13 +1,14 @@
 """One palette of colors and markers for the report page, the experiments and the docs.
 
-steppe's own methods look the same in every figure. Other methods take the remaining looks in order
-of appearance. Colors repeat only when all are in use.
+Every optimizer that steppe registers has its own color and shape (marker, filled or hollow), the
+same in every figure. Other methods, such as `fad swad`, take the remaining looks in order of
+appearance: 20 colors are left for them, and they reuse shapes, but no pair of color and shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # After Okabe and Ito, darkened or lightened to a contrast of at least 3 to 1.
 _KNOWN = {  # on white, on black
@@ -23,42 +24,60 @@ _KNOWN = {  # on white, on black
     "gam-exact": ("#007f91", "#4fd0e0"),
     "gam-release": ("#7a4a2b", "#cf9c78"),
     "asam": ("#d926d9", "#e619e5"),
+    # These and the others were found by a search that maximizes distances in CIELAB.
+    "c-flat": ("#2626d9", "#6363ee"),
+    "disam": ("#45305a", "#cf59c5"),
+    "disam-fad": ("#6d1575", "#e61990"),
+    "disam-gsam": ("#d92644", "#e6192a"),
+    "disam-sagm": ("#244224", "#19e619"),
+    "f-sam": ("#d9269d", "#e6195d"),
+    "genie": ("#36a136", "#d8f9c8"),
+    "gga-l": ("#b85ec9", "#f1d0f1"),
+    "gsam": ("#c9675e", "#c65139"),
+    "looksam": ("#8f74b4", "#a23eea"),
+    "msam": ("#8b814b", "#e5e619"),
+    "pgn": ("#8420b6", "#ac5396"),
+    "rwp": ("#193b4d", "#5371ac"),
+    "sagm": ("#713d4a", "#f9d8c8"),
+    "sam-on": ("#1a4293", "#c8f1f9"),
+    "vasso": ("#d92671", "#b96e6e"),
+    "wsam": ("#93931a", "#f2e088"),
 }
-_OTHERS = (  # found by a search that maximizes distances in CIELAB
-    ("#2626d9", "#6363ee"),
-    ("#45305a", "#cf59c5"),
-    ("#6d1575", "#e61990"),
-    ("#d92644", "#e6192a"),
-    ("#244224", "#19e619"),
-    ("#d9269d", "#e6195d"),
-    ("#36a136", "#d8f9c8"),
-    ("#b85ec9", "#f1d0f1"),
-    ("#c9675e", "#c65139"),
-    ("#8f74b4", "#a23eea"),
-    ("#8b814b", "#e5e619"),
-    ("#8420b6", "#ac5396"),
-    ("#193b4d", "#5371ac"),
-    ("#713d4a", "#f9d8c8"),
-    ("#1a4293", "#c8f1f9"),
-    ("#d92671", "#b96e6e"),
-    ("#93931a", "#f2e088"),
+_OTHERS = (
     ("#932e1a", "#c68b39"),
     ("#497bdf", "#197fe6"),
     ("#b48474", "#f6acb2"),
+    ("#f90606", "#adf915"),
+    ("#a806f9", "#ec9cfc"),
+    ("#7c8eb1", "#42faeb"),
+    ("#0606f9", "#06f994"),
+    ("#464002", "#3dae04"),
+    ("#759f60", "#acfc9c"),
+    ("#025517", "#038123"),
+    ("#245af9", "#217a83"),
+    ("#6a0c4a", "#f95706"),
+    ("#403326", "#617949"),
+    ("#609f8f", "#86b696"),
+    ("#b17c96", "#83694e"),
+    ("#121ea1", "#038162"),
+    ("#ae0404", "#818103"),
+    ("#71a112", "#86fb6f"),
+    ("#a96ffb", "#8757b7"),
+    ("#cf7b3f", "#a5c577"),
 )
 
 KNOWN = tuple(_KNOWN)
 COLOURS = tuple(pair[0] for pair in (*_KNOWN.values(), *_OTHERS))
 """Colors on white, by place."""
 DARK = tuple(pair[1] for pair in (*_KNOWN.values(), *_OTHERS))
-"""The same hues on black."""
+"""The same places' colors on black."""
 MARKERS = ("X", "o", "s", "D", "^", "v", "P", "<", ">", "p", "h", "*", "d", "8", "H")
-"""In matplotlib's notation; the page draws them in the same order."""
+"""In matplotlib's notation; the page draws them in the same order, first filled, then hollow."""
 DASHES = ("-", "--", ":", "-.")
 
 
 class Look(NamedTuple):
-    """A method's color, marker and dash pattern."""
+    """A method's color, marker (filled or hollow) and dash pattern."""
 
     place: int
 
@@ -73,6 +92,16 @@ class Look(NamedTuple):
     @property
     def marker(self) -> str:
         return MARKERS[self.place % len(MARKERS)]
+
+    @property
+    def hollow(self) -> bool:
+        return self.place // len(MARKERS) % 2 == 1
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        """Arguments for matplotlib, on white."""
+        inside = "white" if self.hollow else self.colour
+        return {"marker": self.marker, "color": self.colour, "markerfacecolor": inside}
 
     @property
     def dash(self) -> str:

@@ -131,12 +131,11 @@ def _draw_spectra(
             ranks,
             method.spectrum,
             linewidth=2.0,
-            marker=look.marker,
             markersize=4,
             # Staggered so that the markers of close lines do not overlap.
             markevery=(i % min(5, step), step),
             label=_label(method),
-            **style,
+            **style | look.marks,
         )
     _finish_spectra(axes, [value for m in methods for values in m.spectra for value in values], top)
 

@@ -168,6 +168,12 @@ def target_sets(runs: Sequence[Run]) -> dict[str, frozenset[str]]:
     return {"+".join(names): frozenset(names) for names in in_order}
 
 
+def target_labels(dataset: str, columns: Iterable[str]) -> tuple[str, ...]:
+    """Targets as tables show them, such as 75°."""
+    spec = _spec(dataset)
+    return tuple(_label(spec, column) for column in columns)
+
+
 def _label(spec: DatasetSpec | None, column: str) -> str:
     names = column.split("+")
     if spec is None or not set(names) <= set(spec.domains):
@@ -186,8 +192,7 @@ def dataset_tables(runs: Runs, selection: str = "train-val") -> list[Table]:
             cells = {c: cell_of(found[c] for found in trials if c in found) for c in sets}
             overall = _dataset_cell(selected, dataset, row)
             rows.append(TableRow(row, cells, selected.by_method[dataset, row], overall))
-        spec = _spec(dataset)
-        labels = tuple(_label(spec, column) for column in sets)
+        labels = target_labels(dataset, sets)
         tables.append(Table(dataset, selected.selection, tuple(sets), labels, tuple(rows)))
     return tables
 

@@ -59,7 +59,7 @@ const s = (tag, attributes = {}, ...children) =>
   fill(document.createElementNS(SVG, tag), attributes, children);
 
 // A method has the same color, marker and dash in every figure, so that methods never differ in
-// color alone. `palette.py` defines which names have a fixed look, and the number of colors.
+// color alone. Markers are filled at first, then hollow. `palette.py` defines which names have a fixed look, and the number of colors.
 const { known: KNOWN, colours: COLOURS } = data.palette;
 const DASHES = [null, "7 3", "2 3", "9 3 2 3"];
 const turned = (shape, turns) => shape.map(([x, y]) => {
@@ -85,12 +85,13 @@ let free = KNOWN.length;
 
 function look(name) {
   if (!order.has(name)) order.set(name, KNOWN.includes(name) ? KNOWN.indexOf(name) : free++);
-  const index = order.get(name);
+  const index = order.get(name), round = Math.floor(index / MARKERS.length);
   return {
     index,
     colour: `c${index % COLOURS}`,
-    dash: DASHES[Math.floor(index / MARKERS.length) % DASHES.length],
+    dash: DASHES[round % DASHES.length],
     marker: MARKERS[index % MARKERS.length],
+    hollow: round % 2 ? " open" : "",
   };
 }
 
@@ -98,10 +99,10 @@ const outline = (shape, x, y, r) =>
   `M${shape.map(([a, b]) => `${(x + r * a).toFixed(1)} ${(y + r * b).toFixed(1)}`).join("L")}Z`;
 
 function swatch(name) {
-  const { colour, dash, marker } = look(name);
+  const { colour, dash, marker, hollow } = look(name);
   return s("svg", { class: `swatch ${colour}`, width: 24, height: 12, "aria-hidden": "true" },
     s("path", { class: "stroke", d: "M0 6H24", "stroke-dasharray": dash }),
-    s("path", { class: "marks", d: outline(marker, 12, 6, 4) }));
+    s("path", { class: `marks${hollow}`, d: outline(marker, 12, 6, 4) }));
 }
 
 // Row names as in Python, without the default algorithm and averaging.

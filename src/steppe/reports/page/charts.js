@@ -187,7 +187,7 @@ function hoverLines(svg, { box, x, y }, series, heading, write) {
     layer.append(s("path", { class: "cross", d: `M${stop.x} ${box.top}V${box.bottom}` }));
     for (const entry of near) {
       layer.append(s("path", {
-        class: `marks ${look(entry.name).colour}`,
+        class: `marks${look(entry.name).hollow} ${look(entry.name).colour}`,
         d: outline(look(entry.name).marker, stop.x, entry.y, 5),
       }));
     }
@@ -281,14 +281,14 @@ const whiskers = (bars) => s("path", {
 
 function lines({ svg, x, y }, series, every) {
   for (const { name, points } of series) {
-    const { dash, marker } = look(name), spots = points.map(([a, b]) => [x(a), y(b)]);
+    const { dash, marker, hollow } = look(name), spots = points.map(([a, b]) => [x(a), y(b)]);
     const path = spots.map(([a, b], i) =>
       `${i === 0 || points[i].gap ? "M" : "L"}${a.toFixed(1)} ${b.toFixed(1)}`);
     const marked = spots.filter((_, i) => i % every === 0 || i === spots.length - 1);
     svg.append(group(name,
       s("path", { class: "stroke", d: path.join(""), "stroke-dasharray": dash }),
       s("path", {
-        class: "marks", d: marked.map(([a, b]) => outline(marker, a, b, 3.5)).join(""),
+        class: `marks${hollow}`, d: marked.map(([a, b]) => outline(marker, a, b, 3.5)).join(""),
       })));
   }
 }

@@ -41,7 +41,7 @@ function cost() {
     plot.svg.append(s("path", { class: "front", d: front && `${front}H${plot.box.right}` }));
     for (const { row, x, y, name } of points) {
       plot.svg.append(group(name, whiskers([[x, ...reach(row, row.accuracy).map(plot.y)]]),
-        s("path", { class: "marks", d: outline(look(name).marker, x, y, 6) })));
+        s("path", { class: `marks${look(name).hollow}`, d: outline(look(name).marker, x, y, 6) })));
     }
     plot.svg.append(...labels(points, plot.box));
     hoverPoints(plot.svg, points);
@@ -147,7 +147,8 @@ function bars() {
         zero ? s("path", { class: "bar", d: own.map(bar).join("") }) : null,
         whiskers(own.map(({ x, value }) => [x, ...reach(value, value.mean).map(plot.y)])),
         s("path", {
-          class: "marks", d: own.map(({ x, y }) => outline(look(name).marker, x, y, size)).join(""),
+          class: `marks${look(name).hollow}`,
+          d: own.map(({ x, y }) => outline(look(name).marker, x, y, size)).join(""),
         })));
     });
     hoverPoints(plot.svg, points);
@@ -197,9 +198,9 @@ function sensitivity() {
       ],
     }));
     for (const { label: name, items } of grouped(points, "name")) {
-      const { marker } = look(name);
+      const { marker, hollow } = look(name);
       plot.svg.append(group(name, s("path", {
-        class: "cloud", d: items.map(({ x, y }) => outline(marker, x, y, 3.5)).join(""),
+        class: `cloud${hollow}`, d: items.map(({ x, y }) => outline(marker, x, y, 3.5)).join(""),
       })));
     }
     hoverPoints(plot.svg, points);
