@@ -151,7 +151,7 @@ def _ours(name: str, model: nn.Module) -> Optimizer:
     spec, params = optimizer_spec(name), list(model.parameters())
     if spec.base is None:
         return spec.build(params, lr=1e-6)
-    base = Still(params, lr=1e-6)
+    base = Still(params, lr=1e-6, momentum=0.9)
     for p in params:
         base.state[p]["momentum_buffer"] = torch.randn_like(p)
     own: dict[str, dict[str, Any]] = {"gga-l": {"domains": DOMAINS}, "sam-on": {"model": model}}

@@ -1,4 +1,4 @@
-"""Time of a training step, in total and in parts, compared with Adam or another optimizer, and with plain training.
+"""Time of a training step, in total and in parts, compared with Adam and with plain training.
 
 Steps and batches are those of `steppe train`, with the full data path from packed images. Plain
 training is eager, in fp32, with images transformed by Pillow. --algorithm compares with ERM.

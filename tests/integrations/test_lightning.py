@@ -276,6 +276,36 @@ def test_a_method_that_needs_the_graph():
     assert same(module.net, plain(make)[0])
 
 
+def test_a_method_that_asks_for_another_loss():
+    """The loss gets its name; one that takes none, and automatic optimization, are refused."""
+
+    def make(module):
+        return SAM(sgd(module), rho=0.1, ascent="ascent", model=module)
+
+    def loss(net, batch, name="main"):
+        main = F.cross_entropy(net(batch[0]), batch[1])
+        return main if name == "main" else 2 * main - main**2
+
+    class Named(Manual):
+        def loss(self, batch, name="main"):
+            return loss(self.net, batch, name)
+
+    module, model = Named(make), network()
+    fit(module, epochs=1)
+    opt = make(model)
+    torch.manual_seed(5)
+    for batch in batches():
+        for phase in opt.phases():
+            with phase:
+                loss(model, batch, phase.loss).backward()
+        opt.step()
+    assert same(module.net, model)
+    with pytest.raises(TypeError, match=r"loss 'ascent', so the loss needs its name as its second"):
+        fit(Manual(make), epochs=1)
+    with pytest.raises(TypeError, match="the loss 'ascent', so the closure needs its name"):
+        fit(Automatic(make), epochs=1)
+
+
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 @pytest.mark.parametrize("frequency", [1, 2, 3])
 def test_schedulers_step_as_in_automatic_optimization(interval, frequency):

@@ -35,7 +35,7 @@ from transformers import (
 
 from steppe.errors import UserError
 from steppe.integrations.transformers import FlatnessTrainer
-from steppe.optim import FAD, GAM, SAM, Bfloat16Warning, GAMExact
+from steppe.optim import DISAM, FAD, GAM, SAM, Bfloat16Warning, GAMExact
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
@@ -249,6 +249,23 @@ def test_labels_are_there_in_every_pass(tmp_path):
     trainer = FlatnessTrainer(bert(), args, train_dataset=SENTENCES, flatness=SAM)
     trainer.train()
     assert len(losses(trainer)) == 1
+
+
+def test_another_loss_is_asked_for_by_name(tmp_path):
+    asked = []
+
+    class Named(FlatnessTrainer):
+        def compute_loss(self, *args, **options):
+            asked.append(self.loss_name)
+            return super().compute_loss(*args, **options)
+
+    made = {"train_dataset": SENTENCES, "flatness": DISAM}
+    Named(bert(), arguments(tmp_path, max_steps=2), **made).train()
+    assert asked == ["ascent", "main"] * 2
+    with pytest.raises(
+        UserError, match=r"DISAM asks for the loss 'ascent'\. Override compute_loss"
+    ):
+        FlatnessTrainer(bert(), arguments(tmp_path, max_steps=1), **made).train()
 
 
 def test_bfloat16_runs_under_autocast(tmp_path):

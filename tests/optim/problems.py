@@ -31,6 +31,8 @@ from steppe.optim import (
 )
 from tests.optim import reference, reference_successors as successors
 
+LAM = 0.3  # weight of the variance in the ascent loss
+
 
 @dataclass
 class Problem:
@@ -44,8 +46,13 @@ class Problem:
     def to(self, device: torch.device) -> Problem:
         return replace(self, model=self.model.to(device), x=self.x.to(device), y=self.y.to(device))
 
-    def loss(self, model: Callable[..., Tensor] | None = None) -> Tensor:
-        return nn.functional.cross_entropy((model or self.model)(self.x), self.y)
+    def loss(self, model: Callable[..., Tensor] | None = None, name: str = "main") -> Tensor:
+        """The loss of this name; the two halves of the batch are its domains."""
+        logits = (model or self.model)(self.x)
+        losses = nn.functional.cross_entropy(logits, self.y, reduction="none").view(2, -1).mean(1)
+        if name == "ascent":
+            return losses.mean() - LAM * losses.var(correction=0)
+        return losses.mean() if name == "main" else losses[int(name.removeprefix("domain:"))]
 
     def closure(self, opt: Any) -> Callable[[], Tensor]:
         def closure() -> Tensor:
@@ -71,7 +78,7 @@ class Problem:
         values = [first] * n + [rest] * (sum(sizes) - n)
         return torch.tensor(values, dtype=torch.float64, device=self.x.device)
 
-    def gradient(self, theta: Tensor, seed: int) -> Tensor:
+    def gradient(self, theta: Tensor, seed: int, name: str = "main") -> Tensor:
         """The gradient at any flat weights, under a seed, without a trace in the model."""
         names = [n for n, _ in self.model.named_parameters()]
         shapes = [p.shape for p in self.model.parameters()]
@@ -81,7 +88,7 @@ class Problem:
         if not theta.requires_grad:
             point = {n: t.detach().requires_grad_() for n, t in point.items()}
         torch.manual_seed(seed)
-        loss = self.loss(lambda x: functional_call(self.model, {**point, **buffers}, (x,)))
+        loss = self.loss(lambda x: functional_call(self.model, {**point, **buffers}, (x,)), name)
         grads = torch.autograd.grad(
             loss, list(point.values()), create_graph=theta.requires_grad, materialize_grads=True
         )
@@ -123,6 +130,7 @@ class Method:
     reference_names: tuple[str, ...] = field(default=())
     remembers: int = 0  # vectors that live between steps
     stateful: bool = False  # its reference needs a `memory`
+    pushes: bool = False  # it also moves the weights after the base's step
     every: int = 1  # only the first of so many steps takes all passes, the others one
 
     def passes_at(self, step: int) -> int:
@@ -173,7 +181,8 @@ METHODS = {
     "sagm": Method(SAGM, {"rho": 0.1, "alpha": 0.05}, 2, successors.sagm, 2, ("rho", "alpha")),
     "c-flat": Method(CFlat, {"rho": 0.1, "lam": 0.4}, 4, successors.c_flat, 2, ("rho", "lam")),
     "pgn": Method(PGN, {"rho": 0.1, "alpha": 0.7}, 2, successors.pgn, 2, ("rho", "alpha")),
-    "wsam": Method(
+    "wsam": Method(WSAM, {"rho": 0.1, "gamma": 0.6}, 2, successors.wsam_decoupled, 2, pushes=True),
+    "wsam-coupled": Method(
         WSAM,
         {"rho": 0.1, "gamma": 0.6, "decouple": False},
         2,
@@ -183,7 +192,7 @@ METHODS = {
     ),
     "f-sam": Method(
         FriendlySAM,
-        {"rho": 0.1, "sigma": 0.8, "lam": 0.7},
+        {"rho": 0.1, "sigma": 1.0, "lam": 0.7},
         2,
         successors.f_sam,
         2,
@@ -217,6 +226,10 @@ METHODS = {
         RWP, {"gamma": 0.05, "alpha": 0.4}, 2, successors.rwp, 2, ("gamma", "alpha"), stateful=True
     ),
 }
+
+
+DIRECTED = [name for name, method in METHODS.items() if not method.pushes]
+"""Methods whose step is the base's along the direction."""
 
 
 def sgd(params: Any, **options: Any) -> torch.optim.SGD:

@@ -46,6 +46,11 @@ def wsam_coupled(grad: Grad, theta: Tensor, rho, gamma) -> Tensor:
     return g0 + gamma / (1 - gamma) * (grad(theta + rho * unit(g0)) - g0)
 
 
+def wsam_decoupled(grad: Grad, theta: Tensor) -> Tensor:
+    """What the base gets; the sharpness follows its step."""
+    return grad(theta)
+
+
 def f_sam(grad: Grad, theta: Tensor, rho, sigma, lam, *, memory: dict) -> Tensor:
     g0 = grad(theta)
     if "m" not in memory:
@@ -90,5 +95,5 @@ def rwp(grad: Grad, theta: Tensor, gamma, alpha, *, memory: dict) -> Tensor:
         n = torch.empty(shape, dtype=theta.dtype, device=theta.device).normal_(generator=generator)
         rows = w.reshape(shape[0] if len(shape) > 1 else 1, -1)
         scaled = n.reshape(rows.shape) * rows.norm(dim=1, keepdim=True)
-        noise.append(gamma * scaled.reshape(-1))
-    return (1 - alpha) * grad(theta) + alpha * grad(theta + torch.cat(noise))
+        noise.append(scaled.reshape(-1))
+    return (1 - alpha) * grad(theta) + alpha * grad(theta + gamma * torch.cat(noise))

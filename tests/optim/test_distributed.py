@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from steppe.optim import FAD, GENIE, SAM, GAMExact, Joined
 from tests import processes
 from tests.optim import reference
-from tests.optim.problems import METHODS
+from tests.optim.problems import DIRECTED, METHODS
 
 WORLD = 2
 STEPS = 4
 FIRST_ORDER = [name for name in METHODS if name != "gam-exact"]
-STATELESS = [name for name in FIRST_ORDER if not METHODS[name].stateful]
+STATELESS = [name for name in FIRST_ORDER if name in DIRECTED and not METHODS[name].stateful]
 REMEMBERING = [name for name in FIRST_ORDER if METHODS[name].remembers]
 SHARDED = [name for name in FIRST_ORDER if not METHODS[name].make.draws]
 

@@ -158,7 +158,7 @@ def test_the_flatness_aware_defaults() -> None:
 
 @pytest.mark.parametrize("name", FLATNESS_AWARE)
 def test_the_flatness_aware_wrap_sgd_and_share_its_groups(name: str) -> None:
-    model, options = Task().model, {"lr": 0.1, "momentum": 0.5, "nesterov": True, "ratio": 0.5}
+    model, options = Task().model, {"lr": 0.1, "momentum": 0.5, "nesterov": True}
     optimizer = build_optimizer(name, model.parameters(), model=model, **options)
     assert isinstance(optimizer.base, torch.optim.SGD)
     (group,) = optimizer.param_groups

@@ -1,6 +1,8 @@
 """What SAM's and FAD's successors have in common with other methods, and what is their own."""
 
 import copy
+import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +10,10 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from steppe.optim import (
+    DISAM,
+    DISAMFAD,
+    DISAMGSAM,
+    DISAMSAGM,
     FAD,
     GGAL,
     GSAM,
@@ -24,8 +30,9 @@ from steppe.optim import (
     VaSSO,
 )
 from steppe.optim.noise import generator
-from tests.optim import reference
-from tests.optim.problems import METHODS, PROBLEMS, sgd, train
+from steppe.optim.sam import norm_parameters
+from tests.optim import reference, reference_successors as successors
+from tests.optim.problems import LAM, METHODS, PROBLEMS, sgd, train
 from tests.optim.test_special_cases import base_alone, run, wrapped
 
 BITWISE = {
@@ -216,8 +223,9 @@ def test_a_closure_without_a_name_is_told_so():
     problem = PROBLEMS["mlp"]()
     opt = SAM(sgd(problem.groups()), ascent="ascent")
     before = problem.weights()
-    with pytest.raises(TypeError, match="the loss 'ascent', so the closure needs an argument"):
-        opt.step(problem.closure(opt))
+    for closure in (problem.closure(opt), lambda batch=(): problem.loss().backward()):
+        with pytest.raises(TypeError, match="the loss 'ascent', so the closure needs its name"):
+            opt.step(closure)
     assert torch.equal(problem.weights(), before)
 
 
@@ -247,50 +255,111 @@ def test_the_first_gradient_may_be_of_another_loss(make):
 # ---- loss scales and overflows --------------------------------------------------------------
 
 REMEMBERING = [name for name, method in METHODS.items() if method.remembers]
+NAMING = {  # they ask the closure for other losses
+    "disam": partial(DISAM, rho=0.1, lam=LAM),
+    "disam-gsam": partial(DISAMGSAM, rho=0.1, alpha=0.3, lam=LAM),
+    "disam-sagm": partial(DISAMSAGM, rho=0.1, alpha=0.05, lam=LAM),
+    "disam-fad": partial(DISAMFAD, rho=0.1, alpha=0.3, beta=0.7, lam=LAM),
+    "gga-l": partial(GGAL, gamma=0.05, domains=2),
+}
+EVERY = {**METHODS, **NAMING}
 
 
-def scaled(problem, opt, scale, factor=1.0):
-    def closure():
-        loss = problem.loss()
-        scale.scale(loss * factor).backward(create_graph=opt.needs_graph)
+def scaled(problem, opt, scale, factor=1.0, only=None):
+    """A closure whose loss is multiplied by `factor`, in every pass or in one."""
+    passes = itertools.count()
+
+    def closure(name="main"):
+        loss = problem.loss(name=name)
+        bad = factor if only in (None, next(passes)) else 1.0
+        scale.scale(loss * bad).backward(create_graph=opt.needs_graph)
         return loss
 
     return closure
 
 
+@pytest.mark.parametrize(
+    ("name", "host", "hyper"),
+    [
+        ("disam", reference.sam, (0.1,)),
+        ("disam-gsam", successors.gsam, (0.1, 0.3)),
+        ("disam-sagm", successors.sagm, (0.1, 0.05)),
+        ("disam-fad", reference.fad, (0.1, 0.3, 0.7)),
+    ],
+)
+@pytest.mark.parametrize("problem_name", PROBLEMS)
+def test_disam_takes_its_first_gradient_of_the_ascent_loss(problem_name, name, host, hyper):
+    problem = PROBLEMS[problem_name]()
+    opt = NAMING[name](sgd(problem.groups()), model=problem.model)
+    scale = GradScaler("cpu", enabled=False)
+    update, theta = reference.SGD(0.1, 0.9, 1e-2), problem.weights()
+    for t in range(20):
+        torch.manual_seed(t)
+        opt.step(scaled(problem, opt, scale))
+        names = itertools.chain(["ascent"], itertools.repeat("main"))
+        grad = lambda point, t=t, names=names: problem.gradient(point, t, next(names))  # noqa: E731
+        theta = update(theta, host(grad, theta, *hyper))
+        torch.testing.assert_close(problem.weights(), theta, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMING)
+def test_methods_that_name_losses_resume_bit_for_bit(name):
+    problem, other = PROBLEMS["dropout"](), PROBLEMS["dropout"]()
+    scale = GradScaler("cpu", enabled=False)
+    opt = NAMING[name](sgd(problem.groups()), model=problem.model)
+    for t in range(6):
+        torch.manual_seed(t)
+        opt.step(scaled(problem, opt, scale))
+        if t == 2:
+            other.model.load_state_dict(problem.model.state_dict())
+            saved = copy.deepcopy(opt.state_dict())
+    again = NAMING[name](sgd(other.groups()), model=other.model)
+    again.load_state_dict(saved)
+    for t in range(3, 6):
+        torch.manual_seed(t)
+        again.step(scaled(other, again, scale))
+    assert torch.equal(problem.weights(), other.weights())
+
+
 @pytest.mark.parametrize("fused", [None, True], ids=["plain", "fused"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EVERY)
 def test_changing_loss_scales_equal_the_unscaled_run(name, fused):
     (problem, opt), (other, alike) = (
-        (p, METHODS[name](sgd(p.groups(), fused=f), model=p.model))
+        (p, EVERY[name](sgd(p.groups(), fused=f), model=p.model))
         for p, f in ((PROBLEMS["dropout"](), fused), (PROBLEMS["dropout"](), None))
     )
     scale = GradScaler("cpu", init_scale=2.0**6, growth_interval=2, growth_factor=8.0)
+    off = GradScaler("cpu", enabled=False)
     for t in range(8):
         torch.manual_seed(t)
         opt.step(scaled(problem, opt, scale), scaler=scale)
         scale.update()
-        train(other, alike, 1, first=t)
+        torch.manual_seed(t)
+        alike.step(scaled(other, alike, off))
     assert scale.get_scale() > 2.0**12
     torch.testing.assert_close(problem.weights(), other.weights(), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("fused", [None, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("only", [None, 0, 1], ids=["every pass", "first pass", "second pass"])
 @pytest.mark.parametrize("bad", [0, 2])
-@pytest.mark.parametrize("name", METHODS)
-def test_an_overflow_equals_a_run_without_that_step(name, bad, fused):
+@pytest.mark.parametrize("name", EVERY)
+def test_an_overflow_equals_a_run_without_that_step(name, bad, only, fused):
     """Bit for bit; under a fused base only the counter moves, which LookSAM and noise go by."""
-    if fused and (name == "looksam" or METHODS[name].make.draws):
+    if fused and name in {"looksam", "rwp", "gga-l"}:
         pytest.skip("goes by the counter")
+    steps = METHODS[name].passes_at(bad) if name in METHODS else 2
+    if only is not None and only >= steps:
+        pytest.skip("fewer passes than that")
 
     def trained(overflows):
         problem = PROBLEMS["dropout"]()
-        opt = METHODS[name](sgd(problem.groups(), fused=fused), model=problem.model)
+        opt = EVERY[name](sgd(problem.groups(), fused=fused), model=problem.model)
         scale = GradScaler("cpu", init_scale=2.0**8, growth_interval=100, backoff_factor=0.5)
         for t in range(5):
             if overflows and t == bad:
                 torch.manual_seed(99)
-                opt.step(scaled(problem, opt, scale, float("inf")), scaler=scale)
+                opt.step(scaled(problem, opt, scale, float("inf"), only), scaler=scale)
                 scale.update(2.0**8)
             torch.manual_seed(t)
             opt.step(scaled(problem, opt, scale), scaler=scale)
@@ -382,3 +451,120 @@ def test_gga_l_with_gamma_0_is_the_base_and_otherwise_needs_domains():
     problem = PROBLEMS["mlp"]()
     with pytest.raises(ValueError, match="pass domains="):
         train(problem, GGAL(sgd(problem.groups())), 1)
+
+
+def test_f_sams_two_orders_agree_for_sigma_1():
+    """The release subtracts the mean before this step's gradient enters it, the paper after."""
+    torch.manual_seed(0)
+    g, m = torch.randn(2, 9).double()
+    for lam in (0.6, 0.9):
+        after = g - (lam * m + (1 - lam) * g)
+        torch.testing.assert_close(successors.unit(after), successors.unit(g - m))
+
+
+def test_sam_over_plain_sgd_on_a_quadratic_has_a_closed_form():
+    torch.manual_seed(0)
+    root = torch.randn(5, 5).double()
+    hessian = root @ root.T
+    w = nn.Parameter(torch.randn(5).double())
+    theta = w.detach().clone()
+    opt = SAM(torch.optim.SGD([w], lr=0.01), rho=0.3)
+    for _ in range(20):
+        opt.step(lambda: (0.5 * w @ hessian @ w).backward())
+        g = hessian @ theta
+        theta = theta - 0.01 * (g + 0.3 * hessian @ successors.unit(g))
+        torch.testing.assert_close(w.detach(), theta, rtol=0, atol=1e-12)
+
+
+def test_looksam_and_ratio_do_not_go_together():
+    with pytest.raises(ValueError, match="leave out ratio"):
+        LookSAM(sgd([nn.Parameter(torch.ones(2))]), k=2, ratio=0.5)
+
+
+@pytest.mark.parametrize("make", [SAM, GSAM, SAGM, FAD, PGN, CFlat])
+def test_a_group_without_a_radius_does_not_count_in_the_norm(make):
+    """As if the other group were alone, as far as the perturbation goes."""
+    problem = PROBLEMS["mlp"]()
+    opt = make(sgd(problem.groups(rho=0.0)), rho=0.3)
+    if make is SAGM:
+        for group in opt.param_groups:
+            group["alpha"] = 0.0
+    start, seen = problem.weights(), []
+    for phase in opt.phases():
+        with phase:
+            seen.append(problem.weights() - start)
+            problem.loss().backward()
+    assert seen[1].norm().item() == pytest.approx(0.3, rel=1e-9)
+    assert not (seen[1] * problem.per_weight(1.0, 0.0)).any()
+
+
+def test_vasso_averages_in_steps_where_a_schedule_says_1_too():
+    problem, taus = PROBLEMS["mlp"](), [0.4, 1.0, 0.4, 1.0, 0.4]
+    opt = VaSSO(sgd(problem.groups(), lr=0.1), rho=0.1, tau=lambda step: taus[step - 1])
+    update, theta, memory = reference.SGD(0.1, 0.9, 1e-2), problem.weights(), {}
+    for t, tau in enumerate(taus):
+        train(problem, opt, 1, first=t)
+        grad = lambda point, t=t: problem.gradient(point, t)  # noqa: E731
+        theta = update(theta, successors.vasso(grad, theta, 0.1, tau, memory=memory))
+        torch.testing.assert_close(problem.weights(), theta, rtol=0, atol=1e-10)
+
+
+def test_f_sams_first_ascent_of_each_parameter_is_along_its_gradient():
+    a, late = (nn.Parameter(torch.ones(2).double() * k) for k in (1.0, 2.0))
+    opt = FriendlySAM(torch.optim.SGD([a, late], lr=0.01), rho=0.5)
+    opt.step(lambda: (a**4).sum().backward())
+    start, moved = late.detach().clone(), []
+
+    def closure():
+        moved.append(late.detach() - start)
+        ((a**4).sum() + (late**4).sum()).backward()
+
+    opt.step(closure)
+    assert moved[1].norm() > 0.4
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop])
+def test_msam_refuses_bases_without_momentum(make):
+    with pytest.raises(ValueError, match=f"momentum, and {make.__name__} has none"):
+        MSAM(make([nn.Parameter(torch.ones(2))]))
+
+
+class NormalizedLinear(nn.Linear):
+    pass
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_what_is_a_normalization_layer():
+    model = nn.Sequential(
+        NormalizedLinear(4, 4), LlamaRMSNorm(), nn.GroupNorm(2, 4), nn.BatchNorm1d(4)
+    )
+    found = set(norm_parameters([model]))
+    assert found == {p for layer in model[1:] for p in layer.parameters()}
+    with pytest.warns(UserWarning, match="no parameter of a normalization layer"):
+        opt = SAM(sgd(model[0].parameters()), only="norm", model=model)
+    calls = []
+    opt.step(lambda: calls.append(model(torch.randn(6, 4)).sum().backward()))
+    assert len(calls) == 1
+
+
+def test_the_seed_of_noise_is_saved():
+    def noise(opt, w):
+        start = w.detach().clone()
+        for phase in opt.phases():
+            with phase:
+                moved = w.detach() - start
+                (w**2).sum().backward()
+        return moved
+
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    first, second = (RWP(sgd([w]), seed=s) for w, s in zip(weights, (5, 0), strict=True))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(noise(first, weights[0]), noise(second, weights[1]))

@@ -52,6 +52,10 @@ MANUAL = """\
                 self.log("train_loss", loss)
 {more}"""
 
+NAMED = """\
+    def loss(self, batch, name="main"):
+        ..."""
+
 CLIPPING = """
         def on_before_optimizer_step(self, optimizer):  # .grad holds the direction
             torch.nn.utils.clip_grad_value_(self.parameters(), {clip})
@@ -236,12 +240,14 @@ class FlatnessSteps:
     def flatness_step(
         self,
         batch: Batch,
-        loss: Callable[[Batch], Tensor],
+        loss: Callable[..., Tensor],
         *,
         accumulate: int = 1,
         optimizer: Any = None,
     ) -> Tensor | None:
-        """Take one step and return the detached loss at the unperturbed weights.
+        """Take one step and return the detached main loss of its first pass with it.
+
+        Except under DISAM, that is the loss at the unperturbed weights.
 
         Then step the optimizer's schedulers by their ``interval`` and ``frequency``, as in
         automatic optimization. Step `ReduceLROnPlateau` yourself: it needs your metric.
@@ -249,6 +255,8 @@ class FlatnessSteps:
         Args:
             batch: the batch passed to `training_step`.
             loss: maps a batch to its loss; called once per batch in every pass, so log outside it.
+                If the optimizer asks for other losses (DISAM, GGA-L), their name is its second
+                argument.
             accumulate: batches per step. Every pass needs all of them, so this keeps the inputs
                 (not activations) and returns None until it has that many or the epoch ends. The
                 loss is the mean over batches.
@@ -279,10 +287,11 @@ class FlatnessSteps:
         return value
 
     def _passes(
-        self, opt: FlatnessOptimizer, batches: list[Batch], loss: Callable[[Batch], Tensor]
+        self, opt: FlatnessOptimizer, batches: list[Batch], loss: Callable[..., Tensor]
     ) -> Tensor:
         precision = self.trainer.precision_plugin
         total = torch.zeros((), device=self.device)
+        first: int | None = None  # the first pass over the main loss
         # `opt.model` is inside Lightning's DDP module, which should reduce the sum once.
         passes = opt.passes(
             batches,
@@ -290,13 +299,19 @@ class FlatnessSteps:
             no_sync=lambda: distributed.no_sync([self.trainer.model]),
         )
         for phase, batch in passes:
+            other = () if phase.loss == "main" else (phase.loss,)
+            if other:
+                method = type(opt).__name__
+                notices.check_named(loss, method, *other, batch, called="loss", example=NAMED)
+            elif first is None:
+                first = phase.index
             with precision.forward_context():
-                part = loss(batch) / len(batches)
+                part = loss(batch, *other) / len(batches)
             if opt.needs_graph:
                 self.manual_backward(part, create_graph=True)
             else:
                 self.manual_backward(part)
-            if phase.index == 0:
+            if phase.index == first:
                 total += part.detach()
         return total
 

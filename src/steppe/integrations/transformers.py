@@ -36,8 +36,9 @@ class FlatnessTrainer(Trainer):
 
     Raises:
         UserError: without a flatness-aware optimizer, in modes that `FlatnessPasses` does not
-            support, and for optimizers that step inside backward (LOMO, layer-wise GaLore and
-            Apollo) or need its graph.
+            support, for optimizers that step inside backward (LOMO, layer-wise GaLore and Apollo)
+            or need its graph, and for those that ask for other losses (DISAM, GGA-L), unless you
+            override `compute_loss` and return the loss that `loss_name` says.
 
     Examples:
         >>> import tempfile
@@ -61,6 +62,9 @@ class FlatnessTrainer(Trainer):
         {...}
         2
     """
+
+    loss_name = "main"
+    """The loss that `compute_loss` must return in this pass."""
 
     def __init__(
         self,
@@ -119,9 +123,21 @@ class FlatnessTrainer(Trainer):
             self._passes = FlatnessPasses(self.accelerator, model, self.optimizer)
         given = inputs, num_items_in_batch, self.current_gradient_accumulation_steps
         loss = torch.zeros((), device=self.args.device)
+        first: int | None = None  # the first pass over the main loss
         for phase, (inputs, n_items, per_step) in self._passes.over(given):
             self.current_gradient_accumulation_steps = per_step
+            self.loss_name = phase.loss
+            self._check_loss()
             part = super().training_step(model, inputs, n_items)
-            if phase.index == 0:
+            first = phase.index if first is None and phase.loss == "main" else first
+            if phase.index == first:
                 loss += part
         return loss
+
+    def _check_loss(self) -> None:
+        if self.loss_name != "main" and type(self).compute_loss is Trainer.compute_loss:
+            raise UserError(
+                f"{type(unwrapped(self.optimizer)).__name__} asks for the loss {self.loss_name!r}. "
+                "Override compute_loss of FlatnessTrainer, and return the loss that self.loss_name "
+                "says."
+            )

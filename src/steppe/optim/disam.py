@@ -48,7 +48,7 @@ class DomainInspired(FlatnessOptimizer):
 class DISAM(DomainInspired, SAM):
     r"""SAM whose perturbation raises all domains' losses alike.
 
-    The perturbation is along the gradient of another loss than the one it minimizes:
+    The perturbation follows the gradient of a different loss than the one it minimizes:
 
     $$ g\bigl(\theta + \rho\,\hat{a}_0\bigr), \qquad
        a_0 = \nabla \bigl(L - \lambda \operatorname{Var}_i(L_i)\bigr), $$

@@ -7,7 +7,6 @@ each pass, and `wrapper` handles groups, state and copies.
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -128,6 +127,14 @@ class FlatnessOptimizer(Wrapper):
                 )
         self.models = found
 
+    def _further(self) -> dict[str, Any]:
+        return {"seed": self.seed} if self.draws else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.draws:
+            self.seed = state_dict.get("steppe", {}).get("seed", self.seed)
+
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
         """The numbers that the stages use, computed from one group's hyperparameters."""
         return hyper
@@ -203,10 +210,7 @@ class FlatnessOptimizer(Wrapper):
 
     def _named(self, closure: Callable[..., Any], loss: str) -> Any:
         """Call a closure for a loss other than the main one."""
-        try:
-            inspect.signature(closure).bind(loss)
-        except TypeError:
-            raise TypeError(notices.NAMED.format(method=type(self).__name__, loss=loss)) from None
+        notices.check_named(closure, type(self).__name__, loss)
         return closure(loss)
 
     @property
@@ -225,7 +229,8 @@ class FlatnessOptimizer(Wrapper):
         restores the weights.
 
         Args:
-            scaler: scales `xi` like the gradients. You do the scaling and unscaling.
+            scaler: the GradScaler that scales your losses; you scale and unscale. Methods need it
+                for whatever does not scale with the gradients: `xi`, memory, noise.
         """
         owner = self._owner()
         behind: Any = getattr(self, "optimizer", None)
@@ -357,9 +362,9 @@ class FlatnessOptimizer(Wrapper):
                 return
             skipped = None
         if self._kept:
-            zero = [torch.zeros_like(t) for t in walk.theta]
+            pairs_of = list(zip(walk.params, walk.theta, strict=True))
             kept = [
-                [k.get(p, z) for p, z in zip(walk.params, zero, strict=True)] for k in self._kept
+                [k[p] if p in k else torch.zeros_like(t) for p, t in pairs_of] for k in self._kept
             ]
             if skipped is not None:
                 kept = [[torch.where(skipped, 0.0, x) for x in k] for k in kept]

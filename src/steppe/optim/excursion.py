@@ -27,7 +27,8 @@ class Phase(AbstractContextManager["Phase"]):
     """One pass of a step, for loops that own `backward`: ``with phase: ...forward, backward...``
 
     Attributes:
-        index: 0 for the pass at the unperturbed weights, then 1, 2, ...
+        index: 0 for the first pass, then 1, 2, ... Except in MSAM and ``RWP(alpha=1)``, the first
+            is at the unperturbed weights.
         total: how many phases this step has.
         loss: the name of the loss to differentiate: ``"main"``, unless the method asks for another.
     """
@@ -257,6 +258,8 @@ class Excursion:
         self._opt._kept = tuple(self._shared(dict(zip(params, k, strict=True))) for k in kept)
         if self.walk is not None:
             self.walk.staged = {n: self._shared(v) for n, v in self.walk.staged.items()}
+        if kept and self._scale != 1.0:
+            self._expose_overflow(direction, kept)
         mine = dict(zip(params, direction, strict=True))
         if self._reached is not None:
             for p in mine.keys() - self._reached:
@@ -267,6 +270,12 @@ class Excursion:
                 distributed.local(p.grad).copy_(d)
             else:
                 p.grad = d.detach() if d.requires_grad else d  # a graph must not outlive the step
+
+    def _expose_overflow(self, direction: Vector, kept: Held) -> None:
+        """Make the direction NaN if what `after` will use overflowed: a GradScaler sees only it."""
+        assert self.walk is not None
+        for vector in kept:
+            direction[0].add_(0.0 * self.walk.norm(vector))
 
     def _shared(self, mine: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """What all processes agree on: under `local`, the mean of what each of them has."""

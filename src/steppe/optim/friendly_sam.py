@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from steppe.options import Option
 from steppe.search import RHO, Choice
 
-from . import sam
 from .engine import FlatnessOptimizer
 from .registry import register_optimizer
 from .schedules import Hyper
@@ -34,8 +33,8 @@ class FriendlySAM(FlatnessOptimizer):
     $\theta + \rho\,\hat{e}$, where $e = g_0 - \sigma m$. In the first step $m = g_0$ and the
     ascent is along $g_0$. ``sigma = 0`` is SAM.
 
-    Two passes; one when ``rho = 0``. One vector lives between steps. Under
-    ``perturbation="local"`` it is averaged over processes.
+    Two passes; one when ``rho = 0``, which leaves $m$ as it is. One vector lives between steps.
+    Under ``perturbation="local"`` it is averaged over processes.
 
     `base`, `model` and the other options: [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
 
@@ -70,9 +69,7 @@ class FriendlySAM(FlatnessOptimizer):
             raise ValueError(f"lam must be in [0, 1], got {hyper['lam']}")
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        if all(c["rho"] == 0 for c in coefficients):
-            return PLAIN
-        return sam.VISITS if all(c["sigma"] == 0 for c in coefficients) else VISITS
+        return PLAIN if all(c["rho"] == 0 for c in coefficients) else VISITS
 
 
 def _after_g0(w: Walk, g0: Vector) -> Held:

@@ -67,8 +67,8 @@ class GENIE(Optimizer):
     - The weights are the model's. Theirs live in a copy, which overwrites what others change.
     - At $t = 1$ there is no variance yet. Their code divides rounding errors by zero, and where
       they are positive, the first step is pure noise.
-    - Weight decay is decoupled. Their class adds $\lambda \theta$ to $g_t$, which passes for signal
-      in $\hat m$ and so weighs other gradients up; the paper's runs have no decay.
+    - Weight decay is decoupled. Their class adds $\lambda \theta$ to $g_t$, which counts as signal
+      in $\hat m$; the paper's runs have no decay.
     - Noise and mask come from a generator that `seed`, the tensor's position and its step
       determine, so that all processes agree and a resumed run repeats them. CPUs and GPUs draw
       different numbers.

@@ -28,7 +28,7 @@ from .walk import PLAIN, Held, Visit, Walk
     order=0,
 )
 class GGAL(FlatnessOptimizer):
-    r"""Adds noise to the gradient, the more the gradients of the source domains disagree.
+    r"""Adds noise that grows as the gradients of the source domains disagree.
 
     The direction is $g_0 + \gamma\,(1 - \bar c)\,\nu$ with Gaussian noise $\nu$, where $\bar c$ is
     the mean cosine between the gradients of two domains. The authors' code draws Gaussian noise,
@@ -80,7 +80,7 @@ class GGAL(FlatnessOptimizer):
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
         if all(c["gamma"] == 0 for c in coefficients):
             return PLAIN
-        if self.domains is None or self.domains < 2:
+        if not isinstance(self.domains, int) or self.domains < 2:
             raise ValueError(
                 "GGAL compares the gradients of at least two domains: pass domains=..., their "
                 f"number, got {self.domains}"

@@ -45,7 +45,8 @@ class GSAM(FlatnessOptimizer):
 
     Args:
         rho: radius of the perturbation; a number or a schedule.
-        alpha: weight of the orthogonal part. The paper's ViT uses 0.6, domain generalization 0.001.
+        alpha: weight of the orthogonal part: 0.6 for the paper's ViT, 0.001 in code for domain
+            generalization.
 
     Examples:
         >>> import torch

@@ -36,7 +36,7 @@ class LookSAM(FlatnessOptimizer):
     together. ``k = 1`` is SAM.
 
     $1 + 1/k$ passes on average. One vector lives between steps. Under ``perturbation="local"`` it
-    is averaged over processes.
+    is averaged over processes. A weight without a gradient in a SAM step keeps its part of $u$.
 
     `base`, `model` and the other options: [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
 
@@ -74,6 +74,8 @@ class LookSAM(FlatnessOptimizer):
     ) -> None:
         if k != int(k) or k < 1:
             raise ValueError(f"k must be a whole number of steps, at least 1, got {k!r}")
+        if options.get("ratio", 1.0) != 1.0 and k > 1:
+            raise ValueError("LookSAM spreads its cost over k steps: leave out ratio, or use SAM's")
         self.k = int(k)
         super().__init__(base, {"rho": rho, "alpha": alpha}, model=model, **options)
 

@@ -14,8 +14,7 @@ from .engine import FlatnessOptimizer
 from .registry import register_optimizer
 from .schedules import Hyper
 from .still import Models
-from .vectors import Vector
-from .walk import PLAIN, Held, Visit, Walk
+from .walk import PLAIN, Visit, Walk
 
 
 @register_optimizer(
@@ -64,10 +63,10 @@ class MSAM(FlatnessOptimizer):
         **options: Any,
     ) -> None:
         for group in getattr(base, "param_groups", ()):
-            if group.get("momentum", 1) == 0 or group.get("betas", (1,))[0] == 0:
+            if not _decay(group):
                 raise ValueError(
-                    "MSAM looks ahead along the base's momentum, which is 0 here: use "
-                    "torch.optim.SGD(..., momentum=0.9) or Adam."
+                    f"MSAM looks ahead along the base's momentum, and {type(base).__name__} has "
+                    "none here: use torch.optim.SGD(..., momentum=0.9) or Adam."
                 )
         super().__init__(base, {"rho": rho}, model=model, **options)
 
@@ -78,12 +77,14 @@ class MSAM(FlatnessOptimizer):
         return PLAIN if all(c["rho"] == 0 for c in coefficients) else VISITS
 
 
+def _decay(group: Mapping[str, Any]) -> float:
+    """The decay rate of a group's momentum, under the names that optimizers have for it."""
+    rates = [group.get("momentum"), group.get("beta"), *group.get("betas", ())[:1]]
+    return max((float(rate) for rate in rates if rate is not None), default=0.0)
+
+
 def _look_ahead(w: Walk) -> None:
     w.climb(w.momentum(), "rho", spend=False, scaled=False)
 
 
-def _after_g0(w: Walk, g0: Vector) -> Held:
-    return (g0,)
-
-
-VISITS = (Visit(_after_g0, before=_look_ahead),)
+VISITS = (Visit(PLAIN[0].then, before=_look_ahead),)

@@ -6,9 +6,10 @@ updates its statistics.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -57,12 +58,14 @@ In a loop that owns backward, step() without a closure follows the phases:
 steppe.integrations has this for Lightning, Hugging Face's Trainer and Accelerate."""
 
 
-NAMED = """\
-{method} takes its first gradient of the loss {loss!r}, so the closure needs an argument:
+_NAMED = """\
+{method} asks for the loss {loss!r}, so the {function} needs its name as {place}:
 
+{example}"""
+_CLOSURE = """\
     def closure(name="main"):
         loss = loss_fn(model(x), y)
-        (loss if name == "main" else {loss}_loss(loss)).backward()
+        (loss if name == "main" else other_loss(name)).backward()
         return loss  # the main one, which step() returns"""
 _FRAMEWORKS = {"lightning", "pytorch_lightning", "accelerate", "transformers"}
 _PACKAGES = {"steppe", "torch", "contextlib", *_FRAMEWORKS}
@@ -70,6 +73,28 @@ _PACKAGES = {"steppe", "torch", "contextlib", *_FRAMEWORKS}
 NODES = 10_000
 """Most nodes of a graph to inspect. Networks have fewer; freeing Python's handles of the hundred
 thousand nodes of a long recurrence overflows the stack."""
+
+
+def check_named(
+    function: Callable[..., Any],
+    method: str,
+    loss: str,
+    *before: object,
+    called: str = "closure",
+    example: str = _CLOSURE,
+) -> None:
+    """Raise TypeError if a function does not take the name of a loss after other arguments."""
+    try:
+        bound = inspect.signature(function).bind(*before, loss)
+        names = [p for p in bound.signature.parameters.values() if p.name in bound.arguments]
+        takes = names[-1].default is inspect.Parameter.empty or isinstance(names[-1].default, str)
+    except TypeError:
+        takes = False
+    if not takes:
+        place = "its second argument" if before else "its argument"
+        raise TypeError(
+            _NAMED.format(method=method, loss=loss, function=called, place=place, example=example)
+        )
 
 
 def look(loss: Any, method: str, passes: int, *, model_given: bool) -> bool:

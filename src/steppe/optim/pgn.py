@@ -51,7 +51,7 @@ class PGN(FlatnessOptimizer):
         self,
         base: Optimizer,
         rho: Annotated[Hyper, Option(RHO)] = 0.1,
-        alpha: Annotated[Hyper, Option(Choice((0.2, 0.5, 0.8, 1.0)))] = 0.8,
+        alpha: Annotated[Hyper, Option(Choice((0.2, 0.5, 0.8, 1.0)), high=1.0)] = 0.8,
         *,
         model: Models = None,
         **options: Any,
@@ -60,5 +60,10 @@ class PGN(FlatnessOptimizer):
 
     def coefficients(self, hyper: Mapping[str, float]) -> Mapping[str, float]:
         return {"rho": hyper["rho"], "a": hyper["alpha"], "b": 0.0}
+
+    def validate(self, hyper: Mapping[str, float]) -> None:
+        super().validate(hyper)
+        if hyper["alpha"] > 1.0:
+            raise ValueError(f"alpha must be in [0, 1], got {hyper['alpha']}")
 
     visits = FAD.visits

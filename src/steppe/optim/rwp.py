@@ -106,9 +106,5 @@ def _after_g1(w: Walk, g1: Vector, A: Vector) -> Held:
     return (w.lerp_(A, g1, "alpha"),)
 
 
-def _take(w: Walk, g1: Vector) -> Held:
-    return (g1,)
-
-
 MIXED = (Visit(_after_g0), Visit(_after_g1))
-NOISY = (Visit(_take, before=_disturb),)
+NOISY = (Visit(PLAIN[0].then, before=_disturb),)

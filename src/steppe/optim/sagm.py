@@ -73,7 +73,7 @@ class SAGM(FlatnessOptimizer):
 
 def _after_g0(w: Walk, g0: Vector) -> Held:
     A = w.hold(g0)
-    w.climb(g0, "rho", norm=w.norm(g0), spend=A is not g0, less="alpha")
+    w.climb(g0, "rho", spend=A is not g0, less="alpha")
     return (A,)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -12,13 +13,15 @@ from torch.optim import Optimizer
 from steppe.options import Option
 from steppe.search import RHO
 
-from . import vectors
+from . import notices, vectors
 from .engine import FlatnessOptimizer
 from .registry import register_optimizer
 from .schedules import Hyper
 from .still import Models
 from .vectors import Vector
 from .walk import PLAIN, Held, Span, Visit, Walk
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 @register_optimizer(
@@ -90,6 +93,11 @@ class SAM(FlatnessOptimizer):
         self.adaptive, self.only = adaptive, only
         hyper: dict[str, Hyper] = {"rho": rho, "eta": eta} if adaptive else {"rho": rho}
         super().__init__(base, hyper, model=model, **options)
+        if self.perturbed is not None and self.perturbed.isdisjoint(self.parameters()):
+            notices.tell(
+                "only='norm': this SAM has no parameter of a normalization layer, so it only takes "
+                f"the steps of its {type(base).__name__}"
+            )
 
     def _reset(self) -> None:
         super()._reset()
@@ -104,7 +112,9 @@ class SAM(FlatnessOptimizer):
         return self._chosen[1]
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        if all(c["rho"] == 0 for c in coefficients):
+        chosen = self.perturbed
+        nothing = chosen is not None and chosen.isdisjoint(self.parameters())
+        if nothing or all(c["rho"] == 0 for c in coefficients):
             return PLAIN
         return ADAPTIVE_VISITS if self.adaptive else VISITS
 
@@ -120,11 +130,22 @@ def check_only(only: str, model: Models) -> None:
 
 
 def norm_parameters(models: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """The parameters of normalization layers, recognized by the name of their class."""
+    """The weights and biases of normalization layers."""
     for model in models:
         for module in model.modules():
-            if any("Norm" in cls.__name__ for cls in type(module).__mro__):
+            if _normalizes(module):
                 yield from module.parameters(recurse=False)
+
+
+def _normalizes(module: nn.Module) -> bool:
+    """Whether a module is torch's normalization layer, or one that other libraries call so.
+
+    LlamaRMSNorm and timm's EvoNorm2dB0 are; NormalizedLinear and NormFreeBlock are not.
+    """
+    if isinstance(module, NORMS):
+        return True
+    vectors_only = all(p.ndim <= 1 or p.numel() == p.shape[1] for p in module.parameters(False))
+    return vectors_only and re.search(r"Norm(Act)?(\dd\w*)?$", type(module).__name__) is not None
 
 
 def _after_g0(w: Walk, g0: Vector) -> Held:

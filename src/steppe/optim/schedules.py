@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-Hyper = float | Callable[[int], float]
+Hyper = float | Callable[[int], float] | Callable[[int, float], float]
 """A number, or a schedule that maps the step (counted from 1) to a number.
 
 A schedule whose `sees_lr` is true is called with the step and the group's learning rate.

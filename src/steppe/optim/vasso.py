@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from steppe.options import Option
 from steppe.search import RHO, Choice
 
-from . import sam
 from .engine import FlatnessOptimizer
 from .registry import register_optimizer
 from .schedules import Hyper
@@ -33,8 +32,8 @@ class VaSSO(FlatnessOptimizer):
     With $m \leftarrow (1 - \tau)\,m + \tau\,g_0$, in the first step $m = g_0$, the base gets the
     gradient at $\theta + \rho\,\hat{m}$. ``tau = 1`` is SAM.
 
-    Two passes; one when ``rho = 0``. One vector lives between steps. Under
-    ``perturbation="local"`` it is averaged over processes.
+    Two passes; one when ``rho = 0``, which leaves $m$ as it is. One vector lives between steps.
+    Under ``perturbation="local"`` it is averaged over processes.
 
     `base`, `model` and the other options: [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
 
@@ -67,9 +66,7 @@ class VaSSO(FlatnessOptimizer):
             raise ValueError(f"tau must be in [0, 1], got {hyper['tau']}")
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        if all(c["rho"] == 0 for c in coefficients):
-            return PLAIN
-        return sam.VISITS if all(c["tau"] == 1 for c in coefficients) else VISITS
+        return PLAIN if all(c["rho"] == 0 for c in coefficients) else VISITS
 
 
 def _after_g0(w: Walk, g0: Vector) -> Held:

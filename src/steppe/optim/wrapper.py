@@ -206,7 +206,11 @@ class Wrapper(Optimizer, ABC):
                     del group[key]
         params = self.parameters()
         memory = {i: dict(self._memory[p]) for i, p in enumerate(params) if p in self._memory}
-        return {**saved, "steppe": {"step": self.steps, "memory": memory}}
+        return {**saved, "steppe": {"step": self.steps, "memory": memory, **self._further()}}
+
+    def _further(self) -> dict[str, Any]:
+        """What a method keeps besides its memory."""
+        return {}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -230,6 +234,10 @@ class Wrapper(Optimizer, ABC):
             params[i]: {k: v.to(params[i].device, copy=True) for k, v in kept.items()}
             for i, kept in own["memory"].items()
         }
+
+    def forget(self) -> None:
+        """Drop the vectors that the method keeps between steps; the base's state stays."""
+        self._memory = {}
 
     def _own(self) -> None:
         self.base._steppe_owner = weakref.ref(self)  # type: ignore[attr-defined]

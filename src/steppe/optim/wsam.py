@@ -29,7 +29,7 @@ from .walk import PLAIN, Held, Visit, Walk
     order=0,
 )
 class WSAM(FlatnessOptimizer):
-    r"""Weighs sharpness as a regularizer of its own, by default outside the base's step.
+    r"""Adds weighted sharpness to the loss, by default outside the base's step.
 
     With $a = \gamma / (1 - \gamma)$ and $g_1$ the gradient at $\theta + \rho\,\hat{g}_0$, the
     base steps along $g_0$, and then the weights move by $-\eta\,a\,(g_1 - g_0)$ with the learning
@@ -43,7 +43,7 @@ class WSAM(FlatnessOptimizer):
     Args:
         rho: radius of the perturbation; a number or a schedule.
         gamma: share of sharpness in the objective, below 1.
-        decouple: keep sharpness out of the base's moments.
+        decouple: keep sharpness out of the base's moments. `max_norm` then clips $g_0$ alone.
 
     Examples:
         >>> import torch

@@ -158,6 +158,8 @@ def forget(optimizer: Optimizer) -> None:
     for group in groups:
         group.pop("step", None)  # pytorch_optimizer's step counter
     base.load_state_dict({"state": {}, "param_groups": groups})
+    if isinstance(optimizer, FlatnessOptimizer):
+        optimizer.forget()
 
 
 def take_up(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
