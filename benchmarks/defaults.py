@@ -59,7 +59,6 @@ STUDIES = {
     "digits": Study("RotatedDigits", "75", optimizers=RATED),
     "doodles": Study("Doodles", "sketch", optimizers=RATED),
     "digits-later": Study("RotatedDigits", "75", optimizers=LATER),
-    "doodles-later": Study("Doodles", "sketch", optimizers=LATER),
     "pacs-lite0": Study("PACS", "sketch", "tf_efficientnet_lite0", FEW),
     "pacs-resnet50-v1": Study("PACS", "sketch", "resnet50-v1", FEW),
     "radius-digits": Study("RotatedDigits", "75", radius=True),

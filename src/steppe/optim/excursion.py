@@ -258,7 +258,7 @@ class Excursion:
         self._opt._kept = tuple(self._shared(dict(zip(params, k, strict=True))) for k in kept)
         if self.walk is not None:
             self.walk.staged = {n: self._shared(v) for n, v in self.walk.staged.items()}
-        if kept and self._scale != 1.0:
+        if kept and (isinstance(self._scale, Tensor) or self._scale != 1.0):  # no host sync
             self._expose_overflow(direction, kept)
         mine = dict(zip(params, direction, strict=True))
         if self._reached is not None:
