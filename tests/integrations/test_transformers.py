@@ -262,9 +262,7 @@ def test_another_loss_is_asked_for_by_name(tmp_path):
     made = {"train_dataset": SENTENCES, "flatness": DISAM}
     Named(bert(), arguments(tmp_path, max_steps=2), **made).train()
     assert asked == ["ascent", "main"] * 2
-    with pytest.raises(
-        UserError, match="DISAM asks for the loss 'ascent'"
-    ):
+    with pytest.raises(UserError, match="DISAM asks for the loss 'ascent'"):
         FlatnessTrainer(bert(), arguments(tmp_path, max_steps=1), **made).train()
 
 

@@ -157,10 +157,14 @@ def _after_g0_adaptive(w: Walk, g0: Vector) -> Held:
     # Part by part, with T computed twice: that costs less than writing and reading it.
     spans = [span for span in w.spans if span.coefficients["rho"] != 0]
     lengths = [_scaled_norm(g0[span.tensors], _sizes(w, span)) for span in spans]
-    for span in spans:
-        _scale_twice(g0[span.tensors], _sizes(w, span))
-    length = w.length(torch.linalg.vector_norm(torch.stack(lengths)))
-    w.climb(g0, "rho", norm=length)  # rho T^2 g0 / |T g0|
+    length = w.length(torch.linalg.vector_norm(torch.stack(lengths)))  # |T g0|
+
+    def square(span: Span) -> None:
+        T, g = _sizes(w, span), g0[span.tensors]
+        torch._foreach_mul_(g, T)
+        torch._foreach_mul_(g, T)  # T^2 g0
+
+    w.climb(g0, "rho", norm=length, before=square)
     return ()
 
 
@@ -174,11 +178,6 @@ def _sizes(w: Walk, span: Span) -> Vector:
 def _scaled_norm(g: Vector, T: Vector) -> Tensor:
     torch._foreach_mul_(T, g)
     return vectors.norm(T)
-
-
-def _scale_twice(g: Vector, T: Vector) -> None:
-    torch._foreach_mul_(g, T)
-    torch._foreach_mul_(g, T)
 
 
 VISITS = (Visit(_after_g0), *PLAIN)  # the gradient at the second point is the direction

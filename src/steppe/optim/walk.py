@@ -259,6 +259,7 @@ class Walk:
         spend: bool = True,
         less: str | None = None,
         scaled: bool = True,
+        before: Callable[[Span], None] | None = None,
     ) -> None:
         """Move from the current point: ``theta += (rho / (|d| + xi) - less) * d``.
 
@@ -271,6 +272,7 @@ class Walk:
             spend: whether `d` may be overwritten.
             less: the name of a coefficient to subtract from the factor.
             scaled: whether `d` has the loss scale, as gradients do.
+            before: called with each span that moves, to change `d` there while it is in the cache.
         """
         scale = self.scale if scaled else 1.0
         xi = self.xi if scaled else self.xi / self.scale
@@ -280,7 +282,8 @@ class Walk:
             found = _per_unit(c[rho], length, xi, self._cap) if c[rho] else 0.0
             return found if less is None else found - c[less] / scale
 
-        self._move(d, factor, (rho,) if less is None else (rho, less), spend=spend)
+        needs = (rho,) if less is None else (rho, less)
+        self._move(d, factor, needs, spend=spend, before=before)
 
     def jump(self, d: Vector, rho: str) -> None:
         """Move relative to the start, ``theta = start + rho * d / (|d| + xi)``; overwrites `d`."""
@@ -298,6 +301,7 @@ class Walk:
         needs: Sequence[str],
         spend: bool = True,
         home: bool = False,
+        before: Callable[[Span], None] | None = None,
     ) -> None:
         """Move where any of the coefficients in `needs` is not zero."""
         if self.backup is None:
@@ -316,6 +320,8 @@ class Walk:
                     self.backup[part] = vectors.like(theta)
                 torch._foreach_copy_(self.backup[part], theta)
                 self._saved[part.start] = part
+            if before is not None:
+                before(span)
             vectors.add_(theta, d[part], factor(span.coefficients), spend=spend)
 
     def restore(self) -> None:
