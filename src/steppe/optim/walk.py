@@ -54,7 +54,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring tensors that share their coefficients: a parameter group, or a part of one."""
+    """Neighboring tensors that share their coefficients: a parameter group, or a part of one."""
 
     tensors: slice
     coefficients: Coefficients
