@@ -111,7 +111,8 @@ def conv() -> Problem:
 
 def dropout() -> Problem:
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Dropout(0.4), nn.Linear(12, 3)).double()
+    layers = nn.Linear(5, 12), nn.LayerNorm(12), nn.Tanh(), nn.Dropout(0.4), nn.Linear(12, 3)
+    model = nn.Sequential(*layers).double()
     return Problem(model, torch.randn(20, 5).double(), torch.randint(3, (20,)))
 
 

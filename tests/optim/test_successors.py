@@ -30,6 +30,7 @@ from steppe.optim import (
     VaSSO,
 )
 from steppe.optim.noise import generator
+from steppe.optim.registry import optimizers
 from steppe.optim.sam import norm_parameters
 from tests.optim import reference, reference_successors as successors
 from tests.optim.problems import LAM, METHODS, PROBLEMS, sgd, train
@@ -262,7 +263,12 @@ NAMING = {  # they ask the closure for other losses
     "disam-fad": partial(DISAMFAD, rho=0.1, alpha=0.3, beta=0.7, lam=LAM),
     "gga-l": partial(GGAL, gamma=0.05, domains=2),
 }
-EVERY = {**METHODS, **NAMING}
+EVERY = {**METHODS, **NAMING, "sam-on": partial(SAM, rho=0.1, only="norm")}
+
+
+def test_the_tables_have_every_method_of_the_registry():
+    wrappers = {spec.name for spec in optimizers.entries() if spec.base is not None}
+    assert wrappers | {"wsam-coupled"} == set(EVERY)
 
 
 def scaled(problem, opt, scale, factor=1.0, only=None):
@@ -302,18 +308,18 @@ def test_disam_takes_its_first_gradient_of_the_ascent_loss(problem_name, name, h
         torch.testing.assert_close(problem.weights(), theta, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", NAMING)
-def test_methods_that_name_losses_resume_bit_for_bit(name):
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in METHODS])
+def test_the_others_resume_bit_for_bit(name):
     problem, other = PROBLEMS["dropout"](), PROBLEMS["dropout"]()
     scale = GradScaler("cpu", enabled=False)
-    opt = NAMING[name](sgd(problem.groups()), model=problem.model)
+    opt = EVERY[name](sgd(problem.groups()), model=problem.model)
     for t in range(6):
         torch.manual_seed(t)
         opt.step(scaled(problem, opt, scale))
         if t == 2:
             other.model.load_state_dict(problem.model.state_dict())
             saved = copy.deepcopy(opt.state_dict())
-    again = NAMING[name](sgd(other.groups()), model=other.model)
+    again = EVERY[name](sgd(other.groups()), model=other.model)
     again.load_state_dict(saved)
     for t in range(3, 6):
         torch.manual_seed(t)
