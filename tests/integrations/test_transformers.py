@@ -260,8 +260,10 @@ def test_another_loss_is_asked_for_by_name(tmp_path):
             return super().compute_loss(*args, **options)
 
     made = {"train_dataset": SENTENCES, "flatness": DISAM}
-    Named(bert(), arguments(tmp_path, max_steps=2), **made).train()
+    trainer = Named(bert(), arguments(tmp_path, max_steps=2), **made)
+    trainer.train()
     assert asked == ["ascent", "main"] * 2
+    assert trainer.loss_name == "main"
     with pytest.raises(UserError, match="DISAM asks for the loss 'ascent'"):
         FlatnessTrainer(bert(), arguments(tmp_path, max_steps=1), **made).train()
 

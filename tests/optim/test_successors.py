@@ -574,3 +574,57 @@ def test_the_seed_of_noise_is_saved():
     first, second = (RWP(sgd([w]), seed=s) for w, s in zip(weights, (5, 0), strict=True))
     second.load_state_dict(first.state_dict())
     assert torch.equal(noise(first, weights[0]), noise(second, weights[1]))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_scaler_that_the_phases_did_not_get_is_missed(name):
+    """Where it matters: the others' directions scale with the loss."""
+    problem, scale = PROBLEMS["dropout"](), GradScaler("cpu")
+    opt = EVERY[name](sgd(problem.groups()), model=problem.model)
+    for given in (scale, None):
+        for phase in opt.phases(given):
+            with phase:
+                loss = scale.scale(problem.loss(name=phase.loss))
+                loss.backward(create_graph=opt.needs_graph)
+        if given is None and not opt.scale_free:
+            with pytest.raises(RuntimeError, match=r"Write opt.phases\(scaler\)"):
+                scale.step(opt)
+        else:
+            scale.step(opt)
+            scale.update()
+    assert opt.scale_free == (
+        name not in {"sagm", "disam-sagm", "wsam", "f-sam", "vasso", "gga-l", "wsam-coupled"}
+    )
+
+
+@pytest.mark.parametrize("name", ["f-sam", "vasso", "looksam", "wsam"])
+@pytest.mark.parametrize("init_scale", [1.0, 2.0**10])
+def test_an_overflow_where_nothing_is_perturbed_is_not_kept(name, init_scale):
+    empty = nn.Parameter(torch.zeros(0).double())
+    p, q = (nn.Parameter(torch.ones(2).double() * k) for k in (1.0, 2.0))
+    groups = [{"params": [empty, p]}, {"params": [q], "rho": 0.0}]
+    opt = METHODS[name](torch.optim.SGD(groups, lr=0.01, momentum=0.9))
+    scale, calls = GradScaler("cpu", init_scale=init_scale), []
+
+    def closure():
+        calls.append(len(calls))
+        loss = (p * p).sum() * (q * q).sum() + empty.sum()
+        scale.scale(loss).backward()
+        if len(calls) == 1:
+            q.grad.fill_(torch.inf)
+        return loss
+
+    for _ in range(6):
+        opt.step(closure, scaler=scale)
+        scale.update()
+    kept = opt.state_dict()["steppe"]["memory"].values()
+    assert all(x.isfinite().all() for one in kept for x in one.values())
+    assert opt.steps == 5
+    assert torch.cat([p, q]).isfinite().all()
+
+
+def test_asam_without_a_gradient_that_counts_takes_a_plain_step():
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    groups = [{"params": [p], "rho": 0.0}, {"params": [q]}]
+    SAM(torch.optim.SGD(groups, lr=0.5), adaptive=True).step(lambda: (p * p).sum().backward())
+    assert torch.equal(p, torch.zeros(2))

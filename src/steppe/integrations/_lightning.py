@@ -245,9 +245,7 @@ class FlatnessSteps:
         accumulate: int = 1,
         optimizer: Any = None,
     ) -> Tensor | None:
-        """Take one step and return the detached main loss of its first pass with it.
-
-        Except under DISAM, that is the loss at the unperturbed weights.
+        """Take one step and return the main loss, detached, from the first pass that computes it.
 
         Then step the optimizer's schedulers by their ``interval`` and ``frequency``, as in
         automatic optimization. Step `ReduceLROnPlateau` yourself: it needs your metric.

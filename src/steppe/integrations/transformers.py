@@ -124,14 +124,17 @@ class FlatnessTrainer(Trainer):
         given = inputs, num_items_in_batch, self.current_gradient_accumulation_steps
         loss = torch.zeros((), device=self.args.device)
         first: int | None = None  # the first pass over the main loss
-        for phase, (inputs, n_items, per_step) in self._passes.over(given):
-            self.current_gradient_accumulation_steps = per_step
-            self.loss_name = phase.loss
-            self._check_loss()
-            part = super().training_step(model, inputs, n_items)
-            first = phase.index if first is None and phase.loss == "main" else first
-            if phase.index == first:
-                loss += part
+        try:
+            for phase, (inputs, n_items, per_step) in self._passes.over(given):
+                self.current_gradient_accumulation_steps = per_step
+                self.loss_name = phase.loss
+                self._check_loss()
+                part = super().training_step(model, inputs, n_items)
+                first = phase.index if first is None and phase.loss == "main" else first
+                if phase.index == first:
+                    loss += part
+        finally:
+            self.loss_name = "main"
         return loss
 
     def _check_loss(self) -> None:

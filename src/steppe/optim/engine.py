@@ -57,6 +57,8 @@ class FlatnessOptimizer(Wrapper):
             are always included.
     """
 
+    scale_free: ClassVar[bool] = True
+    """Whether the direction scales with the loss, so that phases need no GradScaler."""
     seed = 0
     """The seed of a method that draws noise."""
     draws: ClassVar[bool] = False
@@ -104,6 +106,7 @@ class FlatnessOptimizer(Wrapper):
         self._ready = False
         """Whether the direction is in ``.grad``, ready for the base's step."""
         self._looked = False
+        self._scaler_given = False
         self._staged: Walk | None = None
         """The walk of a step that the base has not taken yet, with what it will remember."""
         self._kept: tuple[dict[Tensor, Tensor], ...] = ()
@@ -208,6 +211,20 @@ class FlatnessOptimizer(Wrapper):
             self._base_step(scaler)
         return loss
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False, like any optimizer without fused kernels.
+
+        Only `GradScaler.step` reads it, so this is where a missing scaler shows.
+        """
+        if self._ready and not self._scaler_given and not self.scale_free:
+            raise RuntimeError(
+                f"A GradScaler steps this {type(self).__name__}, whose passes did not get it: part "
+                "of the step does not scale with the loss. Write opt.phases(scaler), or "
+                "opt.passes(batches, scaler)."
+            )
+        return False
+
     def _named(self, closure: Callable[..., Any], loss: str) -> Any:
         """Call a closure for a loss other than the main one."""
         notices.check_named(closure, type(self).__name__, loss)
@@ -239,6 +256,7 @@ class FlatnessOptimizer(Wrapper):
             return
         frameworks.guard(self)
         self._ready, self._staged, self._kept = False, None, ()
+        self._scaler_given = scaler is not None
         if self._open is not None:  # left early, but something still holds its generator
             self._open.close()
         if owner is not self:

@@ -64,6 +64,7 @@ class Excursion:
             self.visits = (replace(self.visits[0], loss=opt.ascent), *self.visits[1:])
         self._spans = partial(opt._layout.spans, groups, coefficients, opt.perturbed)
         self._scale = 1.0 if scaler is None else _scale(scaler, self._params)
+        self._watched = scaler is not None and scaler.is_enabled()
         several = len(self.visits) > 1 or opt.needs_graph
         self._still = opt._kept_still(self._params) if several else None
         self._local: Sequence[nn.Module] | None = None
@@ -258,8 +259,9 @@ class Excursion:
         self._opt._kept = tuple(self._shared(dict(zip(params, k, strict=True))) for k in kept)
         if self.walk is not None:
             self.walk.staged = {n: self._shared(v) for n, v in self.walk.staged.items()}
-        if kept and (isinstance(self._scale, Tensor) or self._scale != 1.0):  # no host sync
-            self._expose_overflow(direction, kept)
+        if self._watched and self.walk is not None:
+            staged = [list(vector.values()) for vector in self.walk.staged.values()]
+            self._expose_overflow(direction, [*kept, *staged])
         mine = dict(zip(params, direction, strict=True))
         if self._reached is not None:
             for p in mine.keys() - self._reached:
@@ -271,11 +273,17 @@ class Excursion:
             else:
                 p.grad = d.detach() if d.requires_grad else d  # a graph must not outlive the step
 
-    def _expose_overflow(self, direction: Vector, kept: Held) -> None:
-        """Make the direction NaN if what `after` will use overflowed: a GradScaler sees only it."""
+    def _expose_overflow(self, direction: Vector, others: Sequence[Vector]) -> None:
+        """Make the direction NaN if what else the step uses or keeps overflowed.
+
+        A GradScaler looks only at the direction.
+        """
         assert self.walk is not None
-        for vector in kept:
-            direction[0].add_(0.0 * self.walk.norm(vector))
+        shown = next((d for d in direction if d.numel()), None)
+        for vector in others:
+            overflow = 0.0 * self.walk.norm(vector)
+            if shown is not None:
+                shown.add_(overflow)
 
     def _shared(self, mine: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """What all processes agree on: under `local`, the mean of what each of them has."""

@@ -51,6 +51,8 @@ class FriendlySAM(FlatnessOptimizer):
         >>> opt = FriendlySAM(base, rho=0.05, sigma=1.0, lam=0.9, model=model)
     """
 
+    scale_free = False
+
     def __init__(
         self,
         base: Optimizer,

@@ -63,6 +63,7 @@ class GGAL(FlatnessOptimizer):
     """
 
     draws = True
+    scale_free = False
 
     def __init__(
         self,

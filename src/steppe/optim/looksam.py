@@ -72,10 +72,13 @@ class LookSAM(FlatnessOptimizer):
         model: Models = None,
         **options: Any,
     ) -> None:
-        if k != int(k) or k < 1:
+        if k not in range(1, 2**31):
             raise ValueError(f"k must be a whole number of steps, at least 1, got {k!r}")
-        if options.get("ratio", 1.0) != 1.0 and k > 1:
-            raise ValueError("LookSAM spreads its cost over k steps: leave out ratio, or use SAM's")
+        if (ratio := options.get("ratio", 1.0)) != 1.0 and k > 1:
+            raise ValueError(
+                f"LookSAM does not support ratio with k > 1, got ratio={ratio}: leave it out, or "
+                "use SAM(ratio=...)"
+            )
         self.k = int(k)
         super().__init__(base, {"rho": rho, "alpha": alpha}, model=model, **options)
 

@@ -79,7 +79,7 @@ class MSAM(FlatnessOptimizer):
 
 def _decay(group: Mapping[str, Any]) -> float:
     """The decay rate of a group's momentum, under the names that optimizers have for it."""
-    rates = [group.get("momentum"), group.get("beta"), *group.get("betas", ())[:1]]
+    rates = [group.get("momentum"), group.get("beta"), *(group.get("betas") or ())[:1]]
     return max((float(rate) for rate in rates if rate is not None), default=0.0)
 
 

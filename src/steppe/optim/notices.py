@@ -87,9 +87,12 @@ def check_named(
     try:
         bound = inspect.signature(function).bind(*before, loss)
         names = [p for p in bound.signature.parameters.values() if p.name in bound.arguments]
-        takes = names[-1].default is inspect.Parameter.empty or isinstance(names[-1].default, str)
+        default = names[-1].default
+        takes = default in (inspect.Parameter.empty, None) or isinstance(default, str)
     except TypeError:
         takes = False
+    except ValueError:  # a builtin without a signature
+        return
     if not takes:
         place = "its second argument" if before else "its argument"
         raise TypeError(

@@ -56,6 +56,8 @@ class SAGM(FlatnessOptimizer):
         [0.0, 0.0]
     """
 
+    scale_free = False
+
     def __init__(
         self,
         base: Optimizer,

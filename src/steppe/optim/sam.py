@@ -21,6 +21,7 @@ from .still import Models
 from .vectors import Vector
 from .walk import PLAIN, Held, Span, Visit, Walk
 
+NAMES = re.compile(r"Norm(Act|Fp32|Gated|Tlu)?(\dd\w*)?$")
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -89,6 +90,7 @@ class SAM(FlatnessOptimizer):
         if eta != 0 and not adaptive:
             raise ValueError(f"eta={eta} has no effect without adaptive=True (ASAM)")
         if only is not None:
+            model = (model,) if isinstance(model, nn.Module) else tuple(model or ())
             check_only(only, model)
         self.adaptive, self.only = adaptive, only
         hyper: dict[str, Hyper] = {"rho": rho, "eta": eta} if adaptive else {"rho": rho}
@@ -119,10 +121,9 @@ class SAM(FlatnessOptimizer):
         return ADAPTIVE_VISITS if self.adaptive else VISITS
 
 
-def check_only(only: str, model: Models) -> None:
+def check_only(only: str, models: tuple[nn.Module, ...]) -> None:
     if only != "norm":
         raise ValueError(f"only must be 'norm' or None, got {only!r}")
-    models = (model,) if isinstance(model, nn.Module) else tuple(model or ())
     if not models:
         raise ValueError("only='norm' finds normalization layers in the model: pass model=model")
     if not any(True for _ in norm_parameters(models)):
@@ -144,8 +145,9 @@ def _normalizes(module: nn.Module) -> bool:
     """
     if isinstance(module, NORMS):
         return True
-    vectors_only = all(p.ndim <= 1 or p.numel() == p.shape[1] for p in module.parameters(False))
-    return vectors_only and re.search(r"Norm(Act)?(\dd\w*)?$", type(module).__name__) is not None
+    own = module.parameters(recurse=False)
+    vectors_only = all(p.numel() == max(p.shape, default=1) for p in own)
+    return vectors_only and NAMES.search(type(module).__name__) is not None
 
 
 def _after_g0(w: Walk, g0: Vector) -> Held:
@@ -156,6 +158,8 @@ def _after_g0(w: Walk, g0: Vector) -> Held:
 def _after_g0_adaptive(w: Walk, g0: Vector) -> Held:
     # Part by part, with T computed twice: that costs less than writing and reading it.
     spans = [span for span in w.spans if span.coefficients["rho"] != 0]
+    if not spans:  # nothing that moves got a gradient
+        return ()
     lengths = [_scaled_norm(g0[span.tensors], _sizes(w, span)) for span in spans]
     length = w.length(torch.linalg.vector_norm(torch.stack(lengths)))  # |T g0|
 

@@ -49,6 +49,8 @@ class VaSSO(FlatnessOptimizer):
         >>> opt = VaSSO(base, rho=0.05, tau=0.9, model=model)
     """
 
+    scale_free = False
+
     def __init__(
         self,
         base: Optimizer,

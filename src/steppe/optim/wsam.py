@@ -54,6 +54,7 @@ class WSAM(FlatnessOptimizer):
     """
 
     reads_lr = True
+    scale_free = False
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -71,6 +72,7 @@ def join(device: str) -> Iterator[Processes]:
             dist.barrier()
     finally:
         if started:
+            gc.collect()  # a DDP module in a cycle keeps the group's threads until exit: an abort
             dist.destroy_process_group()
 
 
