@@ -147,7 +147,8 @@ class FlatnessOptimizer(Wrapper):
 
         Not called if the step was skipped. A GradScaler's scale is still in `kept`.
         """
-        raise NotImplementedError(f"{type(self).__name__} returned more than a direction")
+        method = type(self).__name__
+        raise TypeError(f"the last visit of {method} returned more than a direction: write after()")
 
     @property
     def perturbed(self) -> frozenset[Tensor] | None:
