@@ -160,15 +160,15 @@ def _after_g0_adaptive(w: Walk, g0: Vector) -> Held:
     spans = [span for span in w.spans if span.coefficients["rho"] != 0]
     if not spans:  # nothing that moves got a gradient
         return ()
-    lengths = [_scaled_norm(g0[span.tensors], _sizes(w, span)) for span in spans]
+
+    def scale(span: Span) -> Vector:
+        g = g0[span.tensors]
+        torch._foreach_mul_(g, _sizes(w, span))
+        return g
+
+    lengths = [vectors.norm(scale(span)) for span in spans]
     length = w.length(torch.linalg.vector_norm(torch.stack(lengths)))  # |T g0|
-
-    def square(span: Span) -> None:
-        T, g = _sizes(w, span), g0[span.tensors]
-        torch._foreach_mul_(g, T)
-        torch._foreach_mul_(g, T)  # T^2 g0
-
-    w.climb(g0, "rho", norm=length, before=square)
+    w.climb(g0, "rho", norm=length, before=scale)  # along T^2 g0
     return ()
 
 
@@ -177,11 +177,6 @@ def _sizes(w: Walk, span: Span) -> Vector:
     T = list(torch._foreach_abs(w.theta[span.tensors]))
     torch._foreach_add_(T, span.coefficients["eta"])
     return T
-
-
-def _scaled_norm(g: Vector, T: Vector) -> Tensor:
-    torch._foreach_mul_(T, g)
-    return vectors.norm(T)
 
 
 VISITS = (Visit(_after_g0), *PLAIN)  # the gradient at the second point is the direction

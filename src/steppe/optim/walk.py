@@ -259,7 +259,7 @@ class Walk:
         spend: bool = True,
         less: str | None = None,
         scaled: bool = True,
-        before: Callable[[Span], None] | None = None,
+        before: Callable[[Span], object] | None = None,
     ) -> None:
         """Move from the current point: ``theta += (rho / (|d| + xi) - less) * d``.
 
@@ -301,7 +301,7 @@ class Walk:
         needs: Sequence[str],
         spend: bool = True,
         home: bool = False,
-        before: Callable[[Span], None] | None = None,
+        before: Callable[[Span], object] | None = None,
     ) -> None:
         """Move where any of the coefficients in `needs` is not zero."""
         if self.backup is None:
