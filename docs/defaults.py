@@ -1,4 +1,4 @@
-"""Writes the tables of `guide/defaults-measured.md` from what `benchmarks/defaults.py` measured."""
+"""Writes the tables of the docs from what `benchmarks/defaults.py` measured."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-PAGE = Path(__file__).parent / "guide" / "defaults-measured.md"
+GUIDE = Path(__file__).parent / "guide"
+PAGES = (GUIDE / "defaults-measured.md", GUIDE / "rho-measured.md")
 BEGIN, END = "<!-- {name}: made by docs/defaults.py -->", "<!-- end of {name} -->"
 
 Row = dict[str, list[float | None]]
@@ -88,4 +89,5 @@ def write_tables(page: str, tables: dict[str, str]) -> str:
 
 if __name__ == "__main__":
     made = {name: table(name, found) for name, found in stored().items()}
-    PAGE.write_text(write_tables(PAGE.read_text(), made))
+    for page in PAGES:
+        page.write_text(write_tables(page.read_text(), made))

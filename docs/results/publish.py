@@ -639,7 +639,7 @@ def publish(out: Path, facts: object) -> None:
     accuracy = replace(
         accuracy,
         title="Accuracy on the held-out domain of PACS, % (higher is better)",
-        note="Mean ± standard error over six seeds. In parentheses, the paper's with ResNet-50",
+        note="Mean ± standard error over six seeds. In parentheses: the paper, with ResNet-50",
     )
     shown = {
         "accuracy": accuracy,

@@ -1,4 +1,4 @@
-"""The default learning rates hold against the grids that were measured, and the page shows them."""
+"""The default learning rates hold against the grids that were measured, and the pages show them."""
 
 import importlib.util
 from pathlib import Path
@@ -11,19 +11,19 @@ from steppe.optim import optimizer_spec
 
 
 @pytest.fixture(scope="module")
-def page() -> ModuleType:
+def script() -> ModuleType:
     """The script that makes the tables of the docs."""
     path = Path(__file__).parents[2] / "docs" / "defaults.py"
     spec = importlib.util.spec_from_file_location("docs_defaults", path)
     assert spec is not None
     assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_every_default_is_within_two_points_of_the_best_of_its_grid(page):
-    found = page.stored()
+def test_every_default_is_within_two_points_of_the_best_of_its_grid(script):
+    found = script.stored()
     assert set(found) == set(defaults.STUDIES)
     for name, study in defaults.STUDIES.items():
         if study.radius:
@@ -36,12 +36,12 @@ def test_every_default_is_within_two_points_of_the_best_of_its_grid(page):
             expected = [float(f"{default * factor:.4g}") for factor in defaults.FACTORS]
             assert list(map(float, row)) == expected, (name, optimizer)
             assert all(len(values) == defaults.SEEDS for values in row.values())
-            _, lead, noise = page.verdict(row)
+            _, lead, noise = script.verdict(row)
             assert lead <= max(2.0, noise), (name, optimizer)
 
 
-def test_the_page_has_the_tables_of_what_is_stored(page):
-    text = page.PAGE.read_text()
-    for name, found in page.stored().items():
-        assert page.write_tables(text, {name: "gone"}) != text
-        assert page.write_tables(text, {name: page.table(name, found)}) == text
+def test_the_pages_have_the_tables_of_what_is_stored(script):
+    texts = [page.read_text() for page in script.PAGES]
+    for name, found in script.stored().items():
+        (text,) = (text for text in texts if script.write_tables(text, {name: "gone"}) != text)
+        assert script.write_tables(text, {name: script.table(name, found)}) == text
