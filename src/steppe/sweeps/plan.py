@@ -22,6 +22,7 @@ from steppe.registry import Entry
 from steppe.sealed import seal
 from steppe.search import DEFAULT_SPACE, get_space
 from steppe.training import RunConfig, configure, read_config
+from steppe.training.complete import redraw
 
 from .sweep import AXES, FILE, VERSION, Sweep, read_plan
 
@@ -115,19 +116,24 @@ def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
         )
         for trial, algorithm, optimizer, average, held_out in axes:
             numbers = [spec.domains.index(domain) for domain in held_out]
-            for draw in range(grid.draws) if grid.draws else (None,):
-                options = {
-                    **grid.options,
-                    "dataset": dataset,
-                    "targets": held_out,
-                    "algorithm": algorithm,
-                    "optimizer": optimizer,
-                    "averaging": average,
-                    "trial_seed": trial,
-                    "seed": seed_hash(spec.name, algorithm, numbers, draw or 0, trial),
-                }
-                config = configure(options, grid.overrides, draw=draw, space=grid.space)
+            values = {
+                **grid.options,
+                "dataset": dataset,
+                "targets": held_out,
+                "algorithm": algorithm,
+                "optimizer": optimizer,
+                "averaging": average,
+                "trial_seed": trial,
+                "seed": seed_hash(spec.name, algorithm, numbers, 0, trial),
+                "space": grid.space,
+            }
+            config = configure(values, grid.overrides)
+            if not grid.draws:
                 yield _name(config, grid.tag), config
+            for draw in range(grid.draws):
+                seed = seed_hash(spec.name, algorithm, numbers, draw, trial)
+                drawn = redraw(config, draw, {**values, "seed": seed}, grid.overrides)
+                yield _name(drawn, grid.tag), drawn
 
 
 def _known(names: Sequence[str], find: Callable[[str], Entry]) -> list[str]:
@@ -199,6 +205,8 @@ def write_plan(
         used += [asdict(one)] if len(new) > before else []
     if old.axes and not new and retries in (None, old.retries):
         return old
+    with full_disk_explained(path, _AGAIN):
+        (path / "runs").mkdir(parents=True, exist_ok=True)
     for name, config in new.items():
         _write_config(path, name, config)
     os.sync()  # once: syncing thousands of files one by one would take minutes
@@ -212,7 +220,7 @@ def write_plan(
         "runs": {**old.axes, **axes},
     }
     with full_disk_explained(path / FILE, _AGAIN):  # last, so that an interrupted plan is not one
-        replace(path / FILE, seal(json.dumps(facts, indent=1)) + b"\n")
+        replace(path / FILE, seal(json.dumps(facts)) + b"\n")
     return read_plan(path)
 
 
@@ -248,9 +256,13 @@ def _write_config(path: Path, name: str, config: RunConfig) -> None:
     folder = path / "runs" / name
     file = folder / "config.json"
     with full_disk_explained(file, _AGAIN):
-        folder.mkdir(parents=True, exist_ok=True)
-        if folder.is_symlink():
-            raise UserError(f"{folder} is a symbolic link: replace it with the folder itself")
-        file.unlink(missing_ok=True)  # left by an interrupted plan; never follow a link
+        try:
+            folder.mkdir()
+        except FileExistsError:  # left by an interrupted plan
+            if folder.is_symlink():
+                raise UserError(
+                    f"{folder} is a symbolic link: replace it with the folder itself"
+                ) from None
+            file.unlink(missing_ok=True)  # never follow a link
         with file.open("x") as opened:
             opened.write(config.to_json())

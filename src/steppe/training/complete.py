@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         ...
         steppe.errors.UserError: unknown config key 'stepz', did you mean 'steps'? ...
     """
+    return _complete(values, {})
+
+
+def _complete(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> RunConfig:
+    """`make_config`, for values of which some options of the optimizer were drawn."""
     given = dict(values)
     refuse_foreign(given)
     for key in given:
@@ -83,7 +88,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     known = {key: own.get(key, default) for key, default in average.default_options.items()}
     given["averaging"] = _completed(average, options, known)
     given["optimizer"] = _complete_optimizer(
-        given.get("optimizer", {}), space, _finetunes(space, spec, weights)
+        given.get("optimizer", {}), space, _finetunes(space, spec, weights), drawn
     )
     if spec.pretrained:
         defaults |= {name: hyper.default for name, hyper in algorithm.run.items()}
@@ -177,20 +182,31 @@ def _completed(
     return {"name": spec.name, **defaults, **options}
 
 
-def _complete_optimizer(value: Any, space: str, pretrained: bool) -> dict[str, Any]:
+def _complete_optimizer(
+    value: Any, space: str, pretrained: bool, drawn: Mapping[str, Any]
+) -> dict[str, Any]:
     name, options = _split_name(value, "optimizer")
+    spec = optimizer_spec(name)
+    chosen: dict[str, Any] = {**spec.defaults(space, pretrained), **options}
+    # A space's own values are valid: a plan of thousands of draws builds no optimizer.
+    if any(key not in drawn or drawn[key] != value for key, value in options.items()):
+        _try_optimizer(spec, options, chosen)
+    return {"name": spec.name, **chosen}
+
+
+def _try_optimizer(
+    spec: OptimizerSpec, options: Mapping[str, Any], chosen: Mapping[str, Any]
+) -> None:
+    """Build the optimizer, as only it knows which values are valid."""
     import torch
 
-    spec = optimizer_spec(name)
     spec.check_names(options)
-    chosen: dict[str, Any] = {**spec.defaults(space, pretrained), **options}
-    try:  # only the optimizer knows which values are valid
+    try:
         probe = torch.nn.LayerNorm(1)  # some optimizers look for such layers
         spec.build(probe.parameters(), probe, **chosen)
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         given = ", ".join(f"{key}={shown(value)}" for key, value in options.items())
         raise UserError(f"config: optimizer {spec.name!r} rejects {given}: {error}") from None
-    return {"name": spec.name, **chosen}
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -269,8 +285,25 @@ def configure(
     if space is not None:
         values["space"] = space
     config = make_config(apply_overrides(values, texts))
-    if draw is None:
-        return config
+    return config if draw is None else redraw(config, draw, values, texts, asked=options)
+
+
+def redraw(
+    config: RunConfig,
+    draw: int,
+    values: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    asked: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """A config with the hyperparameters of a sample.
+
+    Args:
+        config: the config without a draw.
+        draw: the sample.
+        values: what `config` was made from.
+        overrides: ``key=value`` strings, which replace drawn values.
+        asked: the values that replace drawn ones too (default: all).
+    """
     drawn_from, dataset = config.space or DEFAULT_SPACE, config.spec()
     drawn = draw_hparams(
         dataset,
@@ -282,13 +315,14 @@ def configure(
         pretrained=_finetunes(drawn_from, dataset, config.weights),
     )
     axes = ("optimizer", "algorithm")
+    own = drawn["optimizer"]
     for axis in axes:
         drawn[axis] = {**getattr(config, axis).options, **drawn[axis]}
     # Overrides win over drawn values, except one that names a whole axis, whose options were drawn.
-    later = [text for text in texts if text.partition("=")[0].strip() not in axes]
+    later = [text for text in overrides if text.partition("=")[0].strip() not in axes]
     drawn["draw"] = draw
-    asked = {key: value for key, value in options.items() if key not in axes}
-    return make_config(apply_overrides({**values, **drawn, **asked}, later))
+    kept = {k: v for k, v in (values if asked is None else asked).items() if k not in axes}
+    return _complete(apply_overrides({**values, **drawn, **kept}, later), own)
 
 
 def _finetunes(space: str, dataset: DatasetSpec, weights: Any) -> bool:

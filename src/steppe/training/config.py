@@ -46,6 +46,8 @@ hyperparameter."""
 
 _LONGEST_TEXT, _LONGEST_LIST, _DEEPEST = 4000, 10_000, 10
 """Upper limits for any value: characters, items, nesting depth."""
+_PLAIN = (str, int, float, list, tuple, type(None))
+"""Types that are no mappings, checked first because a check for a mapping is slow."""
 
 _run_key = partial(Field, json_schema_extra=RUN)
 _machine_key = partial(Field, json_schema_extra=MACHINE)
@@ -230,11 +232,11 @@ def refuse_foreign(values: Mapping[str, Any]) -> None:
     """Reject a newer format and oversized values before anything computes with them."""
     flat = dict(values)
     for outer, options in values.items():
-        if isinstance(options, Mapping):
+        if not isinstance(options, _PLAIN) and isinstance(options, Mapping):
             del flat[outer]
             flat |= {f"{outer}.{key}": value for key, value in options.items()}
     for key, value in flat.items():
-        if (wrong := _oversized([key, value])) is not None:
+        if (wrong := _oversized(key) or _oversized(value, 1)) is not None:
             raise UserError(f"config: {key[:LONGEST]}={shown(value)}: {wrong}")
     version = values.get("version", VERSION)
     if not isinstance(version, int) or version < 1:
@@ -255,7 +257,7 @@ def _oversized(value: Any, depth: int = 0) -> str | None:
         return "too long" if len(value) > _LONGEST_TEXT else None
     if isinstance(value, int):
         return "an integer of more than 64 bits" if abs(value) >= 2**64 else None
-    if isinstance(value, Mapping):
+    if not isinstance(value, _PLAIN) and isinstance(value, Mapping):
         value = [item for pair in value.items() for item in pair]
     if not isinstance(value, list | tuple):
         return None
