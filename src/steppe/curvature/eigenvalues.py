@@ -24,7 +24,7 @@ Method = Literal["lanczos", "power"]
 _ROUNDING = 64
 """Assumed rounding error of a product, in units in the last place; the largest observed."""
 _AT_LEAST = 1 << 25
-"""Entries that the default basis may always have."""
+"""Entries that the default basis may have even if `k` needs fewer."""
 
 
 @dataclass(frozen=True)
