@@ -45,7 +45,7 @@ class Status:
         seconds_left: estimated from finished runs; None before the first.
         running: seconds since each active run started.
         failures: runs that failed and will not be retried.
-        problems: damaged or missing files. Their runs are counted all the same.
+        problems: damaged or missing files. Their runs are still counted.
     """
 
     counts: Mapping[str, int]

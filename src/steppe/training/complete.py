@@ -61,7 +61,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
         given["root"] = str(Path(given["root"]).resolve())
     for key, advice in _NEEDED.items():
         if given.get(key) in (None, "", (), []):  # 0 is a domain's name
-            raise UserError(f"config has no {key!r}: give {advice}")
+            raise UserError(f"config has no {key!r}: pass {advice}")
     spec = dataset_spec(str(given["dataset"]))
     given["dataset"] = spec.name
     for key in ("targets", "sources"):
