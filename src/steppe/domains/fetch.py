@@ -96,8 +96,8 @@ def download(
                     meter.say(failures[-1])
     except OSError as error:  # from the disk: network errors are `_Failed`
         raise UserError(
-            f"cannot write {error.filename or part}: {error.strerror}. Fix that and rerun the "
-            "command: the download resumes."
+            f"cannot write {error.filename or part}: {error.strerror}. Fix this and rerun the "
+            "command; the download will resume."
         ) from None
     raise Unavailable(item.file, failures)
 
@@ -218,7 +218,7 @@ class _Transfer:
             except Exception as error:
                 answer.set_exception(error)
 
-        # A thread that is too late is left to end by itself, and its response is dropped.
+        # A thread that is too late keeps running, and its response is dropped.
         threading.Thread(target=ask, daemon=True).start()
         return answer.result(2 * timeout)
 
