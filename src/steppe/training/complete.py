@@ -100,7 +100,9 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     if sources:  # opening the data reports that none is left
         algorithm.check_domains(len(sources))
     if config.augment and spec.channels != 3:
-        raise UserError(f"augment=true needs images of 3 channels; {spec.name} has {spec.channels}")
+        raise UserError(
+            f"augment=true needs images with 3 channels; {spec.name} has {spec.channels}"
+        )
     return config
 
 
