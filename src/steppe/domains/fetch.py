@@ -208,7 +208,7 @@ class _Transfer:
             raise _Failed(str(error) or type(error).__name__, passing=True) from None
 
     def _answer(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        """Return the response once it begins, within a total time: Python limits each byte only."""
+        """Return the response once it begins, within a total time: Python's limit is per byte."""
         answer: Future[http.client.HTTPResponse] = Future()
         timeout = self.patience.timeout
 
@@ -317,7 +317,7 @@ def _validator(headers: Message) -> str | None:
 
 
 def _not_the_file(name: str, head: bytes, headers: Message) -> str | None:
-    """Return why a response is not the requested file but, say, a web page; None if it may be."""
+    """Return why a response is not the requested file, such as a web page; None if it may be."""
     magic = _MAGIC.get(Path(name).suffix)
     if magic is not None and head.startswith(magic):
         return None

@@ -109,7 +109,7 @@ class Joined(Optimizer):
 
     @property
     def state(self) -> Any:
-        """What the optimizers keep, by parameter: a view that reads and writes theirs."""
+        """The state of the optimizers by parameter: a view that reads and writes their own."""
         return States(self.optimizers)
 
     @state.setter
@@ -244,7 +244,7 @@ class States(MutableMapping[Any, Any]):
     def __len__(self) -> int:
         return sum(len(one.state) for one in self._optimizers)
 
-    # As in a defaultdict, only [] makes an entry; those of MutableMapping would call it.
+    # As in a defaultdict, only [] creates an entry. MutableMapping's own methods would call [].
 
     def get(self, p: Any, default: Any = None) -> Any:
         holder = self._holder(p)

@@ -1,4 +1,4 @@
-"""Calls and checkpoints of other SAM libraries, read in this one's terms.
+"""Calls and checkpoints of other SAM libraries, translated to this one's.
 
 The names are those of pytorch_optimizer 4.1, davda54/sam and juntang-zhuang/GSAM.
 """
