@@ -39,7 +39,7 @@ DEVICE_BLOCK = 2**26
     base=None,
 )
 class GENIE(Optimizer):
-    r"""Scales each mean gradient by its signal-to-noise ratio, adds noise, and skips weights.
+    r"""Scales a weight's mean gradient by its signal-to-noise ratio, adds noise, and skips weights.
 
     $$
     \begin{split}

@@ -171,7 +171,8 @@ def show(sweep: Sweep, status: Status) -> Group:
         alike[failure.error].append(failure)
     for error, (first, *more) in alike.items():
         others = f", and {len(more):,} more" if more else ""
-        line = f"failed after {first.attempts} attempts: {first.name}{others}: {error}"
+        attempts = f"{first.attempts} attempt{'s' * (first.attempts != 1)}"
+        line = f"failed after {attempts}: {first.name}{others}: {error}"
         parts.append(text(line, style="red"))
         if first.traceback:
             parts.append(text(first.traceback.rstrip(), style="dim"))
