@@ -81,8 +81,8 @@ def registrar(registry: Registry[S], spec: type[S], name: str, **facts: Any) -> 
     """A decorator that registers a plugin's class; `declared` finds steppe's own."""
 
     def decorate(cls: C) -> C:
-        # While one of steppe's own modules is imported, it does not have this class yet. Once it
-        # does, the user is registering the class again, under another name.
+        # A module of steppe that is still being imported does not have this class yet. If it has
+        # it, the user is registering the class again, under another name.
         own = cls.__module__.startswith("steppe.")
         if not own or getattr(sys.modules[cls.__module__], cls.__name__, None) is cls:
             registry.add(spec.of(cls, name, **facts))

@@ -87,7 +87,7 @@ def printed(tables: Sequence[Table]) -> str:
 
 
 class Meter:
-    """Progress: a bar on a terminal, and regular lines elsewhere.
+    """Progress: a bar on a terminal, periodic lines elsewhere.
 
     The estimated time left assumes the average speed so far; a caller's note replaces it.
 
@@ -95,8 +95,8 @@ class Meter:
         title: the current task.
         total: the amount of work, or None if unknown.
         console: where to show it; None shows nothing.
-        unit: what is counted. A share goes from 0 to 1.
-        done: the amount done before.
+        unit: what is counted; a share goes from 0 to 1.
+        done: the amount already done.
         every: seconds between lines without a terminal.
 
     Examples:

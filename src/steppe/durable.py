@@ -71,8 +71,8 @@ def full_disk_explained(path: Path, then: str = "continue with --resume") -> Ite
     except OSError as error:
         remedy = "Free some space" if error.errno in _FULL else "Fix it"
         raise RunError(
-            f"{path} could not be written: {error.strerror or error}. Everything written before is "
-            f"intact. {remedy}, then {then}."
+            f"{path} could not be written: {error.strerror or error}. Everything written earlier "
+            f"is intact. {remedy}, then {then}."
         ) from error
 
 

@@ -16,7 +16,7 @@ _SEAL = re.compile(rb',\s*"crc32":\s*"([0-9a-f]{8})"\s*\}\s*$')
 
 
 class Broken(ValueError):
-    """A JSON object differs from its checksum."""
+    """A JSON object does not match its checksum."""
 
 
 def seal(text: str) -> bytes:
@@ -31,7 +31,7 @@ def seal(text: str) -> bytes:
 
 
 def broken(line: bytes) -> bool:
-    """Whether a line from `seal` differs from its checksum, without parsing it.
+    """Whether a line from `seal` does not match its checksum, without parsing it.
 
     A line without a checksum is not broken.
 
@@ -49,12 +49,12 @@ def unseal(data: bytes) -> dict[str, Any]:
     """Parse a JSON object, and check and remove its checksum.
 
     Raises:
-        Broken: it differs from its checksum.
+        Broken: it does not match its checksum.
         ValueError: it is not a JSON object.
     """
     found = _SEAL.search(data)
     if found and int(found[1], 16) != zlib.crc32(data[: found.start()]):
-        raise Broken("it differs from its checksum")
+        raise Broken("it does not match its checksum")
     value = parse(data)
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")

@@ -1,7 +1,7 @@
 """The rule by which validation ranks a run's steps, shared by training and reports.
 
-The two must agree to the last bit: otherwise a run could save the weights of another step than the
-one in the table.
+The two must agree to the last bit: otherwise a run could save the weights of a different step
+than the one in the table.
 """
 
 from collections.abc import Sequence

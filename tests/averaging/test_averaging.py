@@ -278,7 +278,7 @@ def test_the_state_of_another_model_is_refused(name):
     state = averaging.state_dict()
     wider = network()
     wider[5] = nn.Linear(5, 3).double()
-    with pytest.raises(UserError, match=r"5.weight it has \(2, 5\), the model has \(3, 5\)"):
+    with pytest.raises(UserError, match=r"5.weight it has \(2, 5\), but the model has \(3, 5\)"):
         BUILT[name](wider).load_state_dict(state)
     thawed = network().requires_grad_(True)
     with pytest.raises(UserError, match="6.weight it has nothing"):

@@ -123,7 +123,7 @@ def test_progress_is_told_after_each_product():
 
 def test_bad_input():
     for options in ({"probes": 0}, {"steps": 0}):
-        with pytest.raises(UserError, match="both must be at least 1"):
+        with pytest.raises(UserError, match="probes and steps must be at least 1, got probes="):
             spectral_density(torch.eye(3), **options)
     found = spectral_density(torch.eye(3), probes=1)
     with pytest.raises(UserError, match="width must be positive, got 0.0"):

@@ -457,7 +457,7 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
         ),
         (
             {"loss_fn": lambda m, x: squares(m, x) + (m.bias * 0).sum().sqrt()},
-            "gradient of the loss by bias is not finite, although",
+            "gradient with respect to bias is not finite, although",
         ),
         ({"loss_fn": lambda m, x: m(x).detach().mean()}, "does not depend on the parameters"),
         ({"params": []}, "params is empty"),
@@ -582,7 +582,7 @@ def test_second_derivatives_that_are_not_symmetric_are_refused():
 def test_sparse_gradients_are_refused():
     table, rows = nn.Embedding(6, 2, sparse=True), torch.tensor([1, 4])
     op = HessianOperator(table, lambda table, rows: table(rows).square().sum(), [rows])
-    with pytest.raises(UserError, match="by weight is sparse: build the layer with sparse=False"):
+    with pytest.raises(UserError, match="to weight is sparse: build the layer with sparse=False"):
         op @ torch.randn(op.shape[0])
 
 

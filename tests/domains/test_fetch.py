@@ -358,7 +358,7 @@ def test_a_full_disk_keeps_what_has_arrived(server: Server, tmp_path: Path) -> N
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, hard))
     try:
-        with pytest.raises(UserError, match=r"cannot write .*a.zip.part: .* Fix that"):
+        with pytest.raises(UserError, match=r"cannot write .*a.zip.part: .* Fix this"):
             fetch(one(server), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -104,7 +104,7 @@ def test_a_phase_is_entered_once():
 
 def test_a_step_inside_a_phase_ends_the_outer_one():
     problem, opt = setup("sam")
-    with pytest.raises(RuntimeError, match="overtaken"):
+    with pytest.raises(RuntimeError, match="Another step began inside phase"):
         for phase in opt.phases():
             with phase:
                 problem.loss().backward()

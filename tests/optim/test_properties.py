@@ -650,7 +650,7 @@ def test_a_pass_without_a_gradient_after_one_with_is_an_error():
             calls[0].backward()
         return calls[-1]
 
-    with pytest.raises(RuntimeError, match="Pass 1 left no gradient, though pass 0 did"):
+    with pytest.raises(RuntimeError, match="Pass 0 produced gradients, but pass 1 did not"):
         opt.step(closure)
     assert torch.equal(problem.weights(), before)
 

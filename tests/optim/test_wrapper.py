@@ -168,9 +168,7 @@ def test_constructors_of_other_libraries_are_answered_with_the_line_to_write(sty
 
 
 def test_an_option_without_a_counterpart_is_named():
-    with pytest.raises(
-        TypeError, match=r"LookSAM has no counterpart of adaptive=True, use_gc=True"
-    ):
+    with pytest.raises(TypeError, match=r"LookSAM has no equivalent of adaptive=True, use_gc=True"):
         LookSAM(params(), torch.optim.SGD, lr=0.1, adaptive=True, use_gc=True)
 
 

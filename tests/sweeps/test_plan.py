@@ -198,7 +198,7 @@ def test_a_changed_plan_shows_and_the_error_says_how_to_keep_a_change(tmp_path: 
     whole = file.read_text()
     file.write_text(whole.replace('"retries": 1', '"retries": 3'))
     with pytest.raises(
-        UserError, match=f'differs from its checksum.*remove its last entry, "{KEY}"'
+        UserError, match=f'does not match its checksum.*remove its last entry, "{KEY}"'
     ):
         read_plan(tmp_path)
     edited(tmp_path, retries=3)
@@ -227,7 +227,7 @@ def test_a_failed_write_is_one_line_and_loses_nothing(tmp_path: Path, limit, ext
     assert not list(path.glob(".*"))
     if before is not None:
         assert read_plan(path) == before
-        assert "Everything written before is intact" in str(told.value)
+        assert "Everything written earlier is intact" in str(told.value)
     assert len(write_plan(more, path, extend=extend).names) == (72 if extend else 24)
 
 

@@ -67,7 +67,7 @@ WRONG = [
     ({"workers": -1}, "workers=-1"),
     ({"weights": None}, "weights=None"),
     ({"weights": 5}, "weights=5"),
-    ({"augment": True}, "augment=true needs images of 3 channels; RotatedDigits has 1"),
+    ({"augment": True}, "augment=true needs images with 3 channels; RotatedDigits has 1"),
     ({"plugins": "no_such_module_of_mine"}, "plugin 'no_such_module_of_mine'"),
     ({"plugins": "no_such_package.datasets"}, "plugin 'no_such_package.datasets'"),
     ({"plugins": "./mine.py"}, "plugin './mine.py' is not a module name"),

@@ -157,7 +157,7 @@ def test_no_other_step_passes_for_the_last(run, use, state):
     assert "--which step:20" in str(told.value)
     assert not (run / "m.safetensors").exists()
     assert use(run, which="step:20") == 20
-    with pytest.raises(UserError, match="no checkpoint after step 7: available are 20, 30"):
+    with pytest.raises(UserError, match="no checkpoint after step 7: choose from 20, 30"):
         use(run, which="step:7")
     with pytest.raises(RunError, match="is damaged"):
         use(run, which="step:30")
@@ -279,7 +279,7 @@ def test_a_changed_record_is_told_by_its_line(run):
     assert not any(KEY in record for record in records)
     changed = lines[1].replace(b'"accuracy": 0.', b'"accuracy": 0.1', 1)
     directory.records_file.write_bytes(b"\n".join([lines[0], changed, *lines[2:]]))
-    with pytest.raises(RunError, match=r"line 2 is damaged: it differs .* checksum\. Restore"):
+    with pytest.raises(RunError, match=r"line 2 is damaged: .* match its checksum\. Restore"):
         directory.records()
     directory.records_file.write_bytes(b"\n".join(lines[:-1]) + b"\x0b")  # a flipped newline
     with pytest.raises(RunError, match=f"line {len(records)} is damaged: its end is missing"):

@@ -35,7 +35,7 @@ class ARM(Algorithm):
     the last set may be smaller. The new channel's weights in the first layer start as a copy of
     the first channel's.
 
-    DomainBed never trains the context network and treats a batch that is not a multiple of
+    DomainBed never trains the context network and treats a batch whose size is not a multiple of
     `support` as one set; this class trains it, as in the paper. Each process forms support sets
     from its own images. When batch-norm statistics are re-estimated for averaged weights, sets
     span domains unless the batch size is a multiple of `support`.

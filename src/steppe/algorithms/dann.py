@@ -64,8 +64,9 @@ class DANN(Algorithm):
 
     where \(\lambda\) is `penalty`, \(w_g\) is `grad_penalty`, and means are over all images.
 
-    Matches DomainBed, which alternates the two; the paper updates both in one step with a gradient
-    reversal layer. Both parts use the run's optimizer, with `betas=(beta1, 0.9)` if it has `betas`.
+    Matches DomainBed, which alternates the two kinds of step; the paper makes both updates in one
+    step with a gradient reversal layer. Both parts use the run's optimizer, with
+    `betas=(beta1, 0.9)` if it has `betas`.
 
     Args:
         penalty: weight of the discriminator's loss.

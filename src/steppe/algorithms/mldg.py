@@ -18,7 +18,7 @@ from .network import Network
 from .registry import register_algorithm
 
 _SCALE = 1024.0
-"""Loss scale that keeps the inner gradient from underflowing in half precision (exact: 2^10)."""
+"""Loss scale against underflow of the inner gradient in half precision; exact, as a power of 2."""
 
 
 @register_algorithm(

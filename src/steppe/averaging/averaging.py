@@ -123,7 +123,7 @@ class Averaging(ABC):
                 why = f"{name} is not averaged here"
                 if name in ours:
                     found = saved.get(name, "nothing")
-                    why = f"for {name} it has {found}, the model has {ours[name]}"
+                    why = f"for {name} it has {found}, but the model has {ours[name]}"
                 raise UserError(
                     f"the saved average belongs to a different model: {why}. Resume with the "
                     "options the run was started with."

@@ -1,7 +1,7 @@
 r"""SWAD's search for the loss valley, without tensors: which segments of training to average.
 
 Evaluations of the validation loss ("looks") cut training into segments; segment 0 ends with the
-first look. The valley starts at a loss that none of the following \(N_s - 1\) losses is below. It
+first look. The valley starts at a loss that none of the next \(N_s - 1\) losses falls below. It
 ends when \(N_e\) losses in a row exceed the threshold, \(1 + r\) times the mean of those \(N_s\).
 """
 
@@ -51,7 +51,7 @@ class Valley(ABC):
     def look(self, loss: float) -> Decision:
         """Process the loss at the end of segment `looks`.
 
-        The decision only adds the segment that just ended, or segments `needed` before.
+        The decision adds only the segment that just ended, or segments that were `needed`.
         """
         if self.dead:
             return Decision()
@@ -141,7 +141,7 @@ class ReferenceValley(Valley):
 
     @property
     def needed(self) -> frozenset[int]:
-        """The queues, without what the next look moves out, and the stand-in."""
+        """The queued segments that the next look does not drop, and the stand-in."""
         if self.dead:
             return frozenset()
         converged = self.start is not None
@@ -185,12 +185,12 @@ class ReferenceValley(Valley):
         return Decision(_numbers(queue) or self._stand_in())
 
     def _stand_in(self) -> tuple[int, ...]:
-        """The convergence segment while nothing was added: the average if nothing ever is."""
+        """The convergence segment until one is added: it is the average if none ever is."""
         return () if self.start is None or self.added else (self.start,)
 
 
 class PaperValley(Valley):
-    r"""Counts every iterate once, like Algorithm 1 of the paper with looks for iterations.
+    r"""Counts every iterate once, like Algorithm 1 of the paper with looks instead of iterations.
 
     The average starts with the convergence segment and ends before the first \(N_e\) losses in a
     row above the threshold, counted from the look after the one that found convergence. Otherwise

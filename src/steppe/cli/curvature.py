@@ -15,7 +15,7 @@ from .options import fields, with_options
 
 
 class _MeasuresUnlessTold(TyperGroup):
-    """Makes `curvature RUN` mean `curvature measure RUN`; write ./compare for a run named so."""
+    """Makes `curvature RUN` mean `curvature measure RUN`; a run named compare is ./compare."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
@@ -25,8 +25,8 @@ class _MeasuresUnlessTold(TyperGroup):
 
 app = typer.Typer(
     cls=_MeasuresUnlessTold,
-    help="Measure how flat a run's minimum is ('steppe curvature RUN'; options: 'steppe curvature "
-    "measure --help'), or compare measured runs.",
+    help="Measure how flat a run's minimum is, or compare measured runs.\n\n"
+    "'steppe curvature RUN' is short for 'steppe curvature measure RUN'.",
 )
 _Domains = Annotated[
     list[str] | None,

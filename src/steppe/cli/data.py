@@ -77,7 +77,7 @@ def data_check(
 def data_pack(
     name: _Name,
     size: Annotated[
-        int, typer.Option(min=1, help="Shrink larger images to this length of the shorter side.")
+        int, typer.Option(min=1, help="Shrink larger images to a shorter side of this many pixels.")
     ] = 256,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing pack.")] = False,
     root: Root = None,

@@ -40,7 +40,7 @@ class Kind:
     """A list of named entries.
 
     Attributes:
-        name: of the list.
+        name: the list's name.
         axis: the config key that takes an entry's name, if any.
         registry: the entries.
         facts: returns an entry's facts: name, summary and citation first.
@@ -59,7 +59,7 @@ class Kind:
 
 
 def _options(spec: AxisSpec) -> dict[str, Facts]:
-    # The meaning of the other options describes their values.
+    # The other options describe their values in their meanings.
     others = {name: _told(one) | {"values": None} for name, one in spec.further.items()}
     return {**{name: _told(option) for name, option in spec.options.items()}, **others}
 
@@ -251,7 +251,7 @@ def list_names(
 
 
 def _point_to(name: str) -> None:
-    """Say where a name is listed that was given in place of a kind."""
+    """If the user passed an entry's name instead of a kind, say where it is listed."""
     for kind in KINDS.entries():
         if name in kind.registry:
             raise UserError(f"{name!r} is listed under {kind.name}: steppe list {kind.name} {name}")

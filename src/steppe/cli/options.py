@@ -113,12 +113,12 @@ SHORTCUTS = [
 def overriding(
     given: Iterable[str], shortcuts: Mapping[str, Any], overrides: Iterable[str] | None
 ) -> list[str]:
-    """Return `--lr` and `--rho` as `--set` would give them, followed by what `--set` gives."""
+    """Return `--lr` and `--rho` as settings of `--set`, followed by those of `--set` itself."""
     own = {f"optimizer.{key}": value for key, value in shortcuts.items()}
     others = list(overrides or ())
     for key in {text.partition("=")[0].strip() for text in others} & {*own, *given}:
         option = key.removeprefix("optimizer.").replace("_", "-")
-        raise UserError(f"--{option} and --set {key} are the same setting: give one of them")
+        raise UserError(f"--{option} and --set {key} are the same setting: pass only one")
     return [*(f"{key}={value}" for key, value in own.items()), *others]
 
 

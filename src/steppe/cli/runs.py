@@ -75,7 +75,9 @@ def evaluate(
     runs: Runs,
     ensemble: Annotated[
         bool,
-        typer.Option("--ensemble", help="Sum the logits of all runs (with sma, this is EoA)."),
+        typer.Option(
+            "--ensemble", help="Sum the logits of all runs (EoA, if they were trained with sma)."
+        ),
     ] = False,
     data: Annotated[
         str | None,

@@ -23,7 +23,7 @@ Workers = fields(Crew, "workers", "per_gpu", min=1)
 _Sweep = Annotated[Path, typer.Argument(metavar="DIR", help="Sweep folder.")]
 _Runs = Annotated[
     list[str] | None,
-    typer.Argument(metavar="RUN", help="Run names (default: all runs that it applies to)."),
+    typer.Argument(metavar="RUN", help="Names of runs (default: all eligible runs)."),
 ]
 # A sweep varies these, or a worker sets them, so they are not options of all runs.
 _VARIED = (

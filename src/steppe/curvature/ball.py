@@ -52,7 +52,7 @@ def flatness(
 
     The weights move in place and are restored exactly, even after an error or an interrupt. The
     model runs in evaluation mode. Memory: about ten parameter-sized vectors. $R^0$ is a difference
-    of losses: if it is a millionth of the loss, float32 has no digits left for it, so use float64.
+    of losses: if it is only a millionth of the loss, float32 rounds it away, so use float64.
 
     Args:
         model: any module.
@@ -211,7 +211,8 @@ def _within(rho: float) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"within rho={rho:g} of the weights, {error} Or lower rho.") from None
+        message = f"within rho={rho:g} of the weights, {error} Alternatively, lower rho."
+        raise UserError(message) from None
 
 
 def _towards(vector: Tensor, rho: float) -> Tensor:
@@ -222,6 +223,8 @@ def _towards(vector: Tensor, rho: float) -> Tensor:
 def _check(rho: float, alpha: float, restarts: int, steps: int, tol: float) -> None:
     check_ball(rho, alpha)
     if restarts < 1 or steps < 1:
-        raise UserError(f"restarts={restarts}, steps={steps}: both must be at least 1")
+        raise UserError(
+            f"restarts and steps must be at least 1, got restarts={restarts}, steps={steps}"
+        )
     if not tol >= 0:
         raise UserError(f"tol must be >= 0, got {tol}")

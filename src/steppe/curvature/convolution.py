@@ -2,9 +2,9 @@ r"""Convolutions that stay fast when differentiated twice.
 
 PyTorch computes one term of a convolution's second derivative as a convolution with an image as its
 kernel, one group at a time, which is very slow for depthwise convolutions. This is avoidable:
-$\langle g, C(x, w) \rangle$ is linear in the images, the kernel and the gradient of the output. Its
-derivatives with respect to these three are the convolution and the two parts of its gradient. Their
-derivatives are again among these three, and each has a fast kernel.
+$\langle g, C(x, w) \rangle$ is linear in the images $x$, the kernel $w$ and the gradient $g$ of the
+output. Its derivatives with respect to these are the convolution and the two parts of its gradient.
+Each of the three has a fast kernel, and differentiating one of them leads back to the other two.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Geometry(NamedTuple):
 
 
 class _Convolution(torch.autograd.Function):
-    r"""The derivative of $\langle g, C(x, w) \rangle$ by one of $x$, $w$, $g$, given the other two.
+    r"""The derivative of $\langle g, C(x, w) \rangle$ with respect to $x$, $w$ or $g$.
 
-    The derivative by $g$ is the convolution itself. Each argument enters linearly, so the one to
-    differentiate by is passed as None, and only its shape matters.
+    The derivative with respect to $g$ is the convolution itself. The expression is linear in each
+    argument, so the one to differentiate with respect to is passed as None: only its shape matters.
     """
 
     @staticmethod

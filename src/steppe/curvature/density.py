@@ -91,7 +91,7 @@ def spectral_density(
         True
     """
     if probes < 1 or steps < 1:
-        raise UserError(f"probes={probes}, steps={steps}: both must be at least 1")
+        raise UserError(f"probes and steps must be at least 1, got probes={probes}, steps={steps}")
     check_matrix(op)
     generator = seeded(op, seed)
     steps = min(steps, op.shape[0])

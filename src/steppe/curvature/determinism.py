@@ -24,7 +24,7 @@ def check_repeatable(
     after: Evaluation,
     batches: tuple[Any, Any],
 ) -> None:
-    """Raise an error if two evaluations of a batch differ, or the first batches of two passes.
+    """Raise an error if two evaluations of a batch differ, or if two passes start differently.
 
     `evaluate` computes the loss again, to find the random part of the model.
     """

@@ -24,7 +24,7 @@ Method = Literal["lanczos", "power"]
 _ROUNDING = 64
 """Assumed rounding error of a product, in units in the last place; the largest observed."""
 _AT_LEAST = 1 << 25
-"""Entries that the default basis may always have."""
+"""Entries that the default basis may have even if `k` needs fewer."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def top_eigenvalues(
         vectors: whether to return the eigenvectors.
         block_size: vectors to multiply at a time: fewer passes over the data, more products.
         basis: vectors to keep in memory before a restart: at least `k + 2 * block_size`, and two
-            more unless `verify` is 0 (default: `3 * k`, or more if vectors are short).
+            more for `verify > 0` or "LM" (default: `3 * k`, or more if vectors are short).
         verify: steps that search for missed copies of repeated eigenvalues; 0 disables the search.
             It is less reliable if the basis has no room for so many steps besides `k` vectors.
         max_products: stop with a warning after this many products, at least `k` (default:
@@ -110,7 +110,8 @@ def top_eigenvalues(
     widest = block_size + (verify > 0 or which == "LM")  # "LM" needs room for both ends
     if basis is not None and basis < min(n, k + 2 * widest):
         raise UserError(
-            f"basis must be at least {k + 2 * widest} (k={k} plus two blocks), got {basis}"
+            f"basis must be at least {k + 2 * widest} for k={k}, block_size={block_size} and "
+            f"verify={verify}, got {basis}"
         )
     if max_products is not None and max_products < k:
         raise UserError(f"max_products must be at least k={k}, got {max_products}")

@@ -17,10 +17,10 @@ from .operator import CurvatureOperator, Differentiated, LossFunction, Parts, gr
 class GaussNewtonOperator(CurvatureOperator):
     r"""The generalized Gauss-Newton matrix $J^\top \nabla_z^2 L\, J$ of the mean loss.
 
-    Here $z$ are the outputs of the model and $J$ is their derivative by the parameters: the Hessian
-    without the curvature of the model itself. It is positive semi-definite if the loss is convex in
-    the outputs, like cross-entropy and squared error. It ignores terms of the loss that bypass the
-    outputs, such as a weight penalty.
+    Here $z$ are the outputs of the model and $J$ is their Jacobian with respect to the parameters.
+    This is the Hessian without the curvature of the model itself. It is positive semi-definite if
+    the loss is convex in the outputs, like cross-entropy and squared error. It ignores terms of the
+    loss that bypass the outputs, such as a weight penalty.
 
     Takes the arguments of [`CurvatureOperator`][steppe.curvature.CurvatureOperator], and:
 
@@ -83,7 +83,7 @@ class GaussNewtonOperator(CurvatureOperator):
         if not z:
             return Differentiated(loss.detach(), gradient, lambda tangent: nothing)
         _, curvature = derivatives(loss, z)
-        # J v is the derivative by u of (J' u) . v, which is linear in u.
+        # J v is the derivative of (J' u) . v, which is linear in u, with respect to u.
         u = [torch.zeros_like(output, requires_grad=True) for output in z]
         pulled: Parts = torch.autograd.grad(z, self.params, u, create_graph=True, allow_unused=True)
         live = [(i, g) for i, g in enumerate(pulled) if g is not None]

@@ -36,7 +36,7 @@ class HessianOperator(CurvatureOperator):
 
 
 def derivatives(value: Tensor, inputs: Sequence[Tensor]) -> tuple[Parts, Product]:
-    """The gradient of a scalar, and a function that multiplies its Hessian with a vector."""
+    """The gradient of a scalar, and a function that multiplies its Hessian by a vector."""
     if not value.requires_grad:
         return [None] * len(inputs), lambda tangent: [None] * len(inputs)
     first: Parts = torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)

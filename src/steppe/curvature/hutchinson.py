@@ -117,9 +117,9 @@ def trace(
         if confirmed or products >= max_products:
             if not enough:
                 warnings.warn(
-                    f"the trace has not converged: after {products} products its standard error is "
-                    f"{stderr / abs(value) if value else math.inf:.1%} of it, but rtol={rtol:.1%}. "
-                    "Raise max_products or rtol.",
+                    f"the trace has not converged: after {products} products its relative standard "
+                    f"error is {stderr / abs(value) if value else math.inf:.1%}, above "
+                    f"rtol={rtol:.1%}. Raise max_products or rtol.",
                     stacklevel=2,
                 )
             low, high = student_interval(value, stderr, len(samples))

@@ -26,7 +26,7 @@ Parts = Sequence[Tensor | None]
 """A vector in parts, one per parameter; None if the loss does not use the parameter."""
 
 Product = Callable[[Sequence[Tensor]], Parts]
-"""Multiplies one batch's matrix with a vector, both in parts, one per parameter."""
+"""Multiplies one batch's matrix by a vector. Vector and product have one part per parameter."""
 
 
 _State = tuple[list[int], list[Tensor]]
@@ -56,8 +56,8 @@ class CurvatureOperator(ABC):
         batches: an iterable that always yields the same batches: a list, or a loader that does not
             shuffle or augment. A batch is a tensor, or a tuple, list or mapping. The length of its
             first tensor is its weight in the mean.
-        params: the parameters to differentiate by, for example of one layer (default: those of the
-            model that require a gradient).
+        params: the parameters to differentiate with respect to, such as one layer's (default: the
+            model's parameters that require a gradient).
         keep_graphs: whether to keep the graphs of all batches in memory, which saves the forward
             and first backward passes of later products (default: only if there is one batch, when
             it costs no extra memory). Graphs are renewed when weights or buffers change. Pass False
@@ -120,7 +120,7 @@ class CurvatureOperator(ABC):
         return f"{type(self).__name__}({n} x {n}, {self.dtype}, {self.device})"
 
     def __matmul__(self, vectors: Tensor) -> Tensor:
-        """Multiply with a vector, or with each column of a matrix."""
+        """Multiply by a vector, or by each column of a matrix."""
         self._check_vectors(vectors)
         samples = 0
         with self._still():
@@ -292,12 +292,12 @@ class CurvatureOperator(ABC):
         for i, (p, part) in enumerate(zip(self.params, gradient, strict=True)):
             if part is not None and part.layout is not torch.strided:
                 raise UserError(
-                    f"the gradient of the loss by {names.get(id(p), f'params[{i}]')} is sparse: "
+                    f"the gradient with respect to {names.get(id(p), f'params[{i}]')} is sparse: "
                     "build the layer with sparse=False"
                 )
             if part is not None and not part.isfinite().all():
                 raise UserError(
-                    f"the gradient of the loss by {names.get(id(p), f'params[{i}]')} is not "
+                    f"the gradient with respect to {names.get(id(p), f'params[{i}]')} is not "
                     "finite, although the loss is. Curvature needs a smooth loss."
                 )
 
@@ -367,4 +367,4 @@ def _add(total: Sequence[Tensor], parts: Parts, weight: int) -> None:
 
 
 def _no_product(tangent: Sequence[Tensor]) -> Parts:
-    raise AssertionError("this batch was differentiated once only")
+    raise AssertionError("this batch was differentiated only once")

@@ -132,9 +132,9 @@ def lambda_max_from_flatness(value: float, rho: float, alpha: float) -> float:
 def check_ball(rho: float, alpha: float) -> None:
     """Raise an error for a radius or share outside the domain of Eq. 3."""
     if not 0 < rho < math.inf:
-        raise UserError(f"rho={rho}: must be positive and finite")
+        raise UserError(f"rho must be positive and finite, got {rho}")
     if not 0 <= alpha <= 1:
-        raise UserError(f"alpha={alpha}: must be from 0 to 1")
+        raise UserError(f"alpha must be from 0 to 1, got {alpha}")
 
 
 def student_interval(
@@ -142,7 +142,7 @@ def student_interval(
 ) -> tuple[float, float]:
     """The confidence interval of a mean of `samples` values."""
     if not 0 < confidence < 1:
-        raise UserError(f"confidence={confidence}: must be between 0 and 1")
+        raise UserError(f"confidence must be between 0 and 1, got {confidence}")
     if not stderr:
         return value, value
     width = student_quantile((1 + confidence) / 2, samples - 1) * stderr

@@ -40,11 +40,11 @@ def check_matrix(op: Symmetric) -> None:
 
 
 def multiply(op: Symmetric, vectors: Tensor) -> Tensor:
-    """Multiply with vectors; raise an error if the product is not finite."""
+    """Multiply by vectors; raise an error if the product is not finite."""
     product = op @ vectors
     if not product.isfinite().all():
         raise UserError(
             "the product with a vector is not finite: the loss is not twice differentiable at "
-            "these weights, or its second derivatives overflow. Try float64 against overflow."
+            "these weights, or its second derivatives overflow. If they overflow, use float64."
         )
     return product

@@ -97,7 +97,7 @@ def decode(path: Path) -> Pixels:
             f"image {path} cannot be read: it is not a {', '.join(FORMATS[:-1])} or "
             f"{FORMATS[-1]} file"
         ) from None
-    except Exception as error:  # Pillow's decoders raise anything when the bytes are wrong
+    except Exception as error:  # Pillow's decoders may raise any exception
         raise UnreadableImage(f"image {path} cannot be read: {reason(error)}") from None
 
 

@@ -286,7 +286,7 @@ def _jittered(planes: list[Tensor], which: Tensor, factor: Tensor, turn: Tensor)
 
 
 def _blend(dull: Tensor, plane: Tensor, factor: Tensor) -> Tensor:
-    """Pillow's `Image.blend`: single precision, rounded towards zero."""
+    """Pillow's `Image.blend`: single precision, rounded toward zero."""
     # No value reaches the bounds; the clamp keeps product and sum from being fused.
     step = (factor * (plane - dull).float()).clamp(-512, 512)
     return (dull.float() + step).clamp(0, 255).to(torch.uint8)
@@ -323,7 +323,7 @@ def _hsv(planes: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 def _primary(twice: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
     """Return the amount of a primary color at half of `twice` from its hue."""
     away = twice.abs()
-    away = torch.minimum(away, 6 * _SEXTANT - away)  # the shorter way round
+    away = torch.minimum(away, 6 * _SEXTANT - away)  # the shorter way around
     missing = saturation * (away - _SEXTANT).clamp(0, _SEXTANT)
     whole = 255 * _SEXTANT
     return _over(2 * value * (whole - missing) + whole, 2 * whole).to(torch.uint8)

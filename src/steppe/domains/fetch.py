@@ -96,8 +96,8 @@ def download(
                     meter.say(failures[-1])
     except OSError as error:  # from the disk: network errors are `_Failed`
         raise UserError(
-            f"cannot write {error.filename or part}: {error.strerror}. Fix that and rerun the "
-            "command: the download resumes."
+            f"cannot write {error.filename or part}: {error.strerror}. Fix this and rerun the "
+            "command; the download will resume."
         ) from None
     raise Unavailable(item.file, failures)
 
@@ -208,7 +208,7 @@ class _Transfer:
             raise _Failed(str(error) or type(error).__name__, passing=True) from None
 
     def _answer(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        """Return the response once it begins, within a total time: Python limits each byte only."""
+        """Return the response once it begins, within a total time: Python's limit is per byte."""
         answer: Future[http.client.HTTPResponse] = Future()
         timeout = self.patience.timeout
 
@@ -218,7 +218,7 @@ class _Transfer:
             except Exception as error:
                 answer.set_exception(error)
 
-        # A thread that is too late is left to end by itself, and its response is dropped.
+        # A thread that is too late keeps running, and its response is dropped.
         threading.Thread(target=ask, daemon=True).start()
         return answer.result(2 * timeout)
 
@@ -317,7 +317,7 @@ def _validator(headers: Message) -> str | None:
 
 
 def _not_the_file(name: str, head: bytes, headers: Message) -> str | None:
-    """Return why a response is not the requested file but, say, a web page; None if it may be."""
+    """Return why a response is not the requested file, such as a web page; None if it may be."""
     magic = _MAGIC.get(Path(name).suffix)
     if magic is not None and head.startswith(magic):
         return None

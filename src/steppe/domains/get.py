@@ -86,7 +86,7 @@ def _lay_out(
             found = sorted(path.name for path in (arranged or unpacked).iterdir())
             raise UserError(
                 f"{', '.join(file.name for file in files)} should contain {', '.join(holds)}; "
-                f"found {', '.join(found)}. Delete it and rerun the command."
+                f"found {', '.join(found)}. Delete the download and rerun the command."
             )
         if folder.is_dir():
             folder.rmdir()  # fails unless it is empty

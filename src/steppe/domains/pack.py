@@ -51,7 +51,7 @@ log = logging.getLogger("steppe")
 
 
 def _a_name(text: str) -> str:
-    if not is_name(text):  # a pack may come from anybody, and must not lead out of its folder
+    if not is_name(text):  # a stranger's pack must not lead out of its folder
         raise ValueError("is not the name of a file in the pack's folder")
     return text
 
@@ -329,7 +329,7 @@ def _read_rows(path: Path, file: str, sha256: str) -> NDArray[np.void]:
         np.lib.format.read_magic(stream)
         shape, _, kind = np.lib.format.read_array_header_1_0(stream)
         rows: NDArray[np.void] = np.frombuffer(content, ROW, offset=stream.tell())
-    except Exception as error:  # numpy's reader raises anything when the header is wrong
+    except Exception as error:  # numpy's reader may raise any exception
         raise _Unusable(f"{file} is not valid: {reason(error)}") from None
     if kind != ROW or shape != rows.shape:
         raise _Unusable(f"{file} is not valid: it does not contain a pack's rows")

@@ -86,8 +86,8 @@ def make(
             _put(folder, path)
     except OSError as error:
         raise UserError(
-            f"pack {path} could not be written: {error.strerror or error}. Nothing of it is left. "
-            "Make room, choose another folder with --root, or pass a smaller --size."
+            f"pack {path} could not be written: {error.strerror or error}. The partial pack was "
+            "removed. Make room, choose another folder with --root, or pass a smaller --size."
         ) from error
     return path
 

@@ -36,9 +36,9 @@ class FlatnessTrainer(Trainer):
 
     Raises:
         UserError: without a flatness-aware optimizer, in modes that `FlatnessPasses` does not
-            support, for optimizers that step inside backward (LOMO, layer-wise GaLore and Apollo)
-            or need its graph, and for those that ask for other losses (DISAM, GGA-L), unless you
-            override `compute_loss` and return the loss that `loss_name` says.
+            support, and for optimizers that step inside backward (LOMO, layer-wise GaLore and
+            Apollo) or need its graph. Also for optimizers that ask for other losses (DISAM, GGA-L),
+            unless you override `compute_loss` to return the loss that `loss_name` names.
 
     Examples:
         >>> import tempfile
@@ -142,5 +142,5 @@ class FlatnessTrainer(Trainer):
             raise UserError(
                 f"{type(unwrapped(self.optimizer)).__name__} asks for the loss {self.loss_name!r}. "
                 "Override compute_loss of FlatnessTrainer, and return the loss that self.loss_name "
-                "says."
+                "names."
             )

@@ -235,7 +235,7 @@ def _density(op: HessianOperator, seed: int, report: Report) -> DensityCurve:
 
 
 def _ball(config: RunConfig, settings: Settings) -> tuple[float, float]:
-    """The settings' rho and alpha, or else the optimizer's, or else the defaults."""
+    """The settings' rho and alpha (default: the optimizer's, then `RHO` and `ALPHA`)."""
     chosen = config.optimizer
     known = optimizers[chosen.name].radii if chosen.name in optimizers else ("rho",)
     # ASAM's rho is relative to the weights, not the radius of a ball.

@@ -83,11 +83,11 @@ class AdaHessian(Optimizer):
     $$
 
     The gradient must carry its graph: call ``loss.backward(create_graph=True)`` in the closure
-    (`needs_graph` is true). The step clears gradients before the closure; at the end it detaches
-    the gradients and the loss, so that nothing keeps the graph alive. Train in one process without
-    `torch.compile`: compiled models cannot be differentiated twice, and under
-    DistributedDataParallel the graph belongs to the local gradient. Train in float32: a GradScaler
-    would scale the curvature too.
+    (`needs_graph` is true). The step clears gradients before the closure. At the end, it detaches
+    the gradients and the loss, so that nothing keeps the graph alive. Train in one process, in
+    float32, without `torch.compile`. Compiled models cannot be differentiated twice, a GradScaler
+    would scale the curvature too, and under DistributedDataParallel the graph belongs to the local
+    gradient.
 
     pytorch_optimizer's AdaHessian (4.1.0) differs: it has no spatial averaging, leaves the graph
     attached to ``.grad``, and raises autograd's error after a plain ``backward()``.

@@ -23,7 +23,7 @@ CITATION = (
 
 
 class DomainInspired(FlatnessOptimizer):
-    r"""A method whose first gradient is of $L - \lambda \operatorname{Var}_i(L_i)$.
+    r"""A method whose first gradient is that of $L - \lambda \operatorname{Var}_i(L_i)$.
 
     Args:
         lam: weight of the variance of the domains' losses in the ascent loss; 0 leaves it out.
@@ -55,8 +55,8 @@ class DISAM(DomainInspired, SAM):
 
     where $L_i$ is the mean cross-entropy of source domain $i$ and the variance is over the domains
     (divided by their number). ``steppe train`` computes this loss for every algorithm. In your own
-    loop, the closure does: it is called with the name of the loss to differentiate, and returns the
-    main loss either way. There `lam` is only a place to keep the number.
+    loop, the closure computes it: it receives the name of the loss to differentiate, and always
+    returns the main loss. `lam` is then only stored, for your closure to read.
 
     Two passes; one when ``rho = 0``. ``lam = 0`` is SAM.
 
@@ -82,7 +82,7 @@ class DISAM(DomainInspired, SAM):
 
 @register_optimizer("disam-gsam", citation=CITATION, passes=2, radii=("rho",), order=0)
 class DISAMGSAM(DomainInspired, GSAM):
-    r"""GSAM with the gradient of DISAM's ascent loss in place of its first.
+    r"""GSAM with the gradient of DISAM's ascent loss in place of its first gradient.
 
     The gradient $a_0$ of [`DISAM`][steppe.optim.DISAM] takes the place of $g_0$ in all of GSAM's
     equations, the direction included; see [`DISAMSAGM`][steppe.optim.DISAMSAGM].
@@ -91,7 +91,7 @@ class DISAMGSAM(DomainInspired, GSAM):
 
 @register_optimizer("disam-sagm", citation=CITATION, passes=2, radii=("rho",), order=0)
 class DISAMSAGM(DomainInspired, SAGM):
-    r"""SAGM with the gradient of DISAM's ascent loss in place of its first.
+    r"""SAGM with the gradient of DISAM's ascent loss in place of its first gradient.
 
     The gradient $a_0$ of [`DISAM`][steppe.optim.DISAM] takes the place of $g_0$ in all of SAGM's
     equations, the direction included: $\tfrac12 (a_0 + g_1)$, with $g_1$ at
@@ -102,7 +102,7 @@ class DISAMSAGM(DomainInspired, SAGM):
 
 @register_optimizer("disam-fad", citation=CITATION, passes=4, radii=("rho",))
 class DISAMFAD(DomainInspired, FAD):
-    r"""FAD with the gradient of DISAM's ascent loss in place of its first.
+    r"""FAD with the gradient of DISAM's ascent loss in place of its first gradient.
 
     The gradient $a_0$ of [`DISAM`][steppe.optim.DISAM] takes the place of $g_0$ in all of FAD's
     equations, the direction included; see [`DISAMSAGM`][steppe.optim.DISAMSAGM]. This combination

@@ -41,7 +41,7 @@ class FlatnessOptimizer(Wrapper):
         hyper: the method's hyperparameters by name. A parameter group may override each under the
             same name, or under ``<method>_<name>`` if the base already uses the name (RMSprop's
             ``alpha``).
-        model: the module being trained, or several. The first pass alone may then change what it
+        model: the module being trained, or several. Then only the first pass may change what it
             holds besides the optimized parameters (batch-norm statistics, a momentum encoder, a
             discriminator), and ``perturbation="local"`` can use DDP's `no_sync`.
         ratio: the fraction of steps, in (0, 1], that use flatness; the others are base steps.
@@ -148,7 +148,7 @@ class FlatnessOptimizer(Wrapper):
         Not called if the step was skipped. A GradScaler's scale is still in `kept`.
         """
         method = type(self).__name__
-        raise TypeError(f"the last visit of {method} returned more than a direction: write after()")
+        raise TypeError(f"{method}'s last visit returned more than a direction: define after()")
 
     @property
     def perturbed(self) -> frozenset[Tensor] | None:
@@ -157,7 +157,7 @@ class FlatnessOptimizer(Wrapper):
 
     @property
     def kind(self) -> Hashable:
-        """What tells steps with different visits apart, if their coefficients are equal."""
+        """Distinguishes steps that have equal coefficients but different visits."""
         return self.due
 
     @abstractmethod
@@ -220,9 +220,9 @@ class FlatnessOptimizer(Wrapper):
         """
         if self._ready and not self._scaler_given and not self.scale_free:
             raise RuntimeError(
-                f"A GradScaler steps this {type(self).__name__}, whose passes did not get it: part "
-                "of the step does not scale with the loss. Write opt.phases(scaler), or "
-                "opt.passes(batches, scaler)."
+                f"A GradScaler steps this {type(self).__name__}, but its passes did not get the "
+                "scaler, and part of the step does not scale with the loss. Write "
+                "opt.phases(scaler), or opt.passes(batches, scaler)."
             )
         return False
 
@@ -411,7 +411,7 @@ def skips_by_itself(optimizer: Optimizer) -> bool:
 def give_momentum(base: Optimizer) -> None:
     """Start the momentum of a fused SGD at zero.
 
-    Torch allocates the buffers uninitialized, and a skipped first step would leave them so.
+    Torch allocates the buffers uninitialized, and a skipped first step would not initialize them.
     """
     for group in base.param_groups:
         if not group.get("momentum", 0):

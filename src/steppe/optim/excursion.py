@@ -111,7 +111,7 @@ class Excursion:
             self._contexts = stack.pop_all()
 
     def _leave_early(self, before: Callable[[Walk], None]) -> None:
-        """Move the weights before the first pass: all that train, as no gradient says which."""
+        """Move all trainable weights before the first pass: no gradient shows which take part."""
         trained = [p for p in self._params if p.requires_grad]
         if not trained:
             return
@@ -134,7 +134,10 @@ class Excursion:
                 self.close()
                 return
             if index != self.next:
-                raise RuntimeError(f"Phase {index} was overtaken: another step began inside it.")
+                raise RuntimeError(
+                    f"Another step began inside phase {index}. Finish all phases of a step before "
+                    "starting the next one."
+                )
             self.next = index + 1
             present = self._present()
             if index == 0 and not present:  # no gradients: an empty step, as in torch
@@ -202,8 +205,8 @@ class Excursion:
         """This pass's gradient as a vector; sets up the walk over its parameters."""
         if not present:
             raise RuntimeError(
-                f"Pass {index} left no gradient, though pass 0 did. Every call of the closure must "
-                f"call backward on a loss that depends on the parameters of {self._method}."
+                f"Pass 0 produced gradients, but pass {index} did not. Every call of the closure "
+                f"must call backward on a loss that depends on the parameters of {self._method}."
             )
         if self._reached is not None:
             self._reached.update(present)
@@ -239,7 +242,7 @@ class Excursion:
         )
 
     def _meet(self, walk: Walk, present: list[Any]) -> None:
-        """Handle a pass that gave gradients to other parameters than earlier passes.
+        """Handle a pass that gave gradients to different parameters than earlier passes.
 
         Routing may change from point to point. A missing gradient is zero.
         """
@@ -274,9 +277,9 @@ class Excursion:
                 p.grad = d.detach() if d.requires_grad else d  # a graph must not outlive the step
 
     def _expose_overflow(self, direction: Vector, others: Sequence[Vector]) -> None:
-        """Make the direction NaN if what else the step uses or keeps overflowed.
+        """Make the direction NaN if anything else that the step uses or keeps overflowed.
 
-        A GradScaler looks only at the direction.
+        A GradScaler checks only the direction.
         """
         assert self.walk is not None
         shown = next((d for d in direction if d.numel()), None)
@@ -286,7 +289,7 @@ class Excursion:
                 shown.add_(overflow)
 
     def _shared(self, mine: dict[Any, Tensor]) -> dict[Any, Tensor]:
-        """What all processes agree on: under `local`, the mean of what each of them has."""
+        """Values that all processes agree on: under `local`, the mean over processes."""
         if self._local is None:
             return mine
         everything = [p for p in self._params if p.requires_grad]

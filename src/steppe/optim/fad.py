@@ -39,7 +39,7 @@ class FAD(FlatnessOptimizer):
     $\theta_2 = \theta + \rho\,\hat{h}_0$ with $h_0 = g_1 - g_0$, $g_3$ at
     $\theta_2 + \rho\,\hat{g}_2$, and $\hat v = v / (\lVert v \rVert + \xi)$ over all parameters
     together. $g_1 - g_0$ approximates the gradient of zeroth-order flatness (what SAM adds),
-    $g_3 - g_2$ that of first-order flatness (what GAM adds).
+    and $g_3 - g_2$ that of first-order flatness (what GAM adds).
 
     Four passes; two when ``alpha = 1`` (then no $g_2$, $g_3$), one when ``beta = 0`` or
     ``rho = 0`` (the base optimizer itself). ``alpha = beta = 1`` is SAM.

@@ -1,7 +1,7 @@
 """Guards against framework settings that would silently change a step.
 
 They live in `steppe.integrations` and are imported when the framework first trains with one of our
-optimizers. Without a framework, a step only pays for a look into `sys.modules`.
+optimizers. Without a framework, a step only pays for a lookup in `sys.modules`.
 """
 
 from __future__ import annotations

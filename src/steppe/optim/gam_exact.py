@@ -39,8 +39,8 @@ class GAMExact(FlatnessOptimizer):
            = \rho\,\frac{H(\theta_2)\,\nabla L(\theta_2)}{\lVert\nabla L(\theta_2)\rVert} $$
 
     Two passes, each followed by a Hessian-vector product through its graph, so the closure must
-    call ``loss.backward(create_graph=True)`` (`needs_graph` is true). This excludes `torch.compile`
-    of the loss and DDP.
+    call ``loss.backward(create_graph=True)`` (`needs_graph` is true). This rules out DDP and
+    `torch.compile` of the loss.
 
     `base`, `model` and the other options: [`FlatnessOptimizer`][steppe.optim.FlatnessOptimizer].
 

@@ -27,7 +27,7 @@ from .walk import Held, Visit, Walk
     radii=("grad_rho", "grad_norm_rho"),
 )
 class GAMRelease(FlatnessOptimizer):
-    r"""The update of GAM's public code, with its names of hyperparameters.
+    r"""The update of GAM's public code, with its hyperparameter names.
 
     The four points are FAD's, with radius `grad_rho` along $g_0$ and $g_2$ and `grad_norm_rho`
     along $g_1 - g_0$. With $\beta_2 = 1 - \beta_0$ and $\beta_3 = 1 - \beta_1$,

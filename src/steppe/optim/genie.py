@@ -39,7 +39,7 @@ DEVICE_BLOCK = 2**26
     base=None,
 )
 class GENIE(Optimizer):
-    r"""Weighs each weight's mean gradient by its signal-to-noise ratio, adds noise, drops steps.
+    r"""Scales a weight's mean gradient by its signal-to-noise ratio, adds noise, and skips weights.
 
     $$
     \begin{split}
@@ -84,7 +84,7 @@ class GENIE(Optimizer):
         params: parameters, named parameters or parameter groups.
         lr: the step size $\eta$.
         beta: the decay rate $\beta$ of both averages.
-        p: the share of the weights that a step leaves where they are.
+        p: the share of the weights that a step does not change.
         weight_decay: $\lambda$.
         seed: determines noise and mask. Saved with the state.
 
@@ -237,7 +237,7 @@ def _noise_scales(kept: Vector, trust: Vector, shards: list[dist.ProcessGroup]) 
 def _certain(T: Tensor) -> bool:
     """Whether T rounds to 1 throughout, so that noise would be multiplied by zero.
 
-    Drawing is slow on a CPU. On an accelerator it is not, and looking would stall the host.
+    Drawing is slow on a CPU. On an accelerator it is fast, and this check would stall the host.
     """
     return T.device.type == "cpu" and T.numel() > 0 and bool(T.amin() == 1)
 

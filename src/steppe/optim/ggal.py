@@ -31,8 +31,8 @@ class GGAL(FlatnessOptimizer):
     r"""Adds noise that grows as the gradients of the source domains disagree.
 
     The direction is $g_0 + \gamma\,(1 - \bar c)\,\nu$ with Gaussian noise $\nu$, where $\bar c$ is
-    the mean cosine between the gradients of two domains. The authors' code draws Gaussian noise,
-    their text uniform. ``gamma = 0`` is the base.
+    the mean cosine between the gradients of two domains. The authors' code draws Gaussian noise;
+    the paper says uniform. ``gamma = 0`` is the base.
 
     One pass over the batch, and one over each domain's part of it: the closure is called with
     ``"domain:0"``, ``"domain:1"``, ... and differentiates the loss of that domain alone. About two
@@ -83,8 +83,8 @@ class GGAL(FlatnessOptimizer):
             return PLAIN
         if not isinstance(self.domains, int) or self.domains < 2:
             raise ValueError(
-                "GGAL compares the gradients of at least two domains: pass domains=..., their "
-                f"number, got {self.domains}"
+                f"domains must be a whole number >= 2, got {self.domains}: pass the number of "
+                "source domains, whose gradients GGAL compares"
             )
         return _compared(self.domains)
 

@@ -26,7 +26,7 @@ class Joined(Optimizer):
     """Several optimizers over different parameters as one, also as the base of SAM or FAD.
 
     Parameter groups and state are the optimizers' own, in their order, so that schedulers and edits
-    act on them. A `GradScaler` skips a step of all of them or of none, also if some are fused.
+    act on them. A `GradScaler` skips a step of all of them or of none, even if some are fused.
     Step hooks fire once per step; global ones (`register_optimizer_step_pre_hook`) fire for each of
     the joined optimizers. `state_dict` has torch's format, with parameters numbered throughout.
 
@@ -87,7 +87,7 @@ class Joined(Optimizer):
             setattr(self, name, OrderedDict())
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("train", "eval"):  # of schedule-free optimizers, which must all hear of it
+        if name in ("train", "eval"):  # of schedule-free optimizers: call all of them
             found = [getattr(one, name) for one in self.optimizers if hasattr(one, name)]
             if found:
                 return partial(_call, found)
@@ -109,7 +109,7 @@ class Joined(Optimizer):
 
     @property
     def state(self) -> Any:
-        """What the optimizers keep, by parameter: a view that reads and writes theirs."""
+        """The state of the optimizers by parameter: a view that reads and writes their own."""
         return States(self.optimizers)
 
     @state.setter
@@ -120,7 +120,7 @@ class Joined(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The options of all; where several have one of the same name, the first's value."""
+        """The options of all optimizers; the first optimizer's value where names coincide."""
         return {k: v for one in reversed(self.optimizers) for k, v in one.defaults.items()}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -244,7 +244,7 @@ class States(MutableMapping[Any, Any]):
     def __len__(self) -> int:
         return sum(len(one.state) for one in self._optimizers)
 
-    # As in a defaultdict, only [] makes an entry; those of MutableMapping would call it.
+    # As in a defaultdict, only [] creates an entry. MutableMapping's own methods would call [].
 
     def get(self, p: Any, default: Any = None) -> Any:
         holder = self._holder(p)

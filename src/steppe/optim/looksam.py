@@ -88,7 +88,7 @@ class LookSAM(FlatnessOptimizer):
 
     @property
     def _looks(self) -> bool:
-        """Whether the next step is SAM's; also if a skipped one left nothing to reuse."""
+        """Whether the next step is a SAM step; also true if a skipped one left nothing to reuse."""
         return self.steps % self.k == 0 or not self._memory
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:

@@ -1,4 +1,4 @@
-"""Noise that repeats: drawn from a generator that is seeded anew for every place and step."""
+"""Repeatable noise, drawn from a generator that is reseeded for every place and step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def seed_of(*place: int) -> int:
 
 
 def generator(device: torch.device, *place: int) -> torch.Generator:
-    """A generator of its own for a place; torch's global generators are left alone."""
+    """A separate generator for a place, which leaves torch's global generators alone."""
     return torch.Generator(device).manual_seed(seed_of(*place))
 
 

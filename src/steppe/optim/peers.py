@@ -1,4 +1,4 @@
-"""Calls and checkpoints of other SAM libraries, read in this one's terms.
+"""Calls and checkpoints of other SAM libraries, translated to this one's.
 
 The names are those of pytorch_optimizer 4.1, davda54/sam and juntang-zhuang/GSAM.
 """
@@ -85,7 +85,7 @@ GROUP_ONLY = frozenset({"adaptive", "sam_eps", "looksam_step"})
 def positional(method: str, known: Sequence[str], after_base: Sequence[Any]) -> dict[str, Any]:
     """Name the arguments that another library takes by position after the base optimizer."""
     order = PEERS[method].order if method in PEERS else known
-    # Between the base and the options may stand the model, or parameters in the wrong place.
+    # Skip the model, or misplaced parameters, between the base and the options.
     values = [v for v in after_base if v is None or isinstance(v, Real) or _is_proportion(v)]
     return dict(zip(order, values, strict=False))
 

@@ -28,7 +28,7 @@ from .walk import PLAIN, Held, Visit, Walk
     order=0,
 )
 class RWP(FlatnessOptimizer):
-    r"""Mixes the gradient with one at randomly perturbed weights: the control for SAM's direction.
+    r"""Mixes the gradient with one at randomly perturbed weights: a control for SAM's direction.
 
     The direction is $(1 - \alpha)\,g_0 + \alpha\,\nabla L(\theta + n)$, where $n$ is Gaussian
     noise with standard deviation $\gamma\lVert w\rVert$ for each weight of a filter $w$ (a row of
@@ -85,7 +85,7 @@ def _disturb(w: Walk) -> None:
 
 
 def _filter_norms(w: Walk) -> Vector:
-    """The norm of every filter, shaped to be multiplied with its weights."""
+    """The norm of every filter, in a shape that broadcasts over its weights."""
 
     def norms(t: Tensor) -> Tensor:
         if t.ndim > 1:

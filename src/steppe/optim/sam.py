@@ -97,8 +97,8 @@ class SAM(FlatnessOptimizer):
         super().__init__(base, hyper, model=model, **options)
         if self.perturbed is not None and self.perturbed.isdisjoint(self.parameters()):
             notices.tell(
-                "only='norm': this SAM has no parameter of a normalization layer, so it only takes "
-                f"the steps of its {type(base).__name__}"
+                "only='norm': none of this SAM's parameters belongs to a normalization layer, so "
+                f"its steps are those of {type(base).__name__}"
             )
 
     def _reset(self) -> None:
@@ -125,7 +125,9 @@ def check_only(only: str, models: tuple[nn.Module, ...]) -> None:
     if only != "norm":
         raise ValueError(f"only must be 'norm' or None, got {only!r}")
     if not models:
-        raise ValueError("only='norm' finds normalization layers in the model: pass model=model")
+        raise ValueError(
+            "only='norm' needs the model to find normalization layers: pass model=model"
+        )
     if not any(True for _ in norm_parameters(models)):
         raise ValueError("only='norm': the model has no normalization layer with weights")
 
@@ -139,7 +141,7 @@ def norm_parameters(models: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
 
 
 def _normalizes(module: nn.Module) -> bool:
-    """Whether a module is torch's normalization layer, or one that other libraries call so.
+    """Whether a module is a normalization layer: torch's, or another library's by its name.
 
     LlamaRMSNorm and timm's EvoNorm2dB0 are; NormalizedLinear and NormFreeBlock are not.
     """

@@ -16,7 +16,7 @@ A schedule whose `sees_lr` is true is called with the step and the group's learn
 
 @dataclass(frozen=True)
 class FollowLR:
-    r"""A schedule that follows the learning rate, as GSAM's: from `high` at `lr_high` to `low`.
+    r"""A schedule that follows the learning rate, like GSAM's: from `high` at `lr_high` to `low`.
 
     $\rho_t = \text{low} + (\text{high} - \text{low})
     (\eta_t - \eta_\text{low}) / (\eta_\text{high} - \eta_\text{low})$

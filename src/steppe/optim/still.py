@@ -74,8 +74,8 @@ class StillState:
 
     Rewinds random states before every later pass. Copies only the module state that passes were
     seen to change. Every step checks each tensor's version, address and identity. A write through
-    ``.data`` changes none of them, so the first steps, and then one step in a while, compare
-    contents too. A tensor that cannot be copied to (sparse, expanded) is put back if it was
+    ``.data`` changes none of them, so the first steps, and later ones at intervals, also compare
+    contents. A tensor that cannot be copied to (sparse, expanded) is put back if it was
     replaced; a write into it causes a warning. Attributes such as `momentum` or `training` are
     never toggled: that would recompile compiled models, and `momentum=0` still advances
     `num_batches_tracked`.
@@ -126,7 +126,7 @@ class StillState:
                 "Later passes may have changed it since the last check",
             )
         self._tell_stuck(places)
-        if self._comparing and self._rebuilt():  # a layer made its buffers in its first forward
+        if self._comparing and self._rebuilt():  # a layer created buffers in its first forward
             known = {place.key for place in self._constant} | self._moving.keys()
             self._find()
             places += [place for place in self._constant if place.key not in known]

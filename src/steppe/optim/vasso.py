@@ -29,7 +29,7 @@ from .walk import PLAIN, Held, Visit, Walk
 class VaSSO(FlatnessOptimizer):
     r"""SAM that climbs along a running mean of the gradient, which varies less between batches.
 
-    With $m \leftarrow (1 - \tau)\,m + \tau\,g_0$, in the first step $m = g_0$, the base gets the
+    With $m \leftarrow (1 - \tau)\,m + \tau\,g_0$ (in the first step, $m = g_0$), the base gets the
     gradient at $\theta + \rho\,\hat{m}$. ``tau = 1`` is SAM.
 
     Two passes; one when ``rho = 0``, which leaves $m$ as it is. One vector lives between steps.

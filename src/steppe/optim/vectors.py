@@ -122,8 +122,9 @@ def are_ours(grads: list[Tensor], params: list[Tensor]) -> bool:
     """Whether the engine may keep and overwrite these gradients of `params` beyond their pass.
 
     That saves two parameter-sized allocations per step. But the next backward overwrites a DDP
-    bucket, and users may keep a reference (``before = p.grad``). Reference counts tell both from a
-    gradient that only `.grad` refers to. The caller must hold the gradients in one list only.
+    bucket, and users may keep a reference (``before = p.grad``). Reference counts distinguish
+    both from a gradient that only `.grad` refers to. The caller must hold the gradients in one
+    list only.
     """
     alone = _alone()
     return all(counts == alone for counts in _references(grads)) and all(map(_plain, grads, params))

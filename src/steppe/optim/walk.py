@@ -180,7 +180,8 @@ class Walk:
     ) -> Vector:
         """What was kept under a name, averaged with `g`; `g` itself where nothing was kept.
 
-        Give the name of the coefficient that weighs the new value, or of the one for the old.
+        Pass the name of the coefficient that weights the new value or of the one that weights the
+        old value.
         """
         kept = self.recall(name, start=g)
         found: Vector = []

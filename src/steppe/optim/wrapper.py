@@ -330,7 +330,7 @@ def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     if isinstance(inner, Optimizer):
         line = f"{method}(optimizer{_spelled(own)}, model=model)  # the {made.__name__}"
     got = f"the class {first.__name__}" if isinstance(first, type) else type(first).__name__
-    left_out = f"{method} has no counterpart of{_spelled(lost)[1:]}. " if lost else ""
+    left_out = f"{method} has no equivalent of{_spelled(lost)[1:]}. " if lost else ""
     raise TypeError(
         f"{method} wraps an optimizer instance, got {'nothing' if first is None else got}. Write"
         f"\n\n    {line}\n\n"

@@ -144,7 +144,7 @@ _CLAUSES = {
     "significant worse": "{best} is significantly worse than {names}",
     "statistically tied": "{best} is statistically tied with {names}",
     "inconclusive": "the difference{s} from {names} {be} inconclusive",
-    "no interval": "the difference{s} from {names} {be} of too few runs for an interval",
+    "no interval": "the difference{s} from {names} {be} based on too few runs for an interval",
 }
 """Clause for each verdict, in reading order."""
 
@@ -159,7 +159,7 @@ def _cost(selected: Selected, ranked: Sequence[Ranked], costs: Sequence[StepCost
     if best in times and low is not None and len(times) > 1:
         each = f"A step of {best} takes {1e3 * times[best]:.1f} ms"
         more = f"{times[best] / times[low]:.2f} times that of {low}, the cheapest"
-        said.append(f"{each}, {'the least of all' if best == low else more}.")
+        said.append(f"{each}, {'the fastest of all' if best == low else more}.")
     if spent := hours(selected.runs):
         n = len(selected.runs)
         said.append(f"{'The run' if n == 1 else f'All {n:,} runs'} took {hours_text(spent)}.")

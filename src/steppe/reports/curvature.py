@@ -226,8 +226,8 @@ def _check_alike(found: Sequence[MeasuredRun]) -> None:
                 if what == "domains" and other.run.target_set != first.run.target_set:
                     advice += f"; {_choose_targets(found)}"
                 raise UserError(
-                    f"{other.run.path} was measured differently from {first.run.path}: {what} "
-                    f"{theirs} and {ours[what]}. {advice}."
+                    f"{other.run.path} was measured differently from {first.run.path} ({what}: "
+                    f"{theirs} instead of {ours[what]}). {advice}."
                 )
 
 

@@ -3,8 +3,8 @@
 All rules report the mean ``test`` accuracy (DomainBed's ``in``) over a run's targets; they differ
 in the data they select by. A rule takes the runs of one group (a dataset, a method, a trial) and
 the final target domains. It returns its choice, or None if no run has the required records. Sums
-are taken in DomainBed's order, so that the same runs tie, and the highest draw wins a tie, as
-there.
+are taken in DomainBed's order, so that the same runs tie. As in DomainBed, the highest draw wins a
+tie.
 
 For runs with weight averaging, only records of the averaged weights are candidates. A run without
 such a record is left out.

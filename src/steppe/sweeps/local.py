@@ -61,7 +61,7 @@ class _Slot:
         return self.process is not None and self.process.poll() is None
 
     def dead_for_good(self, done: int) -> bool:
-        """Count a death, given the number of done runs; return whether to give the slot up."""
+        """Count a death, given the number of done runs; return whether to give up the slot."""
         self.deaths = self.deaths + 1 if done == self.done else 1
         self.done = done
         return self.deaths > RESTARTS

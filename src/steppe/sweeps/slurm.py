@@ -99,7 +99,7 @@ class Slurm:
         home = sweep.path.resolve()
         if any(character in str(home) for character in '"\\\n'):
             raise UserError(
-                f"sbatch cannot handle {home}: choose a folder without quotes, backslashes and "
+                f"sbatch cannot handle {home}: choose a folder without quotes, backslashes or "
                 "line breaks"
             )
         log = str(home / "slurm").replace("%", "%%") + "/%A_%a.log"

@@ -45,7 +45,7 @@ class Status:
         seconds_left: estimated from finished runs; None before the first.
         running: seconds since each active run started.
         failures: runs that failed and will not be retried.
-        problems: damaged or missing files. Their runs are counted all the same.
+        problems: damaged or missing files. Their runs are still counted.
     """
 
     counts: Mapping[str, int]
@@ -171,7 +171,8 @@ def show(sweep: Sweep, status: Status) -> Group:
         alike[failure.error].append(failure)
     for error, (first, *more) in alike.items():
         others = f", and {len(more):,} more" if more else ""
-        line = f"failed after {first.attempts} attempts: {first.name}{others}: {error}"
+        attempts = f"{first.attempts} attempt{'s' * (first.attempts != 1)}"
+        line = f"failed after {attempts}: {first.name}{others}: {error}"
         parts.append(text(line, style="red"))
         if first.traceback:
             parts.append(text(first.traceback.rstrip(), style="dim"))

@@ -77,7 +77,7 @@ def read_plan(path: Path) -> Sweep:
         raise UserError(f"{path} is not a sweep: plan one with: {plan} --datasets ...") from None
     except Broken:
         raise UserError(
-            f"{file} differs from its checksum. If you edited it, remove its last entry, "
+            f"{file} does not match its checksum. If you edited it, remove its last entry, "
             f'"{KEY}". Otherwise it is damaged: restore it, or plan the sweep in a new folder.'
         ) from None
     except ValueError as error:

@@ -66,7 +66,7 @@ def _remove(path: Path) -> None:
 
 
 def _gone(claim: Event, events: list[Event]) -> bool:
-    """Whether a claim's worker recorded itself that it stopped.
+    """Whether a claim's worker itself recorded that it stopped.
 
     A silent worker may wake up, and may not have seen what others recorded, such as a cancellation.
     """

@@ -127,7 +127,7 @@ class Worker:
         return socket.gethostname()
 
     def _beside(self, since: float) -> tuple[set[str], set[str], int]:
-        """Other workers in the same memory since then and now, and the runs finished since."""
+        """Other workers that used the same memory since then, those now, and runs done since."""
         now, had, have, fitted = store.clock(self.sweep.path), set(), set(), 0
         for job, events, _ in self.sweep.survey(now, self.stale):
             for event, after in zip_longest(events, events[1:]):

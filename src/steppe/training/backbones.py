@@ -244,7 +244,7 @@ def _reason(error: Exception) -> str:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read a state dict from a safetensors or torch checkpoint file, without unpickling objects."""
     if not path.is_file():
-        raise UserError(f"weights {path}: not a file")
+        raise UserError(f"weights {path} cannot be read: not a file")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

@@ -115,7 +115,7 @@ def load_chosen(root: Path, step: int | None = None) -> Checkpoint | None:
         path = found[0] if step is None else root / folder_name(step)
         if path not in found:
             saved = ", ".join(str(_step(each)) for each in reversed(found))
-            raise UserError(f"{root} has no checkpoint after step {step}: available are {saved}")
+            raise UserError(f"{root} has no checkpoint after step {step}: choose from {saved}")
         try:
             return load_this(path)
         except RunError:

@@ -66,7 +66,7 @@ def _complete(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> RunConfig:
         given["root"] = str(Path(given["root"]).resolve())
     for key, advice in _NEEDED.items():
         if given.get(key) in (None, "", (), []):  # 0 is a domain's name
-            raise UserError(f"config has no {key!r}: give {advice}")
+            raise UserError(f"config has no {key!r}: pass {advice}")
     spec = dataset_spec(str(given["dataset"]))
     given["dataset"] = spec.name
     for key in ("targets", "sources"):
@@ -105,7 +105,9 @@ def _complete(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> RunConfig:
     if sources:  # opening the data reports that none is left
         algorithm.check_domains(len(sources))
     if config.augment and spec.channels != 3:
-        raise UserError(f"augment=true needs images of 3 channels; {spec.name} has {spec.channels}")
+        raise UserError(
+            f"augment=true needs images with 3 channels; {spec.name} has {spec.channels}"
+        )
     return config
 
 

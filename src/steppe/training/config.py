@@ -139,7 +139,7 @@ class RunConfig(BaseModel):
         "CUDA graphs",
     )
     deterministic: bool = Field(
-        False, description="Make GPU runs bit-identical on repetition, at some cost in speed"
+        False, description="Make repeated GPU runs bit-identical, at some cost in speed"
     )
 
     data: Literal["auto", "device", "stream", "host"] = _machine_key(
@@ -207,7 +207,7 @@ class RunConfig(BaseModel):
             names: tuple[str, ...] = getattr(self, key)
             for name in names:
                 if names.count(name) > 1:
-                    raise ValueError(f"{key} has {name!r} twice")
+                    raise ValueError(f"{key} lists {name!r} twice")
         return self
 
     def spec(self) -> DatasetSpec:

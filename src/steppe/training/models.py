@@ -266,8 +266,8 @@ def _check_ensemble(runs: Sequence[Path], models: Sequence[TrainedModel], elsewh
             ours, theirs = getattr(models[0], what), getattr(model, what)
             if ours != theirs:
                 raise UserError(
-                    f"{run} cannot be in an ensemble with {runs[0]}: {what} differs ({theirs} and "
-                    f"{ours})"
+                    f"{run} cannot be in an ensemble with {runs[0]}: different {what} ({theirs} "
+                    f"and {ours})"
                 )
         if not elsewhere and {*config.targets} != {*configs[0].targets}:
             raise UserError(

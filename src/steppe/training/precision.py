@@ -97,7 +97,7 @@ def scaler(precision: str, device: torch.device) -> GradScaler | None:
 def settings(precision: str, deterministic: bool) -> Iterator[None]:
     """Set torch's global switches for a run, and restore them afterwards.
 
-    fp32 means full fp32: TF32 is off, also in convolutions, where torch enables it by default.
+    fp32 means full fp32: TF32 is off, even in convolutions, where torch enables it by default.
     """
     before = (
         torch.backends.cuda.matmul.allow_tf32,

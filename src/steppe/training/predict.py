@@ -27,7 +27,7 @@ from .models import Seen, TrainedModel, require_images
 
 log = logging.getLogger("steppe")
 _SUFFIXES = (*SUFFIXES, ".gif")
-"""Datasets leave .gif out, as torchvision and so DomainBed do."""
+"""Datasets leave out .gif, like torchvision and therefore DomainBed."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def predict_images(
 ) -> Iterator[Prediction]:
     """Predict the classes of image files, in order.
 
-    Images are preprocessed as in evaluation, and logits computed in full float32, also on a GPU. A
+    Images are preprocessed as in evaluation. Logits are computed in full float32, even on a GPU. A
     file that cannot be read gets a `problem` instead of a label.
 
     Args:
@@ -104,7 +104,7 @@ def predict_images(
     require_images(model)
     if type(model.algorithm).predict is not Algorithm.predict:
         log.warning(
-            "%s uses statistics of the batch: predictions depend on which images share one",
+            "%s uses statistics of the batch: predictions depend on which images share a batch",
             type(model.algorithm).__name__,
         )
     names, device = [os.fspath(file) for file in files], model.algorithm.network.mean.device

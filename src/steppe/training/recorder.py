@@ -68,7 +68,7 @@ class Recorder:
         what = f"{name} became {flat[name]} at step {record['step']}"
         if learned:
             return what
-        raise RunError(f"{what}, only on the held-out domain: it cannot be recorded")
+        raise RunError(f"{what}, but only on the held-out domain: it cannot be recorded")
 
     def add(self, record: Mapping[str, Any], candidate: bool) -> float | None:
         """Append a record; return its validation accuracy if it is the best candidate so far."""

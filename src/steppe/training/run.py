@@ -66,7 +66,7 @@ def train(
             stack.enter_context(run.logging())
         processes.gather(None)  # the others wait until the folder exists
         if resume and run.state == "done":
-            log.info("%s is done already", run.path)
+            log.info("%s is already done", run.path)
             return run.records()
         with Interrupts() as interrupts, _state_of(run, processes), _memory_explained(config):
             Trainer(config, run, processes, number_format, display).run(interrupts)

@@ -131,7 +131,7 @@ def part_size(config: RunConfig, processes: Processes) -> int:
     """Images per domain in one forward pass of a process.
 
     Raises:
-        UserError: the optimizer does not support several processes, or the batch is not divisible.
+        UserError: the optimizer needs a single process, or the batch does not divide evenly.
     """
     name = config.optimizer.name
     if processes.world > 1 and optimizer_spec(name).needs_graph:

@@ -66,7 +66,7 @@ def restore(trainer: Trainer) -> None:
         trainer.scaler.load_state_dict(state["scaler"])
     before = state.get("precision", trainer.precision)
     if before != trainer.precision and processes.first:
-        said = "%s was trained in %s so far and continues in %s, what precision=auto means on %s"
+        said = "%s was trained in %s so far and continues in %s, as precision=auto selects on %s"
         log.warning(said, trainer.dir.path, before, trainer.precision, trainer.device)
     losses = state["losses"]
     if found.format > 1:  # format 1 has no averaging, and losses of the first process only

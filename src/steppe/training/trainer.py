@@ -389,5 +389,5 @@ def _determinism_explained() -> Iterator[None]:
             raise
         raise RunError(
             f"--deterministic: torch has no deterministic {text.split()[0]!r} on a GPU. Choose "
-            "another backbone, or leave out --deterministic in another --out."
+            "another backbone, or train without --deterministic in another --out."
         ) from error

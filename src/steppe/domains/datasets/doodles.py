@@ -90,8 +90,8 @@ CLASSES = tuple(_SHAPES)
 class _Drawings:
     """One shape per sheet of paper: the shapes' positions, and the tools that styles share.
 
-    Values per drawing have the shape N x 1 x 1, values per pixel N x height x width, and colors one
-    more axis.
+    Values per drawing have the shape N x 1 x 1, values per pixel N x height x width. Colors have
+    one more axis.
     """
 
     def __init__(self, labels: Indices, rng: RandomState) -> None:

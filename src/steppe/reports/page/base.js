@@ -59,7 +59,8 @@ const s = (tag, attributes = {}, ...children) =>
   fill(document.createElementNS(SVG, tag), attributes, children);
 
 // A method has the same color, marker and dash in every figure, so that methods never differ in
-// color alone. Markers are filled at first, then hollow. `palette.py` defines which names have a fixed look, and the number of colors.
+// color alone. Markers are filled at first, then hollow. `palette.py` defines which names have a fixed
+// look, and the number of colors.
 const { known: KNOWN, colours: COLOURS } = data.palette;
 const DASHES = [null, "7 3", "2 3", "9 3 2 3"];
 const turned = (shape, turns) => shape.map(([x, y]) => {
