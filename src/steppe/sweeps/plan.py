@@ -217,11 +217,16 @@ def write_plan(
         "grids": [*old.facts["grids"], *used],
         "commands": commands if commands[-1:] == [command] else [*commands, command],
         "retries": old.retries if retries is None else retries,
-        "runs": {**old.axes, **axes},
     }
     with full_disk_explained(path / FILE, _AGAIN):  # last, so that an interrupted plan is not one
-        replace(path / FILE, seal(json.dumps(facts)) + b"\n")
+        replace(path / FILE, seal(_text(facts, {**old.axes, **axes})) + b"\n")
     return read_plan(path)
+
+
+def _text(facts: Mapping[str, Any], runs: Mapping[str, Any]) -> str:
+    """The plan as JSON with a line for each run; indenting them all would take ten times as long."""
+    lines = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(place)}" for name, place in runs.items())
+    return json.dumps(facts, indent=1).removesuffix("\n}") + f',\n "runs": {{\n  {lines}\n }}\n}}'
 
 
 def _plan_so_far(path: Path, extend: bool) -> Sweep:
