@@ -224,7 +224,7 @@ def write_plan(
 
 
 def _text(facts: Mapping[str, Any], runs: Mapping[str, Any]) -> str:
-    """The plan as JSON with a line for each run; indenting them all would take ten times as long."""
+    """The plan as JSON with a line for each run; to indent all would take ten times as long."""
     lines = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(place)}" for name, place in runs.items())
     return json.dumps(facts, indent=1).removesuffix("\n}") + f',\n "runs": {{\n  {lines}\n }}\n}}'
 
