@@ -311,6 +311,7 @@ class FlatnessSteps:
                 self.manual_backward(part)
             if phase.index == first:
                 total += part.detach()
+        opt._scaler_known = True  # Lightning's clipping, too, asks as GradScaler does
         return total
 
     def _step_schedulers(self, opt: Optimizer) -> None:

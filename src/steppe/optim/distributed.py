@@ -50,6 +50,11 @@ def check_local(models: Sequence[nn.Module], params: Iterable[Tensor]) -> None:
         )
 
 
+def finds_unused(models: Iterable[nn.Module | None]) -> bool:
+    """Whether DDP looks for parameters that a pass does not use."""
+    return any(getattr(model, "find_unused_parameters", False) for model in models)
+
+
 def broadcast_buffers_next(models: Iterable[nn.Module]) -> None:
     """Make DDP's next forward pass broadcast rank 0's buffers, as after a reduced backward."""
     for model in models:

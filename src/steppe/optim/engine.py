@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from .excursion import Excursion, Phase
 from .schedules import Hyper
 from .still import Models, StillState, rewinder
 from .vectors import Vector, differ
-from .walk import Layout, Visit, Walk
+from .walk import PLAIN, Layout, Visit, Walk
 from .wrapper import Wrapper
 
 Batch = TypeVar("Batch")
@@ -106,7 +107,8 @@ class FlatnessOptimizer(Wrapper):
         self._ready = False
         """Whether the direction is in ``.grad``, ready for the base's step."""
         self._looked = False
-        self._scaler_given = False
+        self._scaler_known = False
+        """Whether the passes knew the GradScaler of their step."""
         self._staged: Walk | None = None
         """The walk of a step that the base has not taken yet, with what it will remember."""
         self._kept: tuple[dict[Tensor, Tensor], ...] = ()
@@ -155,14 +157,18 @@ class FlatnessOptimizer(Wrapper):
         """The only parameters with a radius; None for all."""
         return None
 
-    @property
-    def kind(self) -> Hashable:
-        """Distinguishes steps that have equal coefficients but different visits."""
-        return self.due
-
     @abstractmethod
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
         """The points to visit in this step, given each group's coefficients."""
+
+    def planned(self) -> tuple[list[Mapping[str, float]], tuple[Visit, ...]]:
+        """Each group's coefficients in the next step, and the points that it visits."""
+        step = self.steps + 1
+        coefficients = [self.coefficients(self._values(g, step)) for g in self.param_groups]
+        visits = self.visits(coefficients) if self.due else PLAIN
+        if self.ascent != "main" and len(visits) > 1:
+            visits = (replace(visits[0], loss=self.ascent), *visits[1:])
+        return coefficients, visits
 
     @_disable_dynamo
     def step(
@@ -216,9 +222,9 @@ class FlatnessOptimizer(Wrapper):
     def _step_supports_amp_scaling(self) -> bool:
         """False, like any optimizer without fused kernels.
 
-        Only `GradScaler.step` reads it, so this is where a missing scaler shows.
+        `GradScaler.step` reads it, so this is where a missing scaler shows.
         """
-        if self._ready and not self._scaler_given and not self.scale_free:
+        if self._ready and not self._scaler_known and not self.scale_free:
             raise RuntimeError(
                 f"A GradScaler steps this {type(self).__name__}, but its passes did not get the "
                 "scaler, and part of the step does not scale with the loss. Write "
@@ -257,7 +263,7 @@ class FlatnessOptimizer(Wrapper):
             return
         frameworks.guard(self)
         self._ready, self._staged, self._kept = False, None, ()
-        self._scaler_given = scaler is not None
+        self._scaler_known = scaler is not None
         if self._open is not None:  # left early, but something still holds its generator
             self._open.close()
         if owner is not self:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from . import distributed
 from .graph import building_graph
 from .still import is_capturing
 from .vectors import Vector, are_ours, differ
-from .walk import PLAIN, Held, Visit, Walk
+from .walk import Held, Visit, Walk
 
 if TYPE_CHECKING:
     from .engine import FlatnessOptimizer
@@ -57,19 +56,18 @@ class Excursion:
     def __init__(self, opt: FlatnessOptimizer, scaler: GradScaler | None) -> None:
         self._opt, self._method = opt, type(opt).__name__
         self._params = opt.parameters()
-        groups, step = opt.param_groups, opt.steps + 1
-        coefficients = [opt.coefficients(opt._values(group, step)) for group in groups]
-        self.visits: Sequence[Visit] = opt.visits(coefficients) if opt.due else PLAIN
-        if opt.ascent != "main" and len(self.visits) > 1:
-            self.visits = (replace(self.visits[0], loss=opt.ascent), *self.visits[1:])
-        self._spans = partial(opt._layout.spans, groups, coefficients, opt.perturbed)
+        coefficients, visits = opt.planned()
+        self.visits: Sequence[Visit] = visits
+        self._spans = partial(opt._layout.spans, opt.param_groups, coefficients, opt.perturbed)
         self._scale = 1.0 if scaler is None else _scale(scaler, self._params)
         self._watched = scaler is not None and scaler.is_enabled()
         several = len(self.visits) > 1 or opt.needs_graph
         self._still = opt._kept_still(self._params) if several else None
         self._local: Sequence[nn.Module] | None = None
         """The models under ``perturbation="local"``, where only the direction is reduced."""
-        if several and opt.perturbation == "local":
+        # In a step of one pass, DDP itself may reduce. If it looks for unused parameters, it must
+        # never: what it found in a pass that was not reduced would confuse the next that is.
+        if opt.perturbation == "local" and (several or distributed.finds_unused(opt.models)):
             distributed.check_local(opt.models, self._params)
             self._local = opt.models
         self.walk: Walk | None = None
@@ -238,7 +236,7 @@ class Excursion:
             groups=distributed.shard_groups(params) if self._sharded else (),
             memory=self._opt._memory,
             state=self._opt.base.state,
-            seed=(self._opt.seed, self._opt.steps),
+            seed=(self._opt.seed, self._opt.steps) if self._opt.draws else None,
         )
 
     def _meet(self, walk: Walk, present: list[Any]) -> None:
@@ -260,6 +258,10 @@ class Excursion:
     def _deliver(self, params: list[Any], direction: Vector, *kept: Vector) -> None:
         """Put the direction in ``.grad``; under `local`, the means over processes."""
         self._opt._kept = tuple(self._shared(dict(zip(params, k, strict=True))) for k in kept)
+        if self.walk is not None and kept and self._opt._kept[0].keys() - params:
+            # Another process used more parameters: `after` must move those here, too.
+            used = [p for p in self._params if p in self._opt._kept[0]]
+            self.walk.grow(used, self._shards(used), self._spans(used), ())
         if self.walk is not None:
             self.walk.staged = {n: self._shared(v) for n, v in self.walk.staged.items()}
         if self._watched and self.walk is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -81,10 +81,6 @@ class LookSAM(FlatnessOptimizer):
             )
         self.k = int(k)
         super().__init__(base, {"rho": rho, "alpha": alpha}, model=model, **options)
-
-    @property
-    def kind(self) -> Hashable:
-        return self.due, self._looks
 
     @property
     def _looks(self) -> bool:

@@ -73,7 +73,7 @@ class RWP(FlatnessOptimizer):
             raise ValueError(f"alpha must be in [0, 1], got {hyper['alpha']}")
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        if all(c["gamma"] == 0 or c["alpha"] == 0 for c in coefficients):
+        if any(all(c[name] == 0 for c in coefficients) for name in ("gamma", "alpha")):
             return PLAIN
         return NOISY if all(c["alpha"] == 1 for c in coefficients) else MIXED
 

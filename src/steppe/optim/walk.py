@@ -121,7 +121,7 @@ class Walk:
         scale: the loss scale: 1, or that of a GradScaler.
         memory: what methods keep between steps, by parameter (see `remember`).
         state: the base optimizer's state, by parameter.
-        seed: what `normal` draws from: the optimizer's seed and its step.
+        seed: what `normal` draws from: the optimizer's seed and its step; None if it never draws.
         spare: memory for the backup, or None to allocate it.
         adopt: whether to hold a gradient without copying it, if nothing else refers to it.
         groups: process groups over which squared norms add up (sharded parameters).
@@ -136,7 +136,7 @@ class Walk:
     scale: float | Tensor
     memory: Mapping[Tensor, Mapping[str, Tensor]]
     state: Mapping[Tensor, Mapping[str, Any]]
-    seed: tuple[int, int]
+    seed: tuple[int, int] | None
     spare: Vector | None
     adopt: bool
     groups: Sequence[dist.ProcessGroup]
@@ -202,6 +202,12 @@ class Walk:
         """The base's average of gradients, which has no loss scale; zero before its first step."""
         states = [self.state.get(p, {}) for p in self.params]
         found = [next((s[key] for key in MOMENTA if s.get(key) is not None), None) for s in states]
+        if any(states) and all(v is None for v in found):
+            kept = ", ".join(dict.fromkeys(key for s in states for key in s))
+            raise RuntimeError(
+                f"the base optimizer keeps no {' or '.join(MOMENTA)}, only {kept}: use SGD with "
+                "momentum, or Adam"
+            )
         return [
             torch.zeros_like(t) if v is None else local(v)
             for v, t in zip(found, self.theta, strict=True)
@@ -213,6 +219,8 @@ class Walk:
 
         Shards draw their own; copies of a weight on several processes draw the same.
         """
+        if self.seed is None:
+            raise TypeError("a method that draws noise needs draws = True in its class")
         place = (*self.seed, *noise.ranks(self.groups))
         generator = noise.generator(self.theta[0].device, *place)
         return [torch.empty_like(t).normal_(generator=generator) for t in self.theta]

@@ -80,9 +80,8 @@ class WSAM(FlatnessOptimizer):
         return {**own, "push": hyper["lr"] * a} if self.decouple else own
 
     def visits(self, coefficients: Sequence[Mapping[str, float]]) -> tuple[Visit, ...]:
-        if self.decouple and not all(c["rho"] == 0 or c["a"] == 0 for c in coefficients):
-            return DECOUPLED
-        return PLAIN if self.decouple else fad.cheapest(coefficients)
+        coupled = fad.cheapest(coefficients)
+        return DECOUPLED if self.decouple and coupled is not PLAIN else coupled
 
     def after(self, walk: Walk, *kept: Vector) -> None:
         (h0,) = kept

@@ -277,7 +277,7 @@ def _settings(optimizer: Optimizer) -> Hashable:
     if not skips_by_itself(base_of(optimizer)):
         return id(optimizer)
     step = optimizer.steps + 1 if isinstance(optimizer, FlatnessOptimizer) else 0
-    kind = optimizer.kind if isinstance(optimizer, FlatnessOptimizer) else None
+    visits = optimizer.planned()[1] if isinstance(optimizer, FlatnessOptimizer) else None
     groups = [
         tuple(
             (name, scheduled(value, step, group))
@@ -286,7 +286,7 @@ def _settings(optimizer: Optimizer) -> Hashable:
         )
         for group in optimizer.param_groups
     ]
-    return repr((id(optimizer), kind, groups))
+    return repr((id(optimizer), visits, groups))
 
 
 def _kind(tree: Any) -> Hashable:
