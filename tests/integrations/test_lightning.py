@@ -34,7 +34,7 @@ import steppe.integrations.pytorch_lightning
 from steppe.errors import UserError
 from steppe.integrations import _lightning
 from steppe.integrations.lightning import ManualFlatness, first_pass
-from steppe.optim import FAD, GAM, SAM, Bfloat16Warning, GAMExact, frameworks
+from steppe.optim import FAD, GAM, SAGM, SAM, Bfloat16Warning, GAMExact, frameworks
 
 pytestmark = [
     # What it says of few loader workers and of clusters is about the machine.
@@ -253,6 +253,21 @@ def test_bfloat16_equals_the_plain_loop_and_warns(kind):
     model, _ = plain(autocast=torch.autocast("cpu", dtype=torch.bfloat16))
     assert same(module.net, model)
     assert not any(module.hooked)  # autocast is for the passes, not for the base's arithmetic
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16-mixed"])
+@pytest.mark.filterwarnings("ignore::steppe.optim.Bfloat16Warning")
+def test_lightning_may_clip_a_method_that_needs_the_loss_scale(precision):
+    """Its clipping asks what GradScaler asks, where there is no GradScaler."""
+
+    class Clipped(Manual):
+        def on_before_optimizer_step(self, optimizer):
+            super().on_before_optimizer_step(optimizer)
+            self.clip_gradients(optimizer, 0.01, "norm")
+
+    module = Clipped(lambda module: SAGM(sgd(module), model=module))
+    fit(module, precision=precision)
+    assert len(module.hooked) == EPOCHS * BATCHES
 
 
 def test_the_hook_before_a_step_sees_the_direction_once_and_may_clip_it():

@@ -267,6 +267,16 @@ def test_from_pytorch_optimizers_sam_by_group(adaptive, first):
     assert_same(model, other)
 
 
+def test_a_group_without_a_radius_counts_in_their_norm():
+    model, other = network(), network()
+    their_steps(model, theirs.SAM(groups(model, rho=0.0), torch.optim.SGD, rho=0.5, **SGD))
+    steppe_steps(other, SAM(torch.optim.SGD(groups(other, rho=0.0), **SGD), rho=0.5))
+    differences = [
+        (p - q).abs().max() for p, q in zip(model.parameters(), other.parameters(), strict=True)
+    ]
+    assert max(differences) > 1e-3
+
+
 def test_gsams_radius_follows_the_learning_rate():
     """Theirs only where the loop calls update_rho_t; an edit of `lr` reaches the base in both."""
 

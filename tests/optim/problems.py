@@ -12,8 +12,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from steppe.optim import (
+    DISAM,
+    DISAMFAD,
+    DISAMGSAM,
+    DISAMSAGM,
     FAD,
     GAM,
+    GGAL,
     GSAM,
     MSAM,
     PGN,
@@ -126,7 +131,7 @@ class Method:
     make: Callable[..., FlatnessOptimizer]
     hyper: dict[str, Any]
     passes: int
-    reference: Callable[..., Tensor]
+    reference: Callable[..., Tensor] | None
     buffers: int  # owned parameter-sized buffers at the peak of a step
     reference_names: tuple[str, ...] = field(default=())
     remembers: int = 0  # vectors that live between steps
@@ -144,6 +149,7 @@ class Method:
         memory = values.pop("memory", {})
         hyper = {**self.hyper, **values}
         own = {"memory": memory} if self.stateful else {}
+        assert self.reference is not None
         return self.reference(grad, theta, *(hyper[n] for n in self.reference_names), **own)
 
 
@@ -229,8 +235,42 @@ METHODS = {
 }
 
 
+NAMING = {  # they ask the closure for other losses
+    "disam": Method(DISAM, {"rho": 0.1, "lam": LAM}, 2, reference.sam, 1, ("rho",)),
+    "disam-gsam": Method(
+        DISAMGSAM, {"rho": 0.1, "alpha": 0.3, "lam": LAM}, 2, successors.gsam, 2, ("rho", "alpha")
+    ),
+    "disam-sagm": Method(
+        DISAMSAGM, {"rho": 0.1, "alpha": 0.05, "lam": LAM}, 2, successors.sagm, 2, ("rho", "alpha")
+    ),
+    "disam-fad": Method(
+        DISAMFAD,
+        {"rho": 0.1, "alpha": 0.3, "beta": 0.7, "lam": LAM},
+        4,
+        reference.fad,
+        2,
+        ("rho", "alpha", "beta"),
+    ),
+    "gga-l": Method(GGAL, {"gamma": 0.05, "domains": 2}, 3, None, 2),
+}
+ON_NORMS = {"sam-on": Method(SAM, {"rho": 0.1, "only": "norm"}, 2, None, 1)}
+EVERY = {**METHODS, **NAMING, **ON_NORMS}
+"""All methods, for closures that take the name of a loss, and models with a norm layer."""
+
+
 DIRECTED = [name for name, method in METHODS.items() if not method.pushes]
 """Methods whose step is the base's along the direction."""
+
+
+def named(each: Tensor, name: str) -> Tensor:
+    """A loss by name, from those of the samples; every other sample is of the second domain.
+
+    All are linear in the samples' losses, so that a batch may be divided.
+    """
+    domains = [each[i::2].mean() for i in range(2)]
+    if name == "ascent":
+        return 0.8 * domains[0] + 0.2 * domains[1]
+    return each.mean() if name == "main" else domains[int(name.removeprefix("domain:"))]
 
 
 def sgd(params: Any, **options: Any) -> torch.optim.SGD:

@@ -1,6 +1,7 @@
 """A step on a device: when its host waits, scalers, CUDA graphs and memory."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from torch.amp import GradScaler
 
 from steppe.optim import FAD, vectors
 from tests.devices import counting_waits, never_waiting
-from tests.optim.problems import METHODS, sgd
+from tests.optim.problems import EVERY, named, sgd
 
-FIRST_ORDER = [name for name in METHODS if name != "gam-exact" and not METHODS[name].make.draws]
+FIRST_ORDER = [name for name in EVERY if name != "gam-exact" and not EVERY[name].make.draws]
 
 
 def workload(name: str, device: torch.device, fused: bool | None = None, **options):
@@ -21,18 +22,19 @@ def workload(name: str, device: torch.device, fused: bool | None = None, **optio
         nn.Linear(8 * 36, 5),
     ).to(device)  # fmt: skip
     x, y = torch.randn(16, 3, 8, 8, device=device), torch.randint(5, (16,), device=device)
-    opt = METHODS[name](sgd(model.parameters(), fused=fused), model=model, **options)
+    opt = EVERY[name](sgd(model.parameters(), fused=fused), model=model, **options)
 
-    def closure(scaler=None):
-        loss = nn.functional.cross_entropy(model(x), y)
+    def closure(name="main", scaler=None):
+        each = nn.functional.cross_entropy(model(x), y, reduction="none")
+        loss = named(each, name)
         (scaler.scale(loss) if scaler else loss).backward(create_graph=opt.needs_graph)
-        return loss
+        return each.mean()
 
     return opt, closure
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EVERY)
 def test_no_synchronization_without_a_scaler(name, max_norm, device):
     opt, closure = workload(name, device, max_norm=max_norm)
     opt.step(closure)
@@ -42,14 +44,14 @@ def test_no_synchronization_without_a_scaler(name, max_norm, device):
     assert opt.steps == 3
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EVERY)
 def test_one_synchronization_with_a_scaler(name, device):
     opt, closure = workload(name, device)
     scaler = GradScaler(device.type)
-    opt.step(lambda: closure(scaler), scaler=scaler)
+    opt.step(partial(closure, scaler=scaler), scaler=scaler)
     scaler.update()
     with counting_waits(device) as waits:
-        opt.step(lambda: closure(scaler), scaler=scaler)
+        opt.step(partial(closure, scaler=scaler), scaler=scaler)
     assert len(waits) == (device.type == "cuda")
     assert opt.steps == 2
 
@@ -58,10 +60,10 @@ def test_one_synchronization_with_a_scaler(name, device):
 def test_no_synchronization_with_a_scaler_and_a_fused_base(name, device):
     opt, closure = workload(name, device, fused=True)
     scaler = GradScaler(device.type)
-    opt.step(lambda: closure(scaler), scaler=scaler)
+    opt.step(partial(closure, scaler=scaler), scaler=scaler)
     scaler.update()
     with never_waiting(device):
-        opt.step(lambda: closure(scaler), scaler=scaler)
+        opt.step(partial(closure, scaler=scaler), scaler=scaler)
         scaler.update()
     assert opt.steps == 2
 
@@ -84,20 +86,20 @@ def test_a_factor_on_the_device(dtype, device):
 def test_a_whole_step_in_a_cuda_graph(name):
     """Capture one step and replay it: the same weights as eager steps, on moving data."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4)).cuda()
+    model = nn.Sequential(nn.Linear(6, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 4)).cuda()
     twin = copy.deepcopy(model)
     static = torch.randn(16, 6, device="cuda")
     y = torch.randint(4, (16,), device="cuda")
     batches = [torch.randn(16, 6, device="cuda") for _ in range(6)]
 
     def stepper(net, x):
-        opt = METHODS[name](sgd(net.parameters()), model=net)
+        opt = EVERY[name](sgd(net.parameters()), model=net)
 
         def step():
-            def closure():
-                loss = nn.functional.cross_entropy(net(x()), y)
-                loss.backward()
-                return loss
+            def closure(name="main"):
+                each = nn.functional.cross_entropy(net(x()), y, reduction="none")
+                named(each, name).backward()
+                return each.mean()
 
             opt.step(closure)
 
@@ -114,7 +116,7 @@ def test_a_whole_step_in_a_cuda_graph(name):
     torch.cuda.current_stream().wait_stream(stream)
     for _ in range(3):
         eager_step()
-    graph, steps = torch.cuda.CUDAGraph(), METHODS[name].every  # of all kinds that a method has
+    graph, steps = torch.cuda.CUDAGraph(), EVERY[name].every  # of all kinds that a method has
     with torch.cuda.graph(graph):
         for _ in range(steps):
             captured_step()
@@ -139,7 +141,7 @@ def test_peak_memory_of_a_step(name, buffers):
     """Bytes between passes beyond parameters, gradients and momentum; and none after the step."""
     n = 2**24
     weight = nn.Parameter(torch.randn(n, device="cuda"))
-    opt = METHODS[name](sgd([weight]))
+    opt = EVERY[name](sgd([weight]))
 
     def run():
         peaks = []

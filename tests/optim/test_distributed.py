@@ -13,19 +13,20 @@ from torch.nn.parallel import DistributedDataParallel
 from steppe.optim import FAD, GENIE, SAM, GAMExact, Joined
 from tests import processes
 from tests.optim import reference
-from tests.optim.problems import DIRECTED, METHODS
+from tests.optim.problems import DIRECTED, EVERY, METHODS, named
 
 WORLD = 2
 STEPS = 4
-FIRST_ORDER = [name for name in METHODS if name != "gam-exact"]
+FIRST_ORDER = [name for name in EVERY if name != "gam-exact"]
 STATELESS = [name for name in FIRST_ORDER if name in DIRECTED and not METHODS[name].stateful]
-REMEMBERING = [name for name in FIRST_ORDER if METHODS[name].remembers]
-SHARDED = [name for name in FIRST_ORDER if not METHODS[name].make.draws]
+REMEMBERING = [name for name in FIRST_ORDER if EVERY[name].remembers]
+SHARDED = [name for name in FIRST_ORDER if not EVERY[name].make.draws]
+UNLIKE = ["sam", "looksam", "wsam"]
 
 
 def network() -> nn.Module:
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    return nn.Sequential(nn.Linear(5, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)).double()
 
 
 def batch(t: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,10 +48,10 @@ def steps(model, opt, data, count=STEPS):
     for t in range(count):
         x, y = data(t)
 
-        def closure(x=x, y=y):
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            return loss
+        def closure(name="main", x=x, y=y):
+            each = nn.functional.cross_entropy(model(x), y, reduction="none")
+            named(each, name).backward()
+            return each.mean()
 
         opt.step(closure)
 
@@ -77,7 +78,7 @@ def ddp(bucket_view: bool) -> tuple[DistributedDataParallel, list[int]]:
 
 def run_global(rank: int, name: str, bucket_view: bool):
     model, reductions = ddp(bucket_view)
-    opt = METHODS[name](base(model), model=model)
+    opt = EVERY[name](base(model), model=model)
     steps(model, opt, lambda t: part(t, rank))
     return weights(model), reductions[0]
 
@@ -92,7 +93,7 @@ def run_local(rank: int, name: str, bucket_view: bool):
         manual += 1
         return plain(*args, **kwargs)
 
-    opt = METHODS[name](base(model), model=model, perturbation="local")
+    opt = EVERY[name](base(model), model=model, perturbation="local")
     dist.all_reduce = watched
     try:
         steps(model, opt, lambda t: part(t, rank))
@@ -113,7 +114,7 @@ def run_fsdp(rank: int, name: str):
     model = network()
     fully_shard(model[0])
     fully_shard(model)
-    opt = METHODS[name](base(model), model=model)
+    opt = EVERY[name](base(model), model=model)
     steps(model, opt, lambda t: part(t, rank))
     return torch.cat([p.detach().full_tensor().reshape(-1) for p in model.parameters()])
 
@@ -137,7 +138,7 @@ def run_fsdp_noise(rank: int):
 def run_memory(rank: int, name: str):
     """Under perturbation='local', what enters later steps must be equal in all processes."""
     model, _ = ddp(True)
-    opt = METHODS[name](base(model), model=model, perturbation="local")
+    opt = EVERY[name](base(model), model=model, perturbation="local")
     steps(model, opt, lambda t: part(t, rank))
     return weights(model), opt.state_dict()["steppe"]["memory"]
 
@@ -188,11 +189,12 @@ def run_joined(rank: int):
 def run_passes(rank: int, name: str):
     """Two micro-batches in each process."""
     model, reductions = ddp(True)
-    opt = METHODS[name](base(model), model=model)
+    opt = EVERY[name](base(model), model=model)
     for t in range(STEPS):
         x, y = part(t, rank)
-        for _, (px, py) in opt.passes(zip(x.chunk(2), y.chunk(2), strict=True)):
-            (nn.functional.cross_entropy(model(px), py) / 2).backward()
+        for phase, (px, py) in opt.passes(zip(x.chunk(2), y.chunk(2), strict=True)):
+            each = nn.functional.cross_entropy(model(px), py, reduction="none")
+            (named(each, phase.loss) / 2).backward()
         opt.step()
     return weights(model), reductions[0]
 
@@ -211,9 +213,9 @@ class Branches(nn.Module):
         return self.norm(self.branches[which](x))
 
 
-def run_branches(rank: int):
+def run_branches(rank: int, name: str):
     model = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    opt = SAM(base(model), model=model, perturbation="local")
+    opt = METHODS[name](base(model), model=model, perturbation="local")
     statistics = []
     model.module.norm.register_forward_pre_hook(
         lambda norm, _: statistics.append(norm.running_mean.clone())
@@ -280,7 +282,7 @@ CASES = {
     "genie": (run_genie,),
     "sharded genie": (run_sharded_genie,),
     "joined": (run_joined,),
-    "branches": (run_branches,),
+    **{f"branches {n}": (run_branches, n) for n in UNLIKE},
     "refusals": (run_refusals,),
 }
 
@@ -305,7 +307,7 @@ def results(tmp_path_factory):
 
 def single(name: str) -> torch.Tensor:
     model = network()
-    steps(model, METHODS[name](base(model), model=model), batch)
+    steps(model, EVERY[name](base(model), model=model), batch)
     return weights(model)
 
 
@@ -337,7 +339,7 @@ def test_global_is_one_process_on_the_joint_batch(results, name, bucket_view):
     for rank in range(WORLD):
         got, reductions = results[rank][f"global {name} bucket_view={bucket_view}"]
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-        assert reductions == sum(map(METHODS[name].passes_at, range(STEPS)))
+        assert reductions == sum(map(EVERY[name].passes_at, range(STEPS)))
 
 
 @pytest.mark.parametrize("bucket_view", [True, False])
@@ -357,7 +359,7 @@ def test_passes_reduce_with_the_last_micro_batch_only(results, name):
     for rank in range(WORLD):
         got, reductions = results[rank][f"passes {name}"]
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-        assert reductions == sum(map(METHODS[name].passes_at, range(STEPS)))
+        assert reductions == sum(map(EVERY[name].passes_at, range(STEPS)))
 
 
 @pytest.mark.parametrize("name", REMEMBERING)
@@ -375,9 +377,10 @@ def test_shards_draw_noise_of_their_own(results):
     assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True) if a.any())
 
 
-def test_processes_may_use_different_parameters(results):
+@pytest.mark.parametrize("name", UNLIKE)
+def test_processes_may_use_different_parameters(results, name):
     """Under find_unused_parameters replicas stay equal, and what nobody used is left alone."""
-    (first, unused, statistics), (second, _, others) = (r["branches"] for r in results)
+    (first, unused, statistics), (second, _, others) = (r[f"branches {name}"] for r in results)
     assert torch.equal(first, second)
     assert unused
     assert torch.equal(statistics, others)  # DDP still sends rank 0's buffers round

@@ -11,15 +11,15 @@ from torch.amp import GradScaler
 from torch.utils.data import DataLoader
 
 from steppe.optim import FAD
-from tests.optim.problems import METHODS, PROBLEMS, sgd, train
+from tests.optim.problems import EVERY, PROBLEMS, named, sgd, train
 
-every_method = pytest.mark.parametrize("name", METHODS)
+every_method = pytest.mark.parametrize("name", [name for name in EVERY if name != "sam-on"])
 MICRO = 4
 
 
 def setup(name, problem_name="mlp"):
     problem = PROBLEMS[problem_name]()
-    return problem, METHODS[name](sgd(problem.groups()), model=problem.model)
+    return problem, EVERY[name](sgd(problem.groups()), model=problem.model)
 
 
 def micro_batches(problem):
@@ -30,19 +30,30 @@ def accumulate(problem, opt, batches, scale=lambda loss: loss, scaler=None):
     """What a loop runs before its step; returns the phase that each backward was in."""
     places = []
     for phase, (x, y) in opt.passes(batches, scaler):
-        loss = nn.functional.cross_entropy(problem.model(x), y) / MICRO
+        each = nn.functional.cross_entropy(problem.model(x), y, reduction="none")
+        loss = named(each, phase.loss) / MICRO
         scale(loss).backward(create_graph=opt.needs_graph)
         places.append(phase.index)
     return places
 
 
+def whole_steps(problem, opt, steps):
+    def closure(name="main"):
+        each = nn.functional.cross_entropy(problem.model(problem.x), problem.y, reduction="none")
+        named(each, name).backward(create_graph=opt.needs_graph)
+        return each.mean()
+
+    for _ in range(steps):
+        opt.step(closure)
+
+
 @every_method
 def test_passes_are_a_step_over_the_joint_batch(name):
     (problem, opt), (parts, opt2) = setup(name), setup(name)
-    train(problem, opt, 3)
+    whole_steps(problem, opt, 3)
     for t in range(3):
         places = accumulate(parts, opt2, micro_batches(parts))
-        assert places == [i for i in range(METHODS[name].passes_at(t)) for _ in range(MICRO)]
+        assert places == [i for i in range(EVERY[name].passes_at(t)) for _ in range(MICRO)]
         opt2.step()
     torch.testing.assert_close(parts.weights(), problem.weights(), rtol=0, atol=1e-12)
 
@@ -97,7 +108,7 @@ def test_a_scaler_by_hand(name):
     """The code of torch's AMP examples after the passes; the loss scale cancels."""
     (problem, opt), (scaled, opt2) = setup(name), setup(name)
     opt.max_norm = 0.05
-    train(problem, opt, 3)
+    whole_steps(problem, opt, 3)
     scaler = GradScaler("cpu", init_scale=2.0**12)
     for _ in range(3):
         accumulate(scaled, opt2, micro_batches(scaled), scaler.scale, scaler)

@@ -6,14 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from pytorch_optimizer import ScheduleFreeAdamW
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from steppe.optim import (
-    DISAM,
-    DISAMFAD,
-    DISAMGSAM,
-    DISAMSAGM,
     FAD,
     GGAL,
     GSAM,
@@ -33,7 +30,7 @@ from steppe.optim.noise import generator
 from steppe.optim.registry import optimizers
 from steppe.optim.sam import norm_parameters
 from tests.optim import reference, reference_successors as successors
-from tests.optim.problems import LAM, METHODS, PROBLEMS, sgd, train
+from tests.optim.problems import EVERY, METHODS, NAMING, PROBLEMS, sgd, train
 from tests.optim.test_special_cases import base_alone, run, wrapped
 
 BITWISE = {
@@ -256,14 +253,6 @@ def test_the_first_gradient_may_be_of_another_loss(make):
 # ---- loss scales and overflows --------------------------------------------------------------
 
 REMEMBERING = [name for name, method in METHODS.items() if method.remembers]
-NAMING = {  # they ask the closure for other losses
-    "disam": partial(DISAM, rho=0.1, lam=LAM),
-    "disam-gsam": partial(DISAMGSAM, rho=0.1, alpha=0.3, lam=LAM),
-    "disam-sagm": partial(DISAMSAGM, rho=0.1, alpha=0.05, lam=LAM),
-    "disam-fad": partial(DISAMFAD, rho=0.1, alpha=0.3, beta=0.7, lam=LAM),
-    "gga-l": partial(GGAL, gamma=0.05, domains=2),
-}
-EVERY = {**METHODS, **NAMING, "sam-on": partial(SAM, rho=0.1, only="norm")}
 
 
 def test_the_tables_have_every_method_of_the_registry():
@@ -284,17 +273,9 @@ def scaled(problem, opt, scale, factor=1.0, only=None):
     return closure
 
 
-@pytest.mark.parametrize(
-    ("name", "host", "hyper"),
-    [
-        ("disam", reference.sam, (0.1,)),
-        ("disam-gsam", successors.gsam, (0.1, 0.3)),
-        ("disam-sagm", successors.sagm, (0.1, 0.05)),
-        ("disam-fad", reference.fad, (0.1, 0.3, 0.7)),
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in NAMING if name != "gga-l"])
 @pytest.mark.parametrize("problem_name", PROBLEMS)
-def test_disam_takes_its_first_gradient_of_the_ascent_loss(problem_name, name, host, hyper):
+def test_disam_takes_its_first_gradient_of_the_ascent_loss(problem_name, name):
     problem = PROBLEMS[problem_name]()
     opt = NAMING[name](sgd(problem.groups()), model=problem.model)
     scale = GradScaler("cpu", enabled=False)
@@ -304,7 +285,7 @@ def test_disam_takes_its_first_gradient_of_the_ascent_loss(problem_name, name, h
         opt.step(scaled(problem, opt, scale))
         names = itertools.chain(["ascent"], itertools.repeat("main"))
         grad = lambda point, t=t, names=names: problem.gradient(point, t, next(names))  # noqa: E731
-        theta = update(theta, host(grad, theta, *hyper))
+        theta = update(theta, NAMING[name].direction(grad, theta))
         torch.testing.assert_close(problem.weights(), theta, rtol=0, atol=1e-10)
 
 
@@ -354,8 +335,7 @@ def test_an_overflow_equals_a_run_without_that_step(name, bad, only, fused):
     """Bit for bit; under a fused base only the counter moves, which LookSAM and noise go by."""
     if fused and name in {"looksam", "rwp", "gga-l"}:
         pytest.skip("goes by the counter")
-    steps = METHODS[name].passes_at(bad) if name in METHODS else 2
-    if only is not None and only >= steps:
+    if only is not None and only >= EVERY[name].passes_at(bad):
         pytest.skip("fewer passes than that")
 
     def trained(overflows):
@@ -459,13 +439,20 @@ def test_gga_l_with_gamma_0_is_the_base_and_otherwise_needs_domains():
         train(problem, GGAL(sgd(problem.groups())), 1)
 
 
-def test_f_sams_two_orders_agree_for_sigma_1():
-    """The release subtracts the mean before this step's gradient enters it, the paper after."""
-    torch.manual_seed(0)
-    g, m = torch.randn(2, 9).double()
-    for lam in (0.6, 0.9):
-        after = g - (lam * m + (1 - lam) * g)
-        torch.testing.assert_close(successors.unit(after), successors.unit(g - m))
+@pytest.mark.parametrize("lam", [0.6, 0.9])
+def test_f_sam_with_sigma_1_is_the_authors_code(lam):
+    """Which subtracts the mean before this step's gradient enters it; the paper does so after."""
+    problem = PROBLEMS["mlp"]()
+    opt = FriendlySAM(sgd(problem.groups()), rho=0.1, lam=lam)
+    update, theta, mean = reference.SGD(0.1, 0.9, 1e-2), problem.weights(), None
+    for t in range(20):
+        train(problem, opt, 1, first=t)
+        g0 = problem.gradient(theta, t)
+        ascent = g0 if mean is None else g0 - mean
+        mean = g0 if mean is None else lam * mean + (1 - lam) * g0
+        g1 = problem.gradient(theta + 0.1 * successors.unit(ascent), t)
+        theta = update(theta, g1)
+        torch.testing.assert_close(problem.weights(), theta, rtol=0, atol=1e-10)
 
 
 def test_sam_over_plain_sgd_on_a_quadratic_has_a_closed_form():
@@ -527,6 +514,55 @@ def test_f_sams_first_ascent_of_each_parameter_is_along_its_gradient():
 
     opt.step(closure)
     assert moved[1].norm() > 0.4
+
+
+def test_a_group_may_move_for_the_difference_of_another():
+    """One group alone is perturbed, and another alone uses what that does to its gradient."""
+
+    def trained(make, *groups):
+        p, q = (nn.Parameter(torch.tensor([1.0, 2.0]).double() * k) for k in (1.0, 0.5))
+        parts = [{"params": [w], **own} for w, own in zip((p, q), groups, strict=True)]
+        opt = make(torch.optim.SGD(parts, lr=0.01))
+        points = []
+
+        def closure():
+            points.append(p.detach().clone())
+            ((p * p).sum() * (q * q).sum()).backward()
+
+        for _ in range(3):
+            opt.step(closure)
+        return p, q, points
+
+    groups = {"rho": 0.5, "gamma": 0.0}, {"rho": 0.0, "gamma": 0.6}
+    *ours, _ = trained(WSAM, *groups)
+    *coupled, _ = trained(partial(WSAM, decouple=False), *groups)
+    torch.testing.assert_close(ours, coupled, rtol=0, atol=1e-12)
+    groups = {"gamma": 0.5, "alpha": 0.0}, {"gamma": 0.0, "alpha": 1.0}
+    _, q, points = trained(RWP, *groups)
+    expected = torch.tensor([1.0, 2.0]).double() * 0.5
+    for noisy in points[1::2]:
+        expected = expected - 0.01 * 2 * expected * (noisy @ noisy)
+    assert not torch.equal(points[0], points[1])
+    torch.testing.assert_close(q.detach(), expected, rtol=0, atol=1e-12)
+
+
+def test_noise_needs_a_declaration():
+    """Without it, the seed would not be saved, and a captured graph would repeat the noise."""
+
+    class Careless(RWP):
+        draws = False
+
+    problem = PROBLEMS["mlp"]()
+    with pytest.raises(TypeError, match="needs draws = True in its class"):
+        train(problem, Careless(sgd(problem.groups())), 1)
+
+
+def test_msam_says_that_a_base_keeps_its_momentum_elsewhere():
+    problem = PROBLEMS["mlp"]()
+    opt = MSAM(ScheduleFreeAdamW(problem.model.parameters(), lr=0.01))
+    train(problem, opt, 1)
+    with pytest.raises(RuntimeError, match="keeps no momentum_buffer or exp_avg, only z, exp_avg"):
+        train(problem, opt, 1)
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop])

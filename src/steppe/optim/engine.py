@@ -84,6 +84,8 @@ class FlatnessOptimizer(Wrapper):
             raise ValueError(f"ratio must be in (0, 1], got {ratio}")
         if perturbation not in ("global", "local"):
             raise ValueError(f"perturbation must be 'global' or 'local', got {perturbation!r}")
+        if not isinstance(ascent, str):
+            raise TypeError(f"ascent must be the name of a loss, got {ascent!r}")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
         if not xi > 0:

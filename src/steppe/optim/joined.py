@@ -56,6 +56,10 @@ class Joined(Optimizer):
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         # Optimizer.__init__ would make groups and state of its own.
+        if isinstance(optimizers, Optimizer):
+            raise TypeError(
+                f"Joined takes a list of optimizers, got a single {type(optimizers).__name__}"
+            )
         found = tuple(optimizers)
         if not found:
             raise ValueError("Joined needs at least one optimizer, got none")

@@ -313,8 +313,10 @@ def _check_call(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
                     f"{base.__name__}(model.parameters(), {name}={kwargs[name]!r})"
                 )
             if ours in known and ours != name:
-                written = peers.our_options(method, {name: kwargs[name]})[ours]
-                raise TypeError(f"{method} has no option {name!r}: write {ours}={written!r}")
+                theirs = {k: v for k, v in kwargs.items() if peers.our_name(method, k) in known}
+                written = peers.our_options(method, theirs)
+                changed = {k: v for k, v in written.items() if k not in theirs or theirs[k] != v}
+                raise TypeError(f"{method} has no option {name!r}: write{_spelled(changed)[1:]}")
         return
     inner: Any = next((v for v in (*args, *kwargs.values()) if _makes_optimizers(v)), None)
     given, rest = _sorted_options(cls, args, kwargs, inner)
