@@ -17,7 +17,7 @@ pytest.importorskip("playwright")
 
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
-from steppe.reports.cells import Cell, cell_text, points_text
+from steppe.reports.cells import Cell, cell_text, p_text, points_text
 from steppe.reports.page import render_page
 from steppe.reports.palette import COLOURS, KNOWN, looks
 from tests.reports.page_sample import EMPTY, HOSTILE, NAMES, hostile, sample
@@ -268,6 +268,16 @@ def test_numbers_are_rounded_as_in_the_terminal(show: Open) -> None:
     table = show(data).get_by_role("region", name="PACS", exact=True).locator("table")
     written = [cell.removesuffix("\n(best)") for cell in column(table, 3)]
     assert written == [cell_text(Cell(mean, 0.0, 1)) for mean in means]
+
+
+def test_p_values_are_written_as_in_the_terminal(show: Open) -> None:
+    data = sample(8)
+    found = [0.0496, 0.0504, 0.05, 0.0002, 0.00996, 0.125, 1.0]
+    for row, p in zip(data["comparisons"], found, strict=True):
+        row["p_adjusted"] = p
+    table = show(data).locator("#comparisons table")
+    at = table.locator("thead th").all_inner_texts().index("p (Holm)")
+    assert column(table, at) == [p_text(p) for p in found]
 
 
 def test_the_pareto_front_is_drawn(show: Open) -> None:

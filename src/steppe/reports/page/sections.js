@@ -64,10 +64,7 @@ function comparisons() {
       show: (row) => [decides(row).every(finite) ? decides(row).map(signed).join(" to ") : DASH],
     },
     { title: "over", get: over, kind: "text", label: "units of the interval" },
-    {
-      title: "p (Holm)", get: (row) => row.p_adjusted,
-      print: (value) => (finite(value) && value < 0.001 ? "< 0.001" : short(value, 2)),
-    },
+    { title: "p (Holm)", get: (row) => row.p_adjusted, print: certainty },
     { title: "result", get: (row) => row.verdict, kind: "text" },
     {
       title: "CI, targets", label: `${interval} over targets`, get: (row) => row.low,
