@@ -139,6 +139,11 @@ def test_with_few_seeds_the_targets_decide(tmp_path):
     (pair,) = report.comparisons
     assert (pair.over_trials.units, pair.deciding.unit) == (2, "targets")
     assert "over 4 targets" in report.answer[0]
+    assert "CI, targets" in write(report, "markdown")
+    one = sweep(tmp_path / "one", {"sgd": level(0.7), "sam": level(0.8, 0.002)}, DOMAINS[:1])
+    text, (row,) = write(one, "markdown"), json.loads(write(one, "json"))["comparisons"]
+    assert ("CI, seeds" in text, "CI, targets" in text) == (True, False)
+    assert (row["low"], row["targets_low"]) == (row["seeds_low"], None)
     assert report.answer[0].endswith("significant across targets.")
 
 

@@ -486,6 +486,10 @@ def test_comparisons_show_what_may_be_chance(show: Open) -> None:
     )
     assert filled == [row["verdict"] == "significant" for row in rows]
     assert len(set(filled)) == 2
+    first = rows[0]
+    reach = f"{points_text(first['targets_low'])} to {points_text(first['targets_high'])}"
+    assert table.locator("thead th").last.inner_text().startswith("CI, targets")
+    assert column(table, 7)[0] == reach.replace("-", "−")
     # In pixels, the intervals' lengths are as the numbers.
     boxes = [stroke.bounding_box()["width"] for stroke in table.locator(".plot .stroke").all()]
     lengths = [row["seeds_high"] - row["seeds_low"] for row in rows]
@@ -493,6 +497,23 @@ def test_comparisons_show_what_may_be_chance(show: Open) -> None:
     assert [box - 1.75 for box in boxes] == pytest.approx(
         [scale * length for length in lengths], abs=1.5
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"targets_low": None, "targets_high": None, "low": -1.0, "high": 2.0},  # one target
+        {"decided_over": "targets", "seeds_low": None, "seeds_high": None, "seeds": None},
+    ],
+)
+def test_an_interval_over_targets_is_shown_once_and_only_where_it_is_one(
+    show: Open, change: dict[str, Any]
+) -> None:
+    data = sample()
+    for row in data["comparisons"]:
+        row |= change
+    headings = show(data).locator("#comparisons thead th").all_inner_texts()
+    assert len([one for one in headings if "CI" in one]) == 1
 
 
 def test_flatness_is_left_out_until_it_was_measured(show: Open) -> None:

@@ -174,6 +174,8 @@ CONTRASTS: list[Column[Contrast]] = [
     Column("seeds_low", "", _of("low", "over_trials")),
     Column("seeds_high", "", _of("high", "over_trials")),
     Column("seeds", "", _of("units", "over_trials")),
+    Column("targets_low", "", _of("low", "over_targets")),
+    Column("targets_high", "", _of("high", "over_targets")),
     Column("decided_over", "", _of("unit", "deciding")),
     Column("p", "", _of("p", "deciding")),
     Column("p_adjusted", "p (Holm)", attrgetter("adjusted"), show=p_text),
