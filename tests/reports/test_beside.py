@@ -38,6 +38,16 @@ def test_two_runs(tmp_path):
     assert (pair["difference"], pair["low"], pair["verdict"]) == (-12.5, None, "no interval")
 
 
+def test_equal_differences_give_no_interval(tmp_path):
+    for trial in range(3):
+        run(tmp_path / f"old/{trial}", 0.5, trial=trial)
+        run(tmp_path / f"new/{trial}", 0.6, trial=trial)
+    assert compare_runs([tmp_path / "old", tmp_path / "new"]).answer == [
+        "new (sgd) is 10.0 points above old (sgd); the differences are all equal, so there is no "
+        "interval, and it may be chance."
+    ]
+
+
 def test_runs_that_do_not_pair_are_shown_without_a_difference(tmp_path):
     a, b = run(tmp_path / "a", 0.5), run(tmp_path / "b", 0.6, trial=1)
     found = compare_runs([a, b])

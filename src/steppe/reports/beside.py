@@ -13,7 +13,7 @@ from typing import Any
 from steppe.console import printed
 from steppe.errors import UserError
 
-from .answer import evidence, verdict
+from .answer import evidence, no_interval, verdict
 from .cells import points_text
 from .columns import CONTRASTS, Column, table_columns, values
 from .contrasts import Contrast, Contrasts, by_method, contrast, corrected
@@ -200,8 +200,7 @@ def _sentence(pair: Contrast) -> str:
     place = "below" if gap.startswith("-") else "above"
     start = f"{pair.a} is {gap.lstrip('+-')} points {place} {pair.b}"
     if pair.deciding is None:
-        few = "one target and one seed give" if pair.pairs == 1 else "these runs give"
-        return f"{start}; {few} no interval, so it may be chance."
+        return f"{start}; {no_interval(pair)}."
     return f"{start} ({evidence(pair)}): {verdict(pair)}."
 
 

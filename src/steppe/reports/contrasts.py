@@ -19,8 +19,6 @@ SEEDS = 3
 With fewer, the interval over targets does."""
 MARGIN = 1.0
 """Points. Two methods are tied if the tests show that they differ by less than this."""
-ROUNDING = 1e-9
-"""Points. A narrower interval means that the differences have no spread."""
 BEST, CHEAPEST = "best", "cheapest"
 
 
@@ -99,7 +97,10 @@ class Contrasts:
     def note(self) -> str:
         """The correction and the verdicts explained, for the reader of a table."""
         if self.tests < 1:
-            return "Nothing to test: an interval needs at least two shared targets or trial seeds."
+            return (
+                "Nothing to test: an interval needs at least two shared targets or trial seeds, "
+                "with differences that are not all equal."
+            )
         many = "1 pair" if self.tests == 1 else f"{self.tests} pairs"
         because = (
             ""
@@ -126,8 +127,7 @@ def contrast(a: tuple[str, Accuracies], b: tuple[str, Accuracies]) -> Contrast |
             pair = between(a, b, LEVEL, over)
         except UserError:  # one target and seed, or targets that differ from seed to seed
             continue
-        # Accuracies are counts of images, so two equal differences are not evidence.
-        if pair.units >= SEEDS or pair.high - pair.low > ROUNDING:
+        if pair.spread:
             found[pair.unit] = pair
     differences = [100 * a[1][key] - 100 * b[1][key] for key in sorted(shared, key=repr)]
     known = found.get("targets") or found.get("trials")
