@@ -1,5 +1,6 @@
 """The report page, in a real browser: what it shows, what it does, and what it never does."""
 
+import itertools
 import json
 import os
 import re
@@ -17,10 +18,12 @@ pytest.importorskip("playwright")
 
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
+from steppe.reports import build_report, load_runs
 from steppe.reports.cells import Cell, cell_text, p_text, points_text
 from steppe.reports.page import render_page
 from steppe.reports.palette import COLOURS, KNOWN, looks
 from tests.reports.page_sample import EMPTY, HOSTILE, NAMES, hostile, sample
+from tests.reports.trees import config, record, write_run
 
 Open = Callable[..., Page]
 PHONE = {"viewport": {"width": 360, "height": 740}}
@@ -367,6 +370,24 @@ def test_learning_curves_answer_the_pointer(show: Open) -> None:
     assert f"{other['loss'][1]:.4g}" in tip(page)
     drawn.press("Escape")
     assert not tip(page)
+
+
+def test_targets_have_their_unit(show: Open, tmp_path: Path) -> None:
+    angles = tuple(map(str, range(0, 90, 15)))
+    for trial, target in itertools.product(range(2), ("0", "75")):
+        records = [record(step, (target,), lambda d, p: 0.5, angles) for step in (0, 9)]
+        one = config((target,), trial, draw=trial, dataset="RotatedDigits")
+        write_run(tmp_path / f"{target}-{trial}", one, records)
+    page = show(build_report(load_runs(tmp_path)).page_data())
+    headings = page.locator("#results thead th").all_inner_texts()
+    assert [one.strip("↕ ") for one in headings[1:3]] == ["0°", "75°"]
+    assert page.locator("#curves option").all_inner_texts()[:2] == [
+        "RotatedDigits / 0°",
+        "RotatedDigits / 75°",
+    ]
+    ticks = chart(page, "domains").locator(".x-ticks text").all_text_contents()
+    assert ticks == ["0°", "75°"]
+    assert {"0°", "75°"} <= set(page.locator("#sensitivity option").all_inner_texts())
 
 
 def test_a_name_hides_its_series(show: Open) -> None:

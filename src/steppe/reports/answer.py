@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .cells import interval_text, p_text, points_text
 from .contrasts import Contrast, Contrasts, by_method
 from .spent import hours, hours_text
-from .tables import Selected, StepCost, Table, target_labels
+from .tables import Selected, StepCost, Table, target_names
 
 
 class Ranked(NamedTuple):
@@ -184,8 +184,6 @@ def _not_run(selected: Selected) -> list[str]:
         held_out = frozenset().union(*sets.values())
         if len(held_out) == len(sets) < len(domains):
             verb = "was" if len(sets) == 1 else "were"
-            labels = zip(sets, target_labels(dataset, sets), strict=True)
-            # 75° as in the table, but not A for art_painting.
-            names = _listed([label if name in label else name for name, label in labels])
+            names = _listed(target_names(dataset, sets))
             said.append(f"Of {dataset}'s {len(domains)} targets, {len(sets)} {verb} run ({names}).")
     return said
