@@ -30,7 +30,7 @@ function results() {
 function comparisons() {
   const rows = list(data.comparisons).filter((row) => finite(row.difference));
   if (!rows.length) return [nothing("No two methods share enough finished runs to be compared.")];
-  const width = innerWidth < 640 ? 150 : 180;
+  const width = 140;
   // The interval that decides: over seeds if there are enough of them.
   const decides = (row) => (row.decided_over === "trials" && finite(row.seeds_low)
     ? [row.seeds_low, row.seeds_high] : [row.low, row.high]);
@@ -62,10 +62,10 @@ function comparisons() {
     },
     { title: "points", get: ({ difference }) => difference, print: signed },
     {
-      title: interval, get: (row) => decides(row)[0],
-      show: (row) => [range(...decides(row))],
+      title: interval, label: `${interval}, and its units`, get: (row) => decides(row)[0],
+      show: (row) => [decides(row).every(finite)
+        ? `${range(...decides(row))}, ${over(row)}` : DASH],
     },
-    { title: "over", get: over, kind: "text", label: "units of the interval" },
     { title: "p (Holm)", get: (row) => row.p_adjusted, print: certainty },
     { title: "result", get: (row) => row.verdict, kind: "text" },
   ];
