@@ -77,6 +77,23 @@ def test_sweeps_are_paired_method_by_method(tmp_path):
     assert named == ["new: sam", "new: sgd"]
 
 
+def test_settings_of_a_search_fit_a_terminal(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for draw in range(20):
+        more = {"lr": 0.01 / (draw + 3), "nesterov": draw > 9, "betas": [0.9, draw]}
+        run(tmp_path / f"search/{draw}", 0.5, trial=draw, **more)
+    found = compare_runs([tmp_path / "search", run(tmp_path / "one", 0.6)])
+    lines = found.to_terminal().partition("Settings")[2].splitlines()
+    assert max(map(len, lines)) <= 80
+    (rate,) = [line for line in lines if "optimizer.lr" in line]
+    assert "0.000455 to 0.00333 (20 values)" in rate
+    assert any("20 values" in line for line in lines if "optimizer.betas" in line)
+    assert any("false, true" in line for line in lines if "optimizer.nesterov" in line)
+    told = found.to_json()["settings"]["optimizer.lr"]
+    assert str(0.01 / 3) in told["search (sgd)"]
+    assert told["one (sgd)"] == "0.1"
+
+
 def test_names_are_as_short_as_they_can_be(tmp_path):
     found = compare_runs([run(tmp_path / "x/run", 0.5), run(tmp_path / "y/run", 0.6)])
     assert [row["name"] for row in found.to_json()["rows"]] == ["x/run (sgd)", "y/run (sgd)"]
