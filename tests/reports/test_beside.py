@@ -48,6 +48,31 @@ def test_equal_differences_give_no_interval(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.5, "b (sgd) and a (sgd) are equally accurate;"),
+        (0.5004, "b (sgd) is less than 0.1 points above a (sgd);"),
+        (0.4996, "b (sgd) is less than 0.1 points below a (sgd);"),
+    ],
+)
+def test_a_difference_that_rounds_to_zero_is_in_words(tmp_path, value, said):
+    (sentence,) = compare_runs([run(tmp_path / "a", 0.5), run(tmp_path / "b", value)]).answer
+    assert sentence.startswith(said)
+
+
+def test_methods_without_a_counterpart_are_named(tmp_path):
+    for side, names in {"old": ("sgd", "adam"), "new": ("adam", "sam")}.items():
+        for name in names:
+            run(tmp_path / side / name, 0.5, optimizer=name)
+    first, *rest = compare_runs([tmp_path / "old", tmp_path / "new"]).answer
+    assert first.startswith("new: adam and old: adam")
+    assert rest == [
+        "old: sgd has no counterpart, so it is not compared.",
+        "new: sam has no counterpart, so it is not compared.",
+    ]
+
+
 def test_runs_that_do_not_pair_are_shown_without_a_difference(tmp_path):
     a, b = run(tmp_path / "a", 0.5), run(tmp_path / "b", 0.6, trial=1)
     found = compare_runs([a, b])

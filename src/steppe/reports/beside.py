@@ -17,6 +17,7 @@ from .answer import evidence, no_interval, verdict
 from .cells import MISSING, points_text
 from .columns import CONTRASTS, Column, table_columns, values
 from .contrasts import Contrast, Contrasts, by_method, contrast, corrected
+from .differences import ROUNDING
 from .remarks import remarks
 from .render import TextTable, contrasts_text, text_table, to_terminal
 from .report import rerunnable
@@ -179,11 +180,12 @@ def _pairs(merged: Selected, rows: Sequence[dict[Row, Row]]) -> tuple[Contrasts,
     known = by_method(merged)
     first, *others = rows
     found: list[Contrast] = []
-    unpaired = []
+    unpaired, met = [], set()
     for side in others:
         loose = len(first) == 1 or len(side) == 1
         for ours, theirs in ((a, b) for a in first for b in side if loose or a == b):
             a, b = side[theirs].name, first[ours].name
+            met |= {a, b}
             pair = contrast((a, known[a]), (b, known[b]))
             if pair is None:
                 unpaired.append(
@@ -191,6 +193,8 @@ def _pairs(merged: Selected, rows: Sequence[dict[Row, Row]]) -> tuple[Contrasts,
                 )
             else:
                 found.append(pair)
+    alone = [row.name for side in rows for row in side.values() if row.name not in met]
+    unpaired += [f"{name} has no counterpart, so it is not compared." for name in alone]
     tested = corrected(found)
     tests = sum(pair.adjusted is not None for pair in tested)
     return Contrasts(tuple(tested), tests, named=True), unpaired
@@ -198,8 +202,12 @@ def _pairs(merged: Selected, rows: Sequence[dict[Row, Row]]) -> tuple[Contrasts,
 
 def _sentence(pair: Contrast) -> str:
     gap = points_text(pair.difference)
-    place = "below" if gap.startswith("-") else "above"
+    place = "below" if pair.difference < 0 else "above"
     start = f"{pair.a} is {gap.lstrip('+-')} points {place} {pair.b}"
+    if abs(pair.difference) < ROUNDING:
+        start = f"{pair.a} and {pair.b} are equally accurate"
+    elif gap == "0.0":
+        start = f"{pair.a} is less than 0.1 points {place} {pair.b}"
     if pair.deciding is None:
         return f"{start}; {no_interval(pair)}."
     return f"{start} ({evidence(pair)}): {verdict(pair)}."
