@@ -18,7 +18,7 @@ pytest.importorskip("playwright")
 
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
-from steppe.reports import build_report, load_runs
+from steppe.reports import build_report, load_runs, write
 from steppe.reports.cells import Cell, cell_text, p_text, points_text
 from steppe.reports.page import render_page
 from steppe.reports.palette import COLOURS, KNOWN, looks
@@ -271,6 +271,20 @@ def test_numbers_are_rounded_as_in_the_terminal(show: Open) -> None:
     table = show(data).get_by_role("region", name="PACS", exact=True).locator("table")
     written = [cell.removesuffix("\n(best)") for cell in column(table, 3)]
     assert written == [cell_text(Cell(mean, 0.0, 1)) for mean in means]
+
+
+def test_short_runs_take_some_time(show: Open, tmp_path: Path) -> None:
+    records = [record(step, ("photo",), lambda d, p: 0.5) for step in (0, 1)]  # a second in all
+    write_run(tmp_path / "run", config(("photo",), device="cpu"), records)
+    report = build_report(load_runs(tmp_path))
+    assert report.answer[1] == "The run took less than 0.001 CPU-hours."
+    assert "< 0.001" in write(report, "markdown")
+    page = show(report.page_data())
+    assert "< 0.001" in page.locator("#cost table").inner_text()
+    drawn = chart(page, "cost")
+    drawn.focus()
+    drawn.press("End")
+    assert "< 0.001" in tip(page)
 
 
 def test_p_values_are_written_as_in_the_terminal(show: Open) -> None:

@@ -19,6 +19,11 @@ function fixed(value, digits = 1) {
   const even = up ? (Number(near) - 10 ** -digits).toFixed(digits) : near;
   return minus((value < 0 ? "-" : "") + even);
 }
+// As `cells.number_text`: the decimals do not hide that a value is positive.
+function above(value, digits) {
+  const least = Number(`1e-${digits}`);
+  return value > 0 && value < least ? `< ${fixed(least, digits)}` : fixed(value, digits);
+}
 // A p value as `cells.p_text` writes it, with enough digits to show its side of 0.05.
 function certainty(value) {
   if (!finite(value)) return DASH;

@@ -29,7 +29,7 @@ function cost() {
           name: "accuracy",
           value: withError(row.accuracy, row.err, row.trials) + (row.partial === true ? "*" : ""),
         },
-        ...measures.map((m) => ({ name: m.label, value: fixed(m.of(row), m.digits) })),
+        ...measures.map((m) => ({ name: m.label, value: m.print(m.of(row)) })),
       ],
     }));
     let top = -Infinity, front = "";

@@ -103,7 +103,7 @@ function declared(name, rows) {
   return list((data.columns ?? {})[name]).map((column) => {
     const { key, digits } = column;
     const of = (row) => (finite(row[key]) ? column.scale * row[key] : row[key]);
-    const print = finite(digits) ? (value) => fixed(value, digits) : written;
+    const print = finite(digits) ? (value) => above(value, digits) : written;
     const shown = (row) => [known(row[key]) ? print(of(row)) : DASH];
     return {
       key, digits, of, print, title: column.heading, label: column.meaning || column.heading,
