@@ -79,6 +79,13 @@ def test_p_values_are_corrected_for_what_could_have_been_picked(tmp_path):
     assert "Holm-corrected for 6 pairs" in report.contrasts.note
     for pair in report.comparisons:
         assert pair.adjusted == pytest.approx(adjusted[frozenset((pair.a, pair.b))], rel=1e-6)
+    assert report.contrasts.note.endswith("Intervals are not corrected.")
+    reasons = {
+        ("best", "cheapest"): "because the best and the cheapest method were chosen from",
+        ("cheapest",): "because the cheapest method was chosen from",
+    }
+    for given, reason in reasons.items():
+        assert reason in build_report(load_runs(tmp_path), references=given).contrasts.note
     # Named beforehand, three pairs are all there is.
     named = build_report(load_runs(tmp_path), references=["sgd"])
     assert [(pair.a, pair.b) for pair in named.comparisons] == [

@@ -197,7 +197,7 @@ def _pairs(merged: Selected, rows: Sequence[dict[Row, Row]]) -> tuple[Contrasts,
     unpaired += [f"{name} has no counterpart, so it is not compared." for name in alone]
     tested = corrected(found)
     tests = sum(pair.adjusted is not None for pair in tested)
-    return Contrasts(tuple(tested), tests, named=True), unpaired
+    return Contrasts(tuple(tested), tests), unpaired
 
 
 def _sentence(pair: Contrast) -> str:
