@@ -225,6 +225,14 @@ def test_what_is_wrong_is_said_before_a_folder_is_made(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("run", "out"), [("run", "new/m.xyz"), ("nowhere", "new/m.onnx")])
+def test_an_export_that_is_refused_makes_no_folder(tmp_path: Path, run: str, out: str) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match="suffix|is not a run"):
+        steppe("export", tmp_path / run, tmp_path / out)
+    assert not (tmp_path / "new").exists()
+
+
 def test_one_source_is_too_few_to_compare(tmp_path: Path) -> None:
     base = ["--dataset", "RotatedDigits", "--target", "75", "--out", tmp_path / "run"]
     with pytest.raises(UserError, match="at least 2 source domains, got 1: add a --source"):

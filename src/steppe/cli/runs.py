@@ -121,7 +121,6 @@ def export(
         Path,
         typer.Argument(
             metavar="FILE",
-            callback=writable,
             help="Output file. Its extension sets the format: .safetensors contains the weights "
             "for timm or torchvision; .pt2 (torch.export) and .onnx contain the whole network.",
         ),
@@ -132,9 +131,13 @@ def export(
 
     The file's metadata contains the classes, preprocessing and provenance.
     """
-    from steppe.training import export_run
+    from steppe.training import RunDirectory, export_run
+    from steppe.training.exports import format_of
     from steppe.training.progress import weights
 
+    format_of(out)
+    RunDirectory(run).config()
+    writable(out)  # creates its folder, so only once the rest is known to be right
     facts = export_run(run, out, which)
     classes = f"{len(json.loads(facts['classes']))} classes"
     used = weights(which, [(facts["which"], int(facts["step"]))])
