@@ -285,6 +285,14 @@ def test_the_options_asked_for_most_and_several_targets(tmp_path: Path) -> None:
     assert (planned["optimizer"]["lr"], planned["batch_size"]) == (0.02, 4)
 
 
+def test_an_average_has_the_name_that_evaluate_gives_it(tmp_path: Path) -> None:
+    options = ["--dataset", "RotatedDigits", "--target", "75", *SMALL[:-6], "--steps", "5"]
+    options += ["--device", "cpu", "--averaging", "swad", "--set", "averaging.every=1"]
+    said = steppe("train", *options, "--out", tmp_path / "run").stdout
+    assert said.startswith("best weights, the average: step     4")
+    assert "best weights (step 4)" in steppe("evaluate", tmp_path / "run").stdout
+
+
 def test_help_shows_defaults() -> None:
     text = " ".join(steppe("train", "--help").stdout.replace("│", " ").split())
     for default in ("adam", "fair", "the dataset's, usually 32", "all others", "auto"):

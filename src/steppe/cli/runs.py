@@ -66,7 +66,9 @@ def train(
     validated = training.validation_accuracy(best) is not None
     title = "best by validation" if validated else "last (no validation images)"
     if best.get("averaged") and not records[0].get("averaged"):
-        title = "the average"  # computed at the end, from the weights of the other records
+        # Computed at the end, from the weights of the other records. It is also the best
+        # checkpoint, and 'evaluate' calls it that.
+        title = "best weights, the average"
     print(printable(f"{title}: {summary(best)}"))
     say(console, f"{out}: done")
 
