@@ -536,6 +536,15 @@ def test_comparisons_show_what_may_be_chance(show: Open) -> None:
     )
 
 
+def test_two_equal_methods_are_drawn_at_zero(show: Open) -> None:
+    gone = dict.fromkeys(("low", "high", "seeds_low", "seeds_high", "decided_over", "p_adjusted"))
+    data = sample(2)
+    data["comparisons"][0] |= gone | {"difference": 0.0, "verdict": "no interval"}
+    table = show(data).locator("#comparisons table")  # an axis without a length would complain
+    assert column(table, 2) == ["0.0"]
+    assert table.locator(".plot .hollow").bounding_box() is not None
+
+
 @pytest.mark.parametrize(
     "change",
     [
