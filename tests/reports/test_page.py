@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from steppe.reports import build_report, load_runs, write
 from steppe.reports.cells import Cell, cell_text, p_text, points_text
-from steppe.reports.page import render_page
+from steppe.reports.page import figures, render_page
 from steppe.reports.palette import COLOURS, KNOWN, looks
 from tests.reports.page_sample import EMPTY, HOSTILE, NAMES, hostile, sample
 from tests.reports.trees import config, record, write_run
@@ -506,6 +506,19 @@ def test_sensitivity_chooses_its_axis(show: Open) -> None:
     page.mouse.move(x(highest["hparams"]["resnet_dropout"]), y(highest["accuracy"]))
     assert f"{highest['accuracy']:.1f}" in tip(page)
     assert f"{highest['choice']} trial {highest['trial']}" in " ".join(tip(page).split())
+
+
+def test_a_thinned_figure_says_so(
+    show: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "POINTS", 2)
+    for name, draws in {"adam": 2, "sgd": 5}.items():
+        for draw in range(draws):
+            one = config(("photo",), draw=draw, optimizer={"name": name, "lr": 0.1**draw})
+            write_run(tmp_path / f"{name}-{draw}", one, [record(0, ("photo",), lambda d, p: 0.5)])
+    page = show(build_report(load_runs(tmp_path)).page_data())
+    caption = page.locator("#sensitivity figcaption").inner_text()
+    assert caption.endswith("Hover for its hyperparameters. Of sgd, one run in 3 is drawn.")
 
 
 def test_comparisons_show_what_may_be_chance(show: Open) -> None:

@@ -232,7 +232,10 @@ function sensitivity() {
     { label: VALIDATION, of: (point) => point.validation },
   ]);
   refresh();
-  const caption = "One mark per run of the search. Hover for its hyperparameters.";
+  const thinned = list(data.sensitivity).filter(({ every }) => every > 1).map(({ name, every }) =>
+    ` Of ${text(name)}, one run in ${every} is drawn.`);
+  const caption = "One mark per run of the search. Hover for its hyperparameters." +
+    distinct(thinned).join("");
   return [figure(caption, [dataset, parameter, target, measure], names, drawn)];
 }
 

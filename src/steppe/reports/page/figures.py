@@ -64,6 +64,7 @@ def sensitivity(selected: Selected) -> list[dict[str, Any]]:
             runs = [r for r in selected.by_method[dataset, row] if r.target_set in columns]
             if len({(run.space, run.choice) for run in runs}) < 2:
                 continue
+            every = -(-len(runs) // POINTS)
             points = [
                 {
                     "choice": run.choice,
@@ -74,8 +75,8 @@ def sensitivity(selected: Selected) -> list[dict[str, Any]]:
                     "validation": None if chosen.validation is None else 100 * chosen.validation,
                     "hparams": {k: v for k, v in run.hparams.items() if finite(v)},
                 }
-                for run in runs[:: -(-len(runs) // POINTS)]
+                for run in runs[::every]
                 if (chosen := rule(run)) is not None
             ]
-            found.append({"dataset": dataset, "name": row.name, "points": points})
+            found.append({"dataset": dataset, "name": row.name, "every": every, "points": points})
     return found
