@@ -132,6 +132,9 @@ def test_a_density_is_drawn_beside_the_spectrum(runs: Path) -> None:
     figure = runs / "sgd/curvature/30.svg"
     assert f"{figure}: drawn" in result.stderr
     assert "spectral density" in figure.read_text()
+    again = invoke("curvature", runs / "sgd", "--domain", "30", "--top", 2, *QUICK)
+    assert f"{figure}: removed" in again.stderr
+    assert not figure.exists()
 
 
 def test_a_run_called_compare(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,6 +225,14 @@ def test_what_is_wrong_is_said_before_a_folder_is_made(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("run", "out"), [("run", "new/m.xyz"), ("nowhere", "new/m.onnx")])
+def test_an_export_that_is_refused_makes_no_folder(tmp_path: Path, run: str, out: str) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match="suffix|is not a run"):
+        steppe("export", tmp_path / run, tmp_path / out)
+    assert not (tmp_path / "new").exists()
+
+
 def test_one_source_is_too_few_to_compare(tmp_path: Path) -> None:
     base = ["--dataset", "RotatedDigits", "--target", "75", "--out", tmp_path / "run"]
     with pytest.raises(UserError, match="at least 2 source domains, got 1: add a --source"):
@@ -275,6 +283,14 @@ def test_the_options_asked_for_most_and_several_targets(tmp_path: Path) -> None:
     (file,) = (tmp_path / "sweep/runs").glob("*/config.json")
     planned = json.loads(file.read_text())
     assert (planned["optimizer"]["lr"], planned["batch_size"]) == (0.02, 4)
+
+
+def test_an_average_has_the_name_that_evaluate_gives_it(tmp_path: Path) -> None:
+    options = ["--dataset", "RotatedDigits", "--target", "75", *SMALL[:-6], "--steps", "5"]
+    options += ["--device", "cpu", "--averaging", "swad", "--set", "averaging.every=1"]
+    said = steppe("train", *options, "--out", tmp_path / "run").stdout
+    assert said.startswith("best weights, the average: step     4")
+    assert "best weights (step 4)" in steppe("evaluate", tmp_path / "run").stdout
 
 
 def test_help_shows_defaults() -> None:

@@ -88,6 +88,7 @@ def test_options_that_follow_the_optimizers_say_so(steppe):
     ("words", "said"),
     [
         (("optimizer",), "did you mean 'optimizers'?"),
+        (("fda",), "did you mean 'fad'? It is listed under optimizers: steppe list optimizers fad"),
         (("optimizers", "fda"), "did you mean 'fad'?"),
         (("backbones", "nothing-of-the-kind"), "no backbone name contains 'nothing-of-the-kind'"),
     ],

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,16 @@ def test_a_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     Image.new("L", (11, 10)).save(tmp_path / "x.png")
     with pytest.raises(UnreadableImage, match="decompression bomb"):
         decode(tmp_path / "x.png")
+
+
+def test_a_large_image_is_read_without_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60)
+    Image.new("L", (11, 10)).save(tmp_path / "x.png")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decode(tmp_path / "x.png").shape == (10, 11, 3)
 
 
 def fifo(path: Path) -> None:

@@ -123,6 +123,8 @@ def sample(
                 "seeds_low": mid - half / 1.2,
                 "seeds_high": mid + half / 1.2,
                 "seeds": 3,
+                "targets_low": mid - half,
+                "targets_high": mid + half,
                 "decided_over": "trials",
                 "p": 0.01,
                 "p_adjusted": 0.03 if abs(mid) > half / 1.2 else 0.2,

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from steppe.cli import app
 from steppe.errors import UserError
-from steppe.reports import build_report, load_runs, write
+from steppe.reports import build_report, load_runs, paired, write
 from steppe.reports.contrasts import MARGIN
 from steppe.reports.holm import holm
 from tests.reports.trees import DOMAINS, config, record, write_run
@@ -79,6 +79,13 @@ def test_p_values_are_corrected_for_what_could_have_been_picked(tmp_path):
     assert "Holm-corrected for 6 pairs" in report.contrasts.note
     for pair in report.comparisons:
         assert pair.adjusted == pytest.approx(adjusted[frozenset((pair.a, pair.b))], rel=1e-6)
+    assert report.contrasts.note.endswith("Intervals are not corrected.")
+    reasons = {
+        ("best", "cheapest"): "because the best and the cheapest method were chosen from",
+        ("cheapest",): "because the cheapest method was chosen from",
+    }
+    for given, reason in reasons.items():
+        assert reason in build_report(load_runs(tmp_path), references=given).contrasts.note
     # Named beforehand, three pairs are all there is.
     named = build_report(load_runs(tmp_path), references=["sgd"])
     assert [(pair.a, pair.b) for pair in named.comparisons] == [
@@ -139,6 +146,11 @@ def test_with_few_seeds_the_targets_decide(tmp_path):
     (pair,) = report.comparisons
     assert (pair.over_trials.units, pair.deciding.unit) == (2, "targets")
     assert "over 4 targets" in report.answer[0]
+    assert "CI, targets" in write(report, "markdown")
+    one = sweep(tmp_path / "one", {"sgd": level(0.7), "sam": level(0.8, 0.002)}, DOMAINS[:1])
+    text, (row,) = write(one, "markdown"), json.loads(write(one, "json"))["comparisons"]
+    assert ("CI, seeds" in text, "CI, targets" in text) == (True, False)
+    assert (row["low"], row["targets_low"]) == (row["seeds_low"], None)
     assert report.answer[0].endswith("significant across targets.")
 
 
@@ -162,13 +174,18 @@ def test_a_target_has_its_unit_in_the_sentence_and_the_table(tmp_path):
     assert "75°" in write(report, "markdown").split("optimizer", 1)[1]
 
 
-def test_two_equal_differences_are_no_evidence(tmp_path):
-    """Two seeds on a small target often agree to the image."""
-    steady = {"fad": level(0.80, noise=0), "sgd": level(0.75, noise=0)}
-    report = sweep(tmp_path, steady, DOMAINS[:1], trials=2)
-    assert "too few shared runs give no interval, so it may be chance" in report.answer[0]
+@pytest.mark.parametrize("trials", [2, 3])
+@pytest.mark.parametrize(("better", "start"), [(0.80, "fad leads"), (0.75, "fad and sgd lead")])
+def test_equal_differences_are_no_evidence(tmp_path, trials, better, start):
+    """Seeds on a small target often agree to the image."""
+    steady = {"fad": level(better, noise=0), "sgd": level(0.75, noise=0)}
+    report = sweep(tmp_path, steady, DOMAINS[:1], trials)
+    assert report.answer[0].startswith(start)
+    assert "the differences are all equal, so there is no interval" in report.answer[0]
     (pair,) = json.loads(write(report, "json"))["comparisons"]
     assert (pair["p_adjusted"], pair["verdict"]) == (None, "no interval")
+    alone = paired(load_runs(tmp_path).runs, "fad", "sgd")
+    assert (alone.p, alone.p_outside(MARGIN), alone.clear) == (1, 1, False)
 
 
 def test_methods_without_all_targets_are_not_ranked(tmp_path):
@@ -182,7 +199,7 @@ def test_methods_without_all_targets_are_not_ranked(tmp_path):
 
 @pytest.mark.parametrize("form", ["terminal", "markdown", "latex", "json"])
 def test_every_format_begins_with_the_answer(tmp_path, form):
-    report = sweep(tmp_path, {"sgd": level(0.7), "sam": level(0.8)})
+    report = sweep(tmp_path, {"sgd": level(0.7), "sam": level(0.8, 0.002)})
     text = write(report, form).replace("\n% ", " ")
     begin = " ".join(text.split())
     assert 0 <= begin.find("sam leads with 80.") < 20

@@ -38,6 +38,41 @@ def test_two_runs(tmp_path):
     assert (pair["difference"], pair["low"], pair["verdict"]) == (-12.5, None, "no interval")
 
 
+def test_equal_differences_give_no_interval(tmp_path):
+    for trial in range(3):
+        run(tmp_path / f"old/{trial}", 0.5, trial=trial)
+        run(tmp_path / f"new/{trial}", 0.6, trial=trial)
+    assert compare_runs([tmp_path / "old", tmp_path / "new"]).answer == [
+        "new (sgd) is 10.0 points above old (sgd); the differences are all equal, so there is no "
+        "interval, and it may be chance."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.5, "b (sgd) and a (sgd) are equally accurate;"),
+        (0.5004, "b (sgd) is less than 0.1 points above a (sgd);"),
+        (0.4996, "b (sgd) is less than 0.1 points below a (sgd);"),
+    ],
+)
+def test_a_difference_that_rounds_to_zero_is_in_words(tmp_path, value, said):
+    (sentence,) = compare_runs([run(tmp_path / "a", 0.5), run(tmp_path / "b", value)]).answer
+    assert sentence.startswith(said)
+
+
+def test_methods_without_a_counterpart_are_named(tmp_path):
+    for side, names in {"old": ("sgd", "adam"), "new": ("adam", "sam")}.items():
+        for name in names:
+            run(tmp_path / side / name, 0.5, optimizer=name)
+    first, *rest = compare_runs([tmp_path / "old", tmp_path / "new"]).answer
+    assert first.startswith("new: adam and old: adam")
+    assert rest == [
+        "old: sgd has no counterpart, so it is not compared.",
+        "new: sam has no counterpart, so it is not compared.",
+    ]
+
+
 def test_runs_that_do_not_pair_are_shown_without_a_difference(tmp_path):
     a, b = run(tmp_path / "a", 0.5), run(tmp_path / "b", 0.6, trial=1)
     found = compare_runs([a, b])
@@ -65,6 +100,23 @@ def test_sweeps_are_paired_method_by_method(tmp_path):
     one = tmp_path / "old/sgd-photo-0"
     named = [pair["a"] for pair in compare_runs([one, tmp_path / "new"]).to_json()["comparisons"]]
     assert named == ["new: sam", "new: sgd"]
+
+
+def test_settings_of_a_search_fit_a_terminal(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for draw in range(20):
+        more = {"lr": 0.01 / (draw + 3), "nesterov": draw > 9, "betas": [0.9, draw]}
+        run(tmp_path / f"search/{draw}", 0.5, trial=draw, **more)
+    found = compare_runs([tmp_path / "search", run(tmp_path / "one", 0.6)])
+    lines = found.to_terminal().partition("Settings")[2].splitlines()
+    assert max(map(len, lines)) <= 80
+    (rate,) = [line for line in lines if "optimizer.lr" in line]
+    assert "0.000455 to 0.00333 (20 values)" in rate
+    assert any("20 values" in line for line in lines if "optimizer.betas" in line)
+    assert any("false, true" in line for line in lines if "optimizer.nesterov" in line)
+    told = found.to_json()["settings"]["optimizer.lr"]
+    assert str(0.01 / 3) in told["search (sgd)"]
+    assert told["one (sgd)"] == "0.1"
 
 
 def test_names_are_as_short_as_they_can_be(tmp_path):

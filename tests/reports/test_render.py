@@ -63,6 +63,7 @@ def test_json_is_the_schema():
             "dataset": "PACS",
             "selection": "oracle",
             "columns": ["art_painting", "photo"],
+            "labels": ["art_painting", "photo"],
             "rows": [
                 {
                     "algorithm": "ERM",

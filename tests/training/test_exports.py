@@ -54,6 +54,10 @@ def pt2(path: Path, pixels: Tensor) -> tuple[Tensor, dict[str, str]]:
 
 def onnx(path: Path, pixels: Tensor) -> tuple[Tensor, dict[str, str]]:
     session = pytest.importorskip("onnxruntime").InferenceSession(path)
+    assert [one.shape[0] for one in (*session.get_inputs(), *session.get_outputs())] == [
+        "batch",
+        "batch",
+    ]
     (found,) = session.run(["logits"], {"pixels": pixels.numpy()})
     return torch.from_numpy(found), session.get_modelmeta().custom_metadata_map
 

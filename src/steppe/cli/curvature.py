@@ -56,7 +56,8 @@ def curvature_measure(
     """Measure the loss around a run's weights: Hessian eigenvalues, trace, flatness.
 
     Writes RUN/curvature/NAME.json, which 'steppe report RUN --format html' shows. With --density,
-    also draws the spectral density to NAME.svg. With --json, prints one line per run.
+    also draws the spectral density to NAME.svg; without it, removes an earlier drawing. With
+    --json, prints one line per run.
     """
     from steppe.console import Meter, say, stdout
     from steppe.measure import measure_run
@@ -73,9 +74,13 @@ def curvature_measure(
         with Meter(f"curvature of {run}", 1.0, console=console, unit="share") as meter:
             measured = measure_run(run, wanted, device=device, root=folder, meter=meter)
         where = measurement_file(run_folder(run), measured.name)
+        figure = where.with_suffix(".svg")
         if measured.density is not None:
-            draw_measured(measured, where.with_suffix(".svg"))
-            remark(f"{where.with_suffix('.svg')}: drawn")
+            draw_measured(measured, figure)
+            remark(f"{figure}: drawn")
+        elif figure.exists():
+            figure.unlink()
+            remark(f"{figure}: removed, because it showed an earlier measurement")
         if as_json:
             print(json.dumps(measured.to_json()))
             continue

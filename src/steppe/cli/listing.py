@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from steppe.algorithms.registry import algorithms
 from steppe.averaging.registry import averages
 from steppe.axes import AxisSpec
 from steppe.domains.catalog import DATASETS
-from steppe.errors import UserError
+from steppe.errors import UserError, shown
 from steppe.optim.registry import OptimizerSpec, optimizers
 from steppe.options import Option
 from steppe.paper.experiment import EXPERIMENTS
@@ -252,9 +253,15 @@ def list_names(
 
 def _point_to(name: str) -> None:
     """If the user passed an entry's name instead of a kind, say where it is listed."""
-    for kind in KINDS.entries():
-        if name in kind.registry:
-            raise UserError(f"{name!r} is listed under {kind.name}: steppe list {kind.name} {name}")
+    listed = {entry.lower(): (kind, entry) for kind in KINDS.entries() for entry in kind.registry}
+    close = difflib.get_close_matches(name.lower(), [*KINDS, *listed], n=1)
+    if not close or close[0] in KINDS:
+        return
+    kind, entry = listed[close[0]]
+    where = f"is listed under {kind.name}: steppe list {kind.name} {entry}"
+    if name.lower() == entry.lower():
+        raise UserError(f"{name!r} {where}")
+    raise UserError(f"unknown list {shown(name)}, did you mean {entry!r}? It {where}")
 
 
 def show_all(kind: Kind, as_json: bool = False) -> None:

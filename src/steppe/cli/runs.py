@@ -66,7 +66,9 @@ def train(
     validated = training.validation_accuracy(best) is not None
     title = "best by validation" if validated else "last (no validation images)"
     if best.get("averaged") and not records[0].get("averaged"):
-        title = "the average"  # computed at the end, from the weights of the other records
+        # Computed at the end, from the weights of the other records. It is also the best
+        # checkpoint, and 'evaluate' calls it that.
+        title = "best weights, the average"
     print(printable(f"{title}: {summary(best)}"))
     say(console, f"{out}: done")
 
@@ -123,7 +125,6 @@ def export(
         Path,
         typer.Argument(
             metavar="FILE",
-            callback=writable,
             help="Output file. Its extension sets the format: .safetensors contains the weights "
             "for timm or torchvision; .pt2 (torch.export) and .onnx contain the whole network.",
         ),
@@ -134,9 +135,13 @@ def export(
 
     The file's metadata contains the classes, preprocessing and provenance.
     """
-    from steppe.training import export_run
+    from steppe.training import RunDirectory, export_run
+    from steppe.training.exports import format_of
     from steppe.training.progress import weights
 
+    format_of(out)
+    RunDirectory(run).config()
+    writable(out)  # creates its folder, so only once the rest is known to be right
     facts = export_run(run, out, which)
     classes = f"{len(json.loads(facts['classes']))} classes"
     used = weights(which, [(facts["which"], int(facts["step"]))])

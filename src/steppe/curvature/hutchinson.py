@@ -118,8 +118,8 @@ def trace(
             if not enough:
                 warnings.warn(
                     f"the trace has not converged: after {products} products its relative standard "
-                    f"error is {stderr / abs(value) if value else math.inf:.1%}, above "
-                    f"rtol={rtol:.1%}. Raise max_products or rtol.",
+                    f"error is {stderr / abs(value) if value else math.inf:.2g}, above "
+                    f"rtol={rtol:.2g}. Raise rtol (--trace-rtol) or max_products.",
                     stacklevel=2,
                 )
             low, high = student_interval(value, stderr, len(samples))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
@@ -80,6 +82,9 @@ class Files:
         return self.names[index]
 
 
+_FILTERS = Lock()
+
+
 def decode(path: Path) -> Pixels:
     """Read an image file with 8 bits per channel as RGB.
 
@@ -90,8 +95,14 @@ def decode(path: Path) -> Pixels:
     from PIL import Image, UnidentifiedImageError  # slow to import, and records do not need it
 
     try:
-        with plain(path) as file, Image.open(file, formats=FORMATS) as image:
-            return rgb(image)
+        with plain(path) as file:
+            # Filters of warnings belong to the process, and images are also read by threads.
+            with _FILTERS, warnings.catch_warnings():
+                # Pillow refuses what is twice as large; up to there it would only warn.
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+                image = Image.open(file, formats=FORMATS)
+            with image:
+                return rgb(image)
     except UnidentifiedImageError:
         raise UnreadableImage(
             f"image {path} cannot be read: it is not a {', '.join(FORMATS[:-1])} or "

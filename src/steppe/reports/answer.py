@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .cells import interval_text, p_text, points_text
 from .contrasts import Contrast, Contrasts, by_method
 from .spent import hours, hours_text
-from .tables import Selected, StepCost, Table, target_labels
+from .tables import Selected, StepCost, Table, target_names
 
 
 class Ranked(NamedTuple):
@@ -88,7 +88,10 @@ def _lead(selected: Selected, ranked: Sequence[Ranked], pairs: Contrasts) -> lis
 
 
 def _against(best: Ranked, second: Ranked, pair: Contrast | None, shared: bool) -> str:
-    scores = f"{best.name} leads with {best.average:.1f}%; {second.name} is next with " + (
+    scores = (
+        f"{best.name} and {second.name} lead with {best.average:.1f}% each"
+        if best.average == second.average
+        else f"{best.name} leads with {best.average:.1f}%; {second.name} is next with "
         f"{second.average:.1f}%"
     )
     if pair is None and shared:
@@ -97,9 +100,15 @@ def _against(best: Ranked, second: Ranked, pair: Contrast | None, shared: bool) 
         return f"{scores}. They share no target and trial seed, so there is no paired difference."
     gap = f"{points_text(pair.difference)} points"
     if pair.deciding is None or pair.adjusted is None:
-        few = "one target and one seed give" if pair.pairs == 1 else "too few shared runs give"
-        return f"{scores}. The paired difference is {gap}; {few} no interval, so it may be chance."
+        return f"{scores}. The paired difference is {gap}; {no_interval(pair)}."
     return f"{scores}. The paired difference is {gap} ({evidence(pair)}): {verdict(pair)}."
+
+
+def no_interval(pair: Contrast) -> str:
+    """Why a pair has no interval, in words."""
+    if pair.pairs == 1:
+        return "one target and one seed give no interval, so it may be chance"
+    return "the differences are all equal, so there is no interval, and it may be chance"
 
 
 def evidence(pair: Contrast) -> str:
@@ -144,7 +153,7 @@ _CLAUSES = {
     "significant worse": "{best} is significantly worse than {names}",
     "statistically tied": "{best} is statistically tied with {names}",
     "inconclusive": "the difference{s} from {names} {be} inconclusive",
-    "no interval": "the difference{s} from {names} {be} based on too few runs for an interval",
+    "no interval": "there is no interval for the difference{s} from {names}",
 }
 """Clause for each verdict, in reading order."""
 
@@ -175,8 +184,6 @@ def _not_run(selected: Selected) -> list[str]:
         held_out = frozenset().union(*sets.values())
         if len(held_out) == len(sets) < len(domains):
             verb = "was" if len(sets) == 1 else "were"
-            labels = zip(sets, target_labels(dataset, sets), strict=True)
-            # 75° as in the table, but not A for art_painting.
-            names = _listed([label if name in label else name for name, label in labels])
+            names = _listed(target_names(dataset, sets))
             said.append(f"Of {dataset}'s {len(domains)} targets, {len(sets)} {verb} run ({names}).")
     return said

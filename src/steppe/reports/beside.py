@@ -13,16 +13,18 @@ from typing import Any
 from steppe.console import printed
 from steppe.errors import UserError
 
-from .answer import evidence, verdict
-from .cells import points_text
+from .answer import evidence, no_interval, verdict
+from .cells import MISSING, points_text
 from .columns import CONTRASTS, Column, table_columns, values
 from .contrasts import Contrast, Contrasts, by_method, contrast, corrected
+from .differences import ROUNDING
 from .remarks import remarks
 from .render import TextTable, contrasts_text, text_table, to_terminal
 from .report import rerunnable
 from .runs import Loaded, Row, Run, load_runs
 from .spent import DIGITS, hours, step_time
 from .tables import Place, Selected, Table, TableRow, dataset_tables, select_runs, target_sets
+from .values import finite
 
 _RUN = ("targets", "trial_seed", "seed", "resolved", "draw")
 """Config keys that identify a run within a sweep or describe its execution."""
@@ -36,8 +38,8 @@ class Beside:
 
     selected: Selected
     pairs: Contrasts
-    settings: dict[str, list[str]]
-    """Config keys whose values differ, with one value per row."""
+    settings: dict[str, list[tuple[str, ...]]]
+    """Config keys whose values differ, with the values of each row."""
     unpaired: tuple[str, ...]
     problems: tuple[str, ...]
 
@@ -77,7 +79,7 @@ class Beside:
             "comparisons": [values(CONTRASTS, pair) for pair in self.pairs.pairs],
             "multiplicity": {"tests": self.pairs.tests, "note": self.pairs.note},
             "settings": {
-                key: dict(zip((row.name for row in self.order), found, strict=True))
+                key: dict(zip((row.name for row in self.order), map(", ".join, found), strict=True))
                 for key, found in self.settings.items()
             },
             "problems": list(self.problems),
@@ -178,11 +180,12 @@ def _pairs(merged: Selected, rows: Sequence[dict[Row, Row]]) -> tuple[Contrasts,
     known = by_method(merged)
     first, *others = rows
     found: list[Contrast] = []
-    unpaired = []
+    unpaired, met = [], set()
     for side in others:
         loose = len(first) == 1 or len(side) == 1
         for ours, theirs in ((a, b) for a in first for b in side if loose or a == b):
             a, b = side[theirs].name, first[ours].name
+            met |= {a, b}
             pair = contrast((a, known[a]), (b, known[b]))
             if pair is None:
                 unpaired.append(
@@ -190,22 +193,27 @@ def _pairs(merged: Selected, rows: Sequence[dict[Row, Row]]) -> tuple[Contrasts,
                 )
             else:
                 found.append(pair)
+    alone = [row.name for side in rows for row in side.values() if row.name not in met]
+    unpaired += [f"{name} has no counterpart, so it is not compared." for name in alone]
     tested = corrected(found)
     tests = sum(pair.adjusted is not None for pair in tested)
-    return Contrasts(tuple(tested), tests, named=True), unpaired
+    return Contrasts(tuple(tested), tests), unpaired
 
 
 def _sentence(pair: Contrast) -> str:
     gap = points_text(pair.difference)
-    place = "below" if gap.startswith("-") else "above"
+    place = "below" if pair.difference < 0 else "above"
     start = f"{pair.a} is {gap.lstrip('+-')} points {place} {pair.b}"
+    if abs(pair.difference) < ROUNDING:
+        start = f"{pair.a} and {pair.b} are equally accurate"
+    elif gap == "0.0":
+        start = f"{pair.a} is less than 0.1 points {place} {pair.b}"
     if pair.deciding is None:
-        few = "one target and one seed give" if pair.pairs == 1 else "these runs give"
-        return f"{start}; {few} no interval, so it may be chance."
+        return f"{start}; {no_interval(pair)}."
     return f"{start} ({evidence(pair)}): {verdict(pair)}."
 
 
-def _settings(merged: Selected) -> dict[str, list[str]]:
+def _settings(merged: Selected) -> dict[str, list[tuple[str, ...]]]:
     """Config keys whose values differ between rows, with each row's values."""
     rows = list(dict.fromkeys(run.row for run in merged.runs))
     seen: dict[str, dict[Row, set[str]]] = {}
@@ -213,7 +221,7 @@ def _settings(merged: Selected) -> dict[str, list[str]]:
         for key, value in _flat(run).items():
             seen.setdefault(key, {}).setdefault(run.row, set()).add(value)
     return {
-        key: [", ".join(sorted(found.get(row, {"–"}))) for row in rows]
+        key: [tuple(sorted(found.get(row, {MISSING}))) for row in rows]
         for key, found in seen.items()
         if len({frozenset(found.get(row, ())) for row in rows}) > 1
     }
@@ -231,9 +239,45 @@ def _flat(run: Run) -> dict[str, str]:
     return found
 
 
-def _settings_text(names: Sequence[str], settings: dict[str, list[str]]) -> TextTable:
+def _settings_text(names: Sequence[str], settings: dict[str, list[tuple[str, ...]]]) -> TextTable:
     def of(at: int) -> Column[tuple[str, list[str]]]:
         return Column("", names[at], lambda one: one[1][at])
 
     columns = [Column("", "setting", lambda one: one[0], word=True), *map(of, range(len(names)))]
-    return text_table("Settings that differ", columns, list(settings.items()))
+    lines = [(key, _brief(found)) for key, found in settings.items()]
+    return text_table("Settings that differ", columns, lines)
+
+
+def _brief(found: Sequence[tuple[str, ...]]) -> list[str]:
+    """The values of each row for a terminal: a range if there are many, with three digits.
+
+    Examples:
+        >>> _brief([("0.05",), ("0.1", "0.0123456", "0.2"), ("adam", "sgd")])
+        ['0.05', '0.0123 to 0.2 (3 values)', 'adam, sgd']
+        >>> _brief([("0.05",), ("0.050001",)])  # rounded, they would not differ
+        ['0.05', '0.050001']
+    """
+    brief = [_brief_row(values) for values in found]
+    return brief if len(set(brief)) == len(set(found)) else [", ".join(values) for values in found]
+
+
+def _brief_row(values: Sequence[str]) -> str:
+    def rounded(text: str) -> str:
+        number = _number(text)
+        return f"{number:.3g}" if isinstance(number, float) else text
+
+    if len(values) <= 2:
+        return ", ".join(map(rounded, values))
+    numbers = [_number(text) for text in values]
+    if None in numbers:
+        return f"{len(values)} values"
+    low, *_, high = sorted(values, key=lambda text: _number(text) or 0)
+    return f"{rounded(low)} to {rounded(high)} ({len(values)} values)"
+
+
+def _number(text: str) -> float | int | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if finite(value) else None

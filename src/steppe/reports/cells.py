@@ -53,6 +53,17 @@ def cell_text(cell: Cell | None) -> str:
     return f"{cell.mean:.1f}{error}{'*' * cell.partial}"
 
 
+def number_text(value: float, digits: int) -> str:
+    """A number with a fixed number of decimals, none of which may hide that it is positive.
+
+    Examples:
+        >>> number_text(1.25, 1), number_text(0.0004, 3), number_text(0.0, 3)
+        ('1.2', '< 0.001', '0.000')
+    """
+    least = 10**-digits
+    return f"< {least:.{digits}f}" if 0 < value < least else f"{value:.{digits}f}"
+
+
 def points_text(value: float) -> str:
     """A difference in points with its sign and one decimal.
 

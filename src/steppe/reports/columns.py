@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from steppe.errors import UserError
 
-from .cells import MISSING, Cell, cell_text, interval_text, p_text, points_text
+from .cells import MISSING, Cell, cell_text, interval_text, number_text, p_text, points_text
 from .contrasts import LEVEL, Contrast
 from .differences import Paired
 from .runs import Row
@@ -72,7 +72,7 @@ class Column(Generic[T]):
             return cell_text(value)
         if isinstance(value, list | tuple):
             return ", ".join(map(str, value))
-        return str(value) if self.digits is None else f"{self.scale * value:.{self.digits}f}"
+        return str(value) if self.digits is None else number_text(self.scale * value, self.digits)
 
     def rank(self, row: T) -> float | None:
         """The displayed number, negated if lower is better, so that equal texts tie for the best.
@@ -85,7 +85,9 @@ class Column(Generic[T]):
         if isinstance(value, Cell):
             shown = f"{value.mean:.1f}"
         else:
-            shown = format(self.scale * value, "g" if self.digits is None else f".{self.digits}f")
+            number = self.scale * value
+            shown = f"{number:g}" if self.digits is None else number_text(number, self.digits)
+            shown = "0" if shown.startswith("<") else shown
         return float(shown) if self.better == "high" else -float(shown)
 
     def about(self) -> dict[str, Any]:
@@ -174,6 +176,8 @@ CONTRASTS: list[Column[Contrast]] = [
     Column("seeds_low", "", _of("low", "over_trials")),
     Column("seeds_high", "", _of("high", "over_trials")),
     Column("seeds", "", _of("units", "over_trials")),
+    Column("targets_low", "", _of("low", "over_targets")),
+    Column("targets_high", "", _of("high", "over_targets")),
     Column("decided_over", "", _of("unit", "deciding")),
     Column("p", "", _of("p", "deciding")),
     Column("p_adjusted", "p (Holm)", attrgetter("adjusted"), show=p_text),

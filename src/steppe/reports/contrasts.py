@@ -19,8 +19,6 @@ SEEDS = 3
 With fewer, the interval over targets does."""
 MARGIN = 1.0
 """Points. Two methods are tied if the tests show that they differ by less than this."""
-ROUNDING = 1e-9
-"""Points. A narrower interval means that the differences have no spread."""
 BEST, CHEAPEST = "best", "cheapest"
 
 
@@ -92,26 +90,30 @@ class Contrasts:
 
     pairs: tuple[Contrast, ...]
     tests: int
-    named: bool
-    """Whether the user named the references; otherwise they were chosen from the results."""
+    picked: tuple[str, ...] = ()
+    """References that the results chose (`best`, `cheapest`) instead of the user."""
 
     @property
     def note(self) -> str:
         """The correction and the verdicts explained, for the reader of a table."""
         if self.tests < 1:
-            return "Nothing to test: an interval needs at least two shared targets or trial seeds."
+            return (
+                "Nothing to test: an interval needs at least two shared targets or trial seeds, "
+                "with differences that are not all equal."
+            )
         many = "1 pair" if self.tests == 1 else f"{self.tests} pairs"
         because = (
             ""
-            if self.named or self.tests == 1
-            else ", because the best method was chosen from these results; name one with "
-            "--reference to test fewer"
+            if not self.picked or self.tests == 1
+            else f", because {' and '.join(f'the {kind}' for kind in self.picked)} method "
+            f"{'was' if len(self.picked) == 1 else 'were'} chosen from these results; name one "
+            "with --reference to test fewer"
         )
         return (
             f"p values are Holm-corrected for {many}{because}. Significant: p below "
             f"{1 - LEVEL:.2g}. Statistically tied: two one-sided tests, corrected the same way, "
             f"put the difference within {MARGIN:g} point of zero. With {SEEDS} or more seeds, p is "
-            "over seeds, on these targets only."
+            "over seeds, on these targets only. Intervals are not corrected."
         )
 
 
@@ -126,8 +128,7 @@ def contrast(a: tuple[str, Accuracies], b: tuple[str, Accuracies]) -> Contrast |
             pair = between(a, b, LEVEL, over)
         except UserError:  # one target and seed, or targets that differ from seed to seed
             continue
-        # Accuracies are counts of images, so two equal differences are not evidence.
-        if pair.units >= SEEDS or pair.high - pair.low > ROUNDING:
+        if pair.spread:
             found[pair.unit] = pair
     differences = [100 * a[1][key] - 100 * b[1][key] for key in sorted(shared, key=repr)]
     known = found.get("targets") or found.get("trials")
@@ -168,7 +169,7 @@ def contrasts(
         if name not in known and name not in meant:
             raise UserError(unknown("reference", name, [*known, *meant]))
     wanted = references or (BEST, CHEAPEST)
-    named = not set(wanted) & (meant.keys() - known.keys())
+    picked = tuple(name for name in meant if name in wanted and name not in known)
     chosen = dict.fromkeys(name if name in known else meant[name] for name in wanted)
     asked = [
         (name, other) if name == best else (other, name)
@@ -180,10 +181,10 @@ def contrasts(
     for pair in asked:
         once.setdefault(frozenset(pair), pair)
     asked = list(once.values())
-    family = asked if named else list(combinations(known, 2))
+    family = list(combinations(known, 2)) if picked else asked
     found = [contrast((a, known[a]), (b, known[b])) for a, b in family]
     tested = corrected([one for one in found if one is not None])
     by_names = {(one.a, one.b): one for one in tested}
     by_names |= {(one.b, one.a): one.turned() for one in tested}
     shown = tuple(by_names[names] for names in asked if names in by_names)
-    return Contrasts(shown, sum(one.adjusted is not None for one in tested), named)
+    return Contrasts(shown, sum(one.adjusted is not None for one in tested), picked)

@@ -15,6 +15,8 @@ from .runs import Row
 from .tables import Runs, Selected, select_runs
 
 Unit = Literal["targets", "trials"]
+ROUNDING = 1e-9
+"""Points. A narrower interval means that the differences have no spread."""
 Accuracies = Mapping[tuple[object, ...], float]
 """Accuracies in [0, 1] by dataset, target, trial and any other key that a pair must share."""
 
@@ -40,30 +42,38 @@ class Paired:
     targets: int
 
     @property
+    def spread(self) -> bool:
+        """Whether the differences vary.
+
+        Accuracies are counts of images, so differences on a few images can all be equal by chance.
+        """
+        return self.high - self.low > ROUNDING
+
+    @property
     def clear(self) -> bool:
-        """Whether the interval excludes zero."""
-        return self.low > 0 or self.high < 0
+        """Whether the interval has a length and excludes zero."""
+        return self.spread and (self.low > 0 or self.high < 0)
 
     @property
     def p(self) -> float:
-        """Two-sided p value of Student's t-test for a difference of zero."""
+        """Two-sided p value of Student's t-test for a difference of zero; 1 without a spread."""
         from scipy.special import stdtr
 
-        if self.err == 0:
-            return float(self.difference == 0)
+        if not self.spread:
+            return 1.0
         return float(2 * stdtr(self.units - 1, -abs(self.difference) / self.err))
 
     def p_outside(self, margin: float) -> float:
         """Of two one-sided tests that the difference is at least `margin` points, either way.
 
         Doubled, so that it is below 1 - `level` where the whole interval is within the margin
-        (Schuirmann 1987).
+        (Schuirmann 1987). 1 without a spread.
         """
         from scipy.special import stdtr
 
         room = margin - abs(self.difference)
-        if self.err == 0:
-            return float(room <= 0)
+        if not self.spread:
+            return 1.0
         return min(1.0, float(2 * stdtr(self.units - 1, -room / self.err)))
 
     @property

@@ -147,7 +147,9 @@ def paired_text(comparisons: Sequence[Paired], selection: str | None = None) -> 
 def contrasts_text(found: Contrasts, selection: str | None = None) -> TextTable:
     """Comparisons with the references. Significant differences are marked."""
     title = f"Paired differences in points{_chosen_by(selection)}"
-    return text_table(title, CONTRASTS, found.pairs, note=found.note)
+    # An interval that no pair has, such as over targets when there is one, needs no column.
+    columns = [one for one in CONTRASTS if any(one.of(pair) is not None for pair in found.pairs)]
+    return text_table(title, columns, found.pairs, note=found.note)
 
 
 def to_terminal(table: TextTable) -> console.Table:

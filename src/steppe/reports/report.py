@@ -40,6 +40,7 @@ from .tables import (
     dataset_tables,
     optimizer_by_algorithm,
     select_runs,
+    target_names,
 )
 from .values import dumps, plain
 
@@ -172,6 +173,7 @@ def _table_json(table: Table) -> dict[str, Any]:
         "dataset": table.dataset,
         "selection": table.selection,
         "columns": list(table.columns),
+        "labels": list(target_names(table.dataset, table.columns)),
         "rows": [
             {
                 **row.row._asdict(),

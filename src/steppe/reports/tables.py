@@ -169,16 +169,23 @@ def target_sets(runs: Sequence[Run]) -> dict[str, frozenset[str]]:
 
 
 def target_labels(dataset: str, columns: Iterable[str]) -> tuple[str, ...]:
-    """Targets as tables show them, such as 75°."""
+    """Targets as narrow tables show them, such as 75° and A."""
     spec = _spec(dataset)
-    return tuple(_label(spec, column) for column in columns)
+    return tuple(_label(spec, column, short=True) for column in columns)
 
 
-def _label(spec: DatasetSpec | None, column: str) -> str:
+def target_names(dataset: str, columns: Iterable[str]) -> tuple[str, ...]:
+    """Targets where there is room: with their unit, such as 75°, but art_painting instead of A."""
+    spec = _spec(dataset)
+    return tuple(_label(spec, column, short=False) for column in columns)
+
+
+def _label(spec: DatasetSpec | None, column: str, short: bool) -> str:
     names = column.split("+")
     if spec is None or not set(names) <= set(spec.domains):
         return column
-    return "+".join(map(spec.label, names))
+    labels = zip(names, map(spec.label, names), strict=True)
+    return "+".join(label if short or name in label else name for name, label in labels)
 
 
 def dataset_tables(runs: Runs, selection: str = "train-val") -> list[Table]:

@@ -62,9 +62,7 @@ def export_run(
         UserError: the suffix is unknown, or the network does not fit the format.
     """
     path = Path(out)
-    form = FORMATS.get(path.suffix.lower())
-    if form is None:
-        raise UserError(f"cannot export to {path}: its suffix must be one of {', '.join(FORMATS)}")
+    form = format_of(path)
     if not path.parent.is_dir():
         raise UserError(f"cannot export to {path}: there is no folder {path.parent}")
     if form.write is _onnx:
@@ -84,6 +82,14 @@ def export_run(
     except OSError as error:
         raise UserError(f"{path} could not be written: {error.strerror}") from None
     return metadata
+
+
+def format_of(path: Path) -> Format:
+    """Return the format of a file's suffix."""
+    form = FORMATS.get(path.suffix.lower())
+    if form is None:
+        raise UserError(f"cannot export to {path}: its suffix must be one of {', '.join(FORMATS)}")
+    return form
 
 
 def _metadata(model: TrainedModel, config: RunConfig) -> dict[str, str]:
@@ -126,6 +132,9 @@ def _onnx(model: TrainedModel, config: RunConfig, metadata: Metadata) -> bytes:
             program, dynamo=True, verbose=False, input_names=["pixels"], output_names=["logits"]
         )
     assert made is not None  # with dynamo=True
+    for value in (*made.model.graph.inputs, *made.model.graph.outputs):
+        assert value.shape is not None
+        value.shape[0] = "batch"  # torch names it after its own symbol
     made.model.metadata_props.update(metadata)
     data: bytes = made.model_proto.SerializeToString()
     return data

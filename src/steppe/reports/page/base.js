@@ -19,6 +19,22 @@ function fixed(value, digits = 1) {
   const even = up ? (Number(near) - 10 ** -digits).toFixed(digits) : near;
   return minus((value < 0 ? "-" : "") + even);
 }
+// As `cells.number_text`: the decimals do not hide that a value is positive.
+function above(value, digits) {
+  const least = Number(`1e-${digits}`);
+  return value > 0 && value < least ? `< ${fixed(least, digits)}` : fixed(value, digits);
+}
+// A p value as `cells.p_text` writes it, with enough digits to show its side of 0.05.
+function certainty(value) {
+  if (!finite(value)) return DASH;
+  if (value < 0.001) return "< 0.001";
+  const places = -1 - Math.floor(Math.log10(value));
+  for (let digits = 2; digits < 18; digits++) {
+    const rounded = Number(fixed(value, Math.max(0, digits + places)));
+    if (rounded !== 0.05) return String(rounded);
+  }
+  return "0.05";
+}
 const signed = (value) => (Number(fixed(value)) > 0 ? "+" : "") + fixed(value);
 const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 

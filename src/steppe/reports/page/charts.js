@@ -16,7 +16,7 @@ function scale(values, from, to, { log, zero, categories, whole, apart = 75 }) {
   const read = log ? Math.log10 : (value) => value;
   let [low, high] = extent(values.map(read));
   if (zero) [low, high] = [Math.min(0, low), Math.max(0, high)];
-  if (high < low) [low, high] = [0, 1];
+  if (high < low || (zero && high === low)) [low, high] = [0, 1];
   const thin = high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high));
   const pad = thin ? Math.abs(low) / 10 || 1 : (high - low) * 0.05;
   if (!(zero && low === 0)) low -= pad;

@@ -29,7 +29,7 @@ function cost() {
           name: "accuracy",
           value: withError(row.accuracy, row.err, row.trials) + (row.partial === true ? "*" : ""),
         },
-        ...measures.map((m) => ({ name: m.label, value: fixed(m.of(row), m.digits) })),
+        ...measures.map((m) => ({ name: m.label, value: m.print(m.of(row)) })),
       ],
     }));
     let top = -Infinity, front = "";
@@ -108,7 +108,7 @@ function curves() {
   const refresh = () => names.update(list(place.value.series).flatMap((one) =>
     [null, ...list(one.val)].map((value) => [text(one.name), value])));
   const place = choice("target", refresh).set(all.map((entry) =>
-    ({ label: `${text(entry.dataset)} / ${text(entry.target)}`, series: entry.series })));
+    ({ label: `${text(entry.dataset)} / ${text(entry.label ?? entry.target)}`, series: entry.series })));
   const kind = choice("show", drawn.redraw).set(kinds);
   const part = choice("steps", drawn.redraw).set(
     [{ label: "all", from: -Infinity }, { label: "second half", from: 0.5 }]);
@@ -121,11 +121,14 @@ function curves() {
 function bars() {
   const all = list(data.tables).filter((result) => list(result.rows).length);
   if (!all.length) return [nothing("No results per domain yet.")];
-  const valuesOf = ({ columns, rows }) => list(columns).flatMap((target) => list(rows).map((row) =>
-    ({ ...(row.cells ?? {})[target], name: rowName(row), target: text(target) })));
+  const targets = ({ columns, labels }) =>
+    list(columns).map((name, at) => ({ name, label: text(list(labels)[at] ?? name) }));
+  const valuesOf = (result) => targets(result).flatMap(({ name, label }) =>
+    list(result.rows).map((row) =>
+      ({ ...(row.cells ?? {})[name], name: rowName(row), target: label })));
 
   const drawn = chart((width) => {
-    const { zero } = axis.value, categories = list(dataset.value.columns).map(text);
+    const { zero } = axis.value, categories = targets(dataset.value).map(({ label }) => label);
     const values = valuesOf(dataset.value).filter((v) => finite(v.mean) && names.shown(v.name));
     const plot = frame(width, {
       label: "accuracy per target domain",
@@ -168,7 +171,7 @@ function bars() {
 
 function sensitivity() {
   const all = list(data.sensitivity).flatMap((entry) => list(entry.points).map((point) => ({
-    ...point, name: text(entry.name), dataset: text(entry.dataset), hparams: point.hparams ?? {},
+    ...point, target: point.label ?? point.target, name: text(entry.name), dataset: text(entry.dataset), hparams: point.hparams ?? {},
   })));
   if (!all.length) return [nothing("No hyperparameter draws yet.")];
 
@@ -229,7 +232,10 @@ function sensitivity() {
     { label: VALIDATION, of: (point) => point.validation },
   ]);
   refresh();
-  const caption = "One mark per run of the search. Hover for its hyperparameters.";
+  const thinned = list(data.sensitivity).filter(({ every }) => every > 1).map(({ name, every }) =>
+    ` Of ${text(name)}, one run in ${every} is drawn.`);
+  const caption = "One mark per run of the search. Hover for its hyperparameters." +
+    distinct(thinned).join("");
   return [figure(caption, [dataset, parameter, target, measure], names, drawn)];
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from steppe.reports.runs import Row, Run
 from steppe.reports.selection import best_step, last_step, mean_of, validation_keys
-from steppe.reports.tables import Selected
+from steppe.reports.tables import Selected, target_names
 from steppe.reports.values import finite
 
 POINTS = 2000
@@ -24,10 +24,11 @@ def curves(selected: Selected) -> list[dict[str, Any]]:
         {
             "dataset": dataset,
             "target": column,
+            "label": label,
             "series": [_series(row, rows[row]) for row in sorted(rows, key=lambda r: r.order)],
         }
         for dataset, columns in selected.columns.items()
-        for column in columns
+        for column, label in zip(columns, target_names(dataset, columns), strict=True)
         if (rows := chosen.get((dataset, column)))
     ]
 
@@ -58,21 +59,24 @@ def sensitivity(selected: Selected) -> list[dict[str, Any]]:
     found = []
     for dataset, sets in selected.columns.items():
         columns = {targets: column for column, targets in sets.items()}
+        labels = dict(zip(sets, target_names(dataset, sets), strict=True))
         for row in selected.rows(dataset):
             runs = [r for r in selected.by_method[dataset, row] if r.target_set in columns]
             if len({(run.space, run.choice) for run in runs}) < 2:
                 continue
+            every = -(-len(runs) // POINTS)
             points = [
                 {
                     "choice": run.choice,
                     "trial": run.trial,
                     "target": columns[run.target_set],
+                    "label": labels[columns[run.target_set]],
                     "accuracy": 100 * chosen.accuracy,
                     "validation": None if chosen.validation is None else 100 * chosen.validation,
                     "hparams": {k: v for k, v in run.hparams.items() if finite(v)},
                 }
-                for run in runs[:: -(-len(runs) // POINTS)]
+                for run in runs[::every]
                 if (chosen := rule(run)) is not None
             ]
-            found.append({"dataset": dataset, "name": row.name, "points": points})
+            found.append({"dataset": dataset, "name": row.name, "every": every, "points": points})
     return found

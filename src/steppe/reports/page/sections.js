@@ -30,7 +30,7 @@ function results() {
 function comparisons() {
   const rows = list(data.comparisons).filter((row) => finite(row.difference));
   if (!rows.length) return [nothing("No two methods share enough finished runs to be compared.")];
-  const width = innerWidth < 640 ? 150 : 180;
+  const width = 140;
   // The interval that decides: over seeds if there are enough of them.
   const decides = (row) => (row.decided_over === "trials" && finite(row.seeds_low)
     ? [row.seeds_low, row.seeds_high] : [row.low, row.high]);
@@ -44,6 +44,8 @@ function comparisons() {
       known ? s("path", { class: "stroke", d: `M${low} 18H${high}m0 -5v10M${low} 13v10` }) : null,
       s("path", { class: clear ? "marks" : "hollow", d: outline(MARKERS[3], middle, 18, 5) }));
   };
+  const range = (low, high) =>
+    ([low, high].every(finite) ? `${signed(low)} to ${signed(high)}` : DASH);
   const title = (row) => `${text(row.a)} ${MINUS} ${text(row.b)}`;
   const levels = distinct(rows.map((row) => row.level).filter(finite));
   const interval = levels.length === 1 ? `${short(levels[0] * 100)}% CI` : "interval";
@@ -60,24 +62,24 @@ function comparisons() {
     },
     { title: "points", get: ({ difference }) => difference, print: signed },
     {
-      title: interval, get: (row) => decides(row)[0],
-      show: (row) => [decides(row).every(finite) ? decides(row).map(signed).join(" to ") : DASH],
+      title: interval, label: `${interval}, and its units`, get: (row) => decides(row)[0],
+      show: (row) => [decides(row).every(finite)
+        ? `${range(...decides(row))}, ${over(row)}` : DASH],
     },
-    { title: "over", get: over, kind: "text", label: "units of the interval" },
-    {
-      title: "p (Holm)", get: (row) => row.p_adjusted,
-      print: (value) => (finite(value) && value < 0.001 ? "< 0.001" : short(value, 2)),
-    },
+    { title: "p (Holm)", get: (row) => row.p_adjusted, print: certainty },
     { title: "result", get: (row) => row.verdict, kind: "text" },
-    {
-      title: "CI, targets", label: `${interval} over targets`, get: (row) => row.low,
-      show: (row) => [finite(row.low) ? [row.low, row.high].map(signed).join(" to ") : DASH],
-    },
   ];
+  // Beside an interval over seeds. Where targets decide, theirs is already there.
+  if (rows.some((row) => row.decided_over === "trials" && finite(row.targets_low))) {
+    columns.push({
+      title: "CI, targets", label: `${interval} over targets`, get: (row) => row.targets_low,
+      show: (row) => [range(row.targets_low, row.targets_high)],
+    });
+  }
   const ticks = axis.ticks.map(({ at, label }) => s("text", { x: at, y: 14 }, label));
   const foot = h("tfoot", {}, h("tr", {}, h("td"), h("td", { class: "plot" },
     s("svg", { width, height: 22, "aria-hidden": "true", "text-anchor": "middle" }, ...ticks)),
-  h("td", { colspan: 6 })));
+  h("td", { colspan: columns.length - 2 })));
   return [
     nothing("Paired differences in percentage points. Filled markers are significant after Holm's " +
       "correction; hollow ones are not."),

@@ -103,7 +103,7 @@ function declared(name, rows) {
   return list((data.columns ?? {})[name]).map((column) => {
     const { key, digits } = column;
     const of = (row) => (finite(row[key]) ? column.scale * row[key] : row[key]);
-    const print = finite(digits) ? (value) => fixed(value, digits) : written;
+    const print = finite(digits) ? (value) => above(value, digits) : written;
     const shown = (row) => [known(row[key]) ? print(of(row)) : DASH];
     return {
       key, digits, of, print, title: column.heading, label: column.meaning || column.heading,
@@ -115,10 +115,10 @@ function declared(name, rows) {
 }
 
 // Columns for means over trials, from `row.cells`.
-const cellColumns = (names) => list(names).map((name) => {
+const cellColumns = (names, labels) => list(names).map((name, at) => {
   const cell = (row) => (row.cells ?? {})[name] ?? {};
   return {
-    title: text(name),
+    title: text(list(labels)[at] ?? name),
     get: (row) => cell(row).mean,
     print: fixed,
     show: (row) => measured(cell(row).mean, cell(row).err, cell(row).n),
@@ -129,7 +129,7 @@ const cellColumns = (names) => list(names).map((name) => {
 });
 
 function resultTable(result, label) {
-  const rows = list(result.rows), cells = cellColumns(result.columns);
+  const rows = list(result.rows), cells = cellColumns(result.columns, result.labels);
   if (!rows.length) return nothing("No finished runs yet.");
   const columns = [
     { title: "method", get: rowName, show: (row) => nameCell(rowName(row)) },
