@@ -106,8 +106,8 @@ class FlatnessPasses(Generic[Batch]):
         """Yield the phase and micro-batch of every pass to run now; nothing while accumulating.
 
         Run forward and ``accelerator.backward`` once for each. Losses with ``phase.index == 0``
-        are at the unperturbed weights (except in MSAM and ``RWP(alpha=1)``). Leaving the loop early,
-        or an exception in it, restores the weights and discards the micro-batches.
+        are at the unperturbed weights (except in MSAM and ``RWP(alpha=1)``). Leaving the loop
+        early, or an exception in it, restores the weights and discards the micro-batches.
         """
         self._kept.append(batch)
         if not self.accelerator.sync_gradients:
