@@ -63,8 +63,7 @@ class Row(NamedTuple):
         return (*first, self.averaging != "none", self.averaging, self.optimizer)
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):  # which is made five times as fast as a frozen dataclass
     """One evaluation of a run."""
 
     step: int
@@ -101,7 +100,7 @@ class Run:
     config: Mapping[str, Any]
     records: tuple[Record, ...]
 
-    @property
+    @cached_property
     def target_set(self) -> frozenset[str]:
         return frozenset(self.targets)
 
@@ -109,7 +108,7 @@ class Run:
     def domains(self) -> tuple[str, ...]:
         """All evaluated domains, in the order of the most complete record."""
         fullest = max(self.records, key=lambda record: len(record.accuracy))
-        return tuple(dict.fromkeys(domain for domain, _ in fullest.accuracy))
+        return tuple({domain: None for domain, _ in fullest.accuracy})
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -143,7 +142,8 @@ def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
         if not path.exists():
             raise UserError(f"{path} does not exist: expected a folder that contains runs")
         for folder in [path.parent] if path.is_file() else _run_folders(path):
-            folders.setdefault(folder.resolve(), folder)  # several paths may lead to one run
+            # Several paths may lead to one run; below one path, a walk meets it once.
+            folders.setdefault(folder.resolve() if len(roots) > 1 else folder, folder)
     if not any((folder / "config.json").exists() for folder in folders):
         where = ", ".join(map(str, roots))
         raise UserError(f"no run (config.json) found at or below {where}")
@@ -169,9 +169,13 @@ def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
 def _run_folders(root: Path) -> Iterator[Path]:
     for folder, names, files in os.walk(root):
         # A measurement may be named config.json, after a domain called "config".
-        left_out = ("checkpoint", MEASUREMENTS) if "config.json" in files else ("checkpoint",)
+        left_out = ("checkpoint", *(("events", MEASUREMENTS) if "config.json" in files else ()))
         names[:] = [n for n in names if n not in left_out and not n.startswith("attempt-")]
-        if "config.json" in files:
+        # A sweep's run that is done has its records in `result`, with a config of their own.
+        done = "result" in names and "records.jsonl" not in files
+        if "config.json" in files and not (
+            done and os.path.exists(os.path.join(folder, "result", "config.json"))
+        ):
             yield Path(folder)
 
 
@@ -237,8 +241,8 @@ def read_lines(
     return found
 
 
-_keys: dict[Key, Key] = {}
-"""Shares one tuple per key between all records, to save memory."""
+_keys: dict[str, dict[str, Key]] = {}
+"""One tuple per key, shared by all records to save memory, by domain and part."""
 
 
 def _record(line: bytes) -> Record:
@@ -247,9 +251,12 @@ def _record(line: bytes) -> Record:
     data = parse(line)
     accuracy: dict[Key, float] = {}
     for domain, parts in data["domains"].items():
+        known = _keys.setdefault(domain, {})
         for part, scores in parts.items():
-            key = (domain, part)
-            accuracy[_keys.setdefault(key, key)] = share(scores["accuracy"])
+            value = scores["accuracy"]
+            right = type(value) is float and 0.0 <= value <= 1.0  # spares millions of calls
+            key = known.get(part) or known.setdefault(part, (domain, part))
+            accuracy[key] = value if right else share(value)
     losses = data.get("loss")
     return Record(
         step_of(data),
