@@ -114,8 +114,7 @@ def test_nothing_of_the_targets_is_looked_at(selection, size):
                 if not targets <= run.target_set:
                     return run
                 records = [
-                    dataclasses.replace(
-                        r,
+                    r._replace(
                         accuracy={
                             k: rng.random() if k[0] in targets else v for k, v in r.accuracy.items()
                         }
