@@ -16,7 +16,7 @@ from tests.limits import seconds
 
 pytest.importorskip("playwright")
 
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from steppe.reports import build_report, load_runs, write
 from steppe.reports.cells import Cell, cell_text, p_text, points_text
@@ -55,6 +55,7 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Open]:
         file.write_text(render_page(data), encoding="utf-8")
         page = browser.new_page(**{"viewport": {"width": 1100, "height": 900}, **options})
         page.set_default_timeout(1000 * seconds(60))
+        expect.set_options(timeout=1000 * seconds(60))
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(error.stack or error.message))
         page.on("request", lambda request: requests.append(request.url))
@@ -759,7 +760,7 @@ def test_a_table_says_that_it_scrolls(show: Open, width: int, tmp_path: Path) ->
     if width == 390:
         assert "ended" not in (outer.get_attribute("class") or "")
         inner.evaluate("t => { t.scrollLeft = 10000; }")
-        page.wait_for_function("t => t.classList.contains('ended')", arg=outer.element_handle())
+        expect(outer).to_have_class(re.compile("ended"))
     else:
         assert "wide" not in (outer.get_attribute("class") or "")
 
@@ -784,7 +785,8 @@ def test_a_phone_never_scrolls_sideways(show: Open, tmp_path: Path) -> None:
     assert first.bounding_box()["x"] == before
     # Turned on its side, the charts are drawn anew.
     page.set_viewport_size({"width": 740, "height": 360})
-    page.wait_for_function("document.querySelector('.chart svg').viewBox.baseVal.width > 600")
+    drawn = page.locator(".chart svg").first
+    expect(drawn).to_have_attribute("viewBox", re.compile(r"^0 0 [67]\d\d"))
 
 
 def test_focus_is_visible_and_motion_is_optional(show: Open) -> None:
