@@ -146,7 +146,7 @@ def test_any_folder_is_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_folder_with_one_domain_is_refused(tmp_path: Path):
     (tmp_path / "day" / "cat").mkdir(parents=True)
-    with pytest.raises(UserError, match="has 1 domains: expected at least two folders"):
+    with pytest.raises(UserError, match="has 1 domain: expected at least two folders"):
         dataset_spec(tmp_path)
 
 
@@ -165,6 +165,11 @@ def test_the_data_folder_is_an_environment_variable(
     with pytest.raises(UserError, match="dataset 'PACS' not found at") as error:
         load("PACS")
     assert str(tmp_path / "images" / "PACS") in str(error.value)
+
+
+def test_the_download_command_has_the_datasets_name_not_its_folders(tmp_path: Path):
+    with pytest.raises(UserError, match="'steppe data get OfficeHome'"):
+        load("OfficeHome", tmp_path)
 
 
 def test_register_a_dataset_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

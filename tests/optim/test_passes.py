@@ -75,6 +75,17 @@ def test_a_step_without_data_is_refused():
         accumulate(problem, opt, [])
 
 
+@pytest.mark.parametrize("n", [1, MICRO])
+def test_a_phase_is_already_entered(n):
+    problem, opt = setup("fad")
+    before = problem.weights()
+    with pytest.raises(RuntimeError, match="Inside opt.passes, do not write 'with phase:'"):
+        for phase, (x, y) in opt.passes(micro_batches(problem)[:n]):
+            with phase:
+                nn.functional.cross_entropy(problem.model(x), y).backward()
+    assert torch.equal(problem.weights(), before)
+
+
 @pytest.mark.parametrize("how", ["break", "exception"])
 @pytest.mark.parametrize("stop_at", range(0, 4 * MICRO, 3))
 def test_leaving_early_restores_the_weights(how, stop_at):

@@ -62,6 +62,34 @@ def test_a_clear_lead_is_said_with_its_evidence_and_cost(tmp_path):
     assert shown == [("sam", "adam"), ("sam", "sgd"), ("adam", "sgd")]
 
 
+def test_the_selected_values_of_a_search_are_said(tmp_path):
+    """Validation picks another rho for each of two targets; what no search varied is left out."""
+    for target, lr, rho in itertools.product(TWO, (0.1, 0.3), (0.02, 0.05, 0.1)):
+        best = (0.3, {TWO[0]: 0.02, TWO[1]: 0.05}[target])
+        value = 0.9 if (lr, rho) == best else 0.5
+        options = {"name": "fad", "lr": lr, "rho": rho, "alpha": 0.5}
+        one = config((target,), optimizer=options)
+        write_run(
+            tmp_path / f"{target}-{lr}-{rho}", one, [record(0, (target,), lambda *_, v=value: v)]
+        )
+    report = build_report(load_runs(tmp_path))
+    assert report.answer[-1] == "Selected for fad: lr 0.3, rho 0.02 to 0.05."
+    assert "rho 0.02 to 0.05." in " ".join(write(report, "terminal").split())
+    alone = build_report(load_runs(tmp_path / f"{TWO[0]}-0.1-0.02"))
+    assert not any("Selected" in sentence for sentence in alone.answer)
+
+
+@pytest.mark.parametrize("value", [None, "x" * 9999, {"a": [1]}, float("nan"), 10**400, True])
+def test_a_selected_value_may_be_anything(tmp_path, value):
+    for k, (rho, accuracy) in enumerate(((value, 0.9), (0.1, 0.5))):
+        one = config(TWO[:1], optimizer={"name": "fad", "rho": rho})
+        records = [record(0, TWO[:1], lambda *_, a=accuracy: a)]
+        write_run(tmp_path / str(k), one, records)
+    *_, said = build_report(load_runs(tmp_path)).answer
+    assert said.startswith("Selected for fad: rho ")
+    assert len(said) < 200
+
+
 def test_p_values_are_corrected_for_what_could_have_been_picked(tmp_path):
     accuracies = {
         name: (lambda *at, k=k: 0.7 + 0.01 * k + 0.05 * random.Random(repr((k, at))).random())

@@ -9,11 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from steppe.cli import app
 from steppe.domains import dataset_spec, seed_hash
 from steppe.errors import RunError, UserError
 from steppe.sealed import KEY
-from steppe.sweeps import Grid, jobs, read_plan, target_sets, write_plan
+from steppe.sweeps import Grid, cost, jobs, read_plan, target_sets, write_plan
 from steppe.training import RunConfig, draw_hparams, read_config
 from steppe.training.config import Named
 from tests import processes
@@ -92,7 +95,7 @@ def test_a_plan_is_written_and_read(tmp_path: Path) -> None:
         assert read_config(sweep.folder(name) / "config.json") == config
     facts = json.loads((tmp_path / "sweep/sweep.json").read_text())
     assert facts["commands"] == ["steppe sweep plan ..."]
-    with pytest.raises(UserError, match="already contains a sweep: pass --extend"):
+    with pytest.raises(UserError, match="already contains a sweep: pass --extend.* or delete it"):
         write_plan(SMALL, tmp_path / "sweep")
     more = Grid(("RotatedDigits",), optimizers=("sgd", "adam"), trials=2, draws=2)
     longer = write_plan(more, tmp_path / "sweep", extend=True)
@@ -240,6 +243,30 @@ def test_a_config_is_not_written_through_a_link(tmp_path: Path) -> None:
     (folder / "config.json").symlink_to(mine)
     write_plan(SMALL, tmp_path / "sweep")
     assert mine.read_text() == "keep"
+
+
+@pytest.mark.parametrize(
+    ("device", "days", "hinted"),
+    [("cpu", 1.1, True), ("cpu", 0.9, False), ("cuda:0", 9, False), ("cpu", None, False)],
+)
+def test_a_sweep_too_large_for_a_cpu_gets_a_hint(device, days, hinted) -> None:
+    seconds = None if days is None else days * 86400
+    said = cost.hint(cost.Cost(1, 1, seconds, device, ()))
+    assert (said is not None) == hinted
+
+
+def test_the_hint_is_printed_and_its_options_make_a_plan_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"resnet50": 1.0, "small-cnn": 0.001}
+    monkeypatch.setattr(cost, "find_device", lambda wanted: torch.device("cpu"))
+    monkeypatch.setattr(cost, "_seconds_per_image", lambda config, *_: seconds[config.backbone])
+    plan = ["sweep", "plan", "--datasets", "PACS", "--trials", "1", "--draws", "0"]
+    large = CliRunner().invoke(app, [*plan, str(tmp_path / "large")]).stdout
+    assert " ".join(cost.TRIAL) in large
+    small = CliRunner().invoke(app, [*plan, str(tmp_path / "small"), *cost.TRIAL]).stdout
+    assert "4 runs planned" in small
+    assert "needs a GPU" not in small
 
 
 def test_hints_can_be_pasted_into_a_shell(tmp_path: Path) -> None:

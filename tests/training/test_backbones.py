@@ -250,7 +250,7 @@ def test_a_file_that_is_none_is_named(tmp_path, name, prepare, words):
         (
             "resnet18",
             lambda: {**resnet18_state(), "extra": torch.zeros(1)},
-            ["unexpected", "'extra'"],
+            ["1 tensor is unexpected", "'extra'"],
         ),
         (
             "resnet18",

@@ -72,8 +72,8 @@ Chosen = Annotated[
     typer.Option(
         "--which",
         metavar="best|last|step:N",
-        help="Which weights: best by validation, after the last step, or after step N.",
-        show_default="best, or last if the run has no best",
+        help="Which weights: best by validation, after the last step, or after step N (default: "
+        "best, or last if the run has no best).",
     ),
 ]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.")]

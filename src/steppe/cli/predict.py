@@ -37,8 +37,7 @@ def predict(
         typer.Option(
             metavar="FILE",
             callback=writable,
-            help="Output file: JSON if it ends in .json, otherwise CSV.",
-            show_default="CSV to stdout",
+            help="Output file: JSON if it ends in .json, otherwise CSV (default: CSV to stdout).",
         ),
     ] = None,
     which: Chosen = None,
@@ -48,8 +47,7 @@ def predict(
         int | None,
         typer.Option(
             min=0,
-            help="Processes that read images.",
-            show_default="one per core on a GPU, none on a CPU",
+            help="Processes that read images (default: one per core on a GPU, none on a CPU).",
         ),
     ] = None,
     as_json: Json = False,

@@ -10,10 +10,11 @@ import typer
 
 from steppe.paper.experiment import Scale
 from steppe.strangers import command
+from steppe.sweeps import Crew
 
 from .common import Json, Overrides, Plugins, remark, talk
 from .options import fields, keys, names, with_options
-from .sweep import Workers, show_plan
+from .sweep import show_plan
 
 if TYPE_CHECKING:
     from steppe.paper import Order, Results
@@ -40,7 +41,10 @@ def demo(
         *fields(Scale, "factors", default=_SCALES),
     ],
     options=keys("backbone", "weights", "root"),
-    crew=Workers,
+    crew=[
+        *fields(Crew, "workers", help="Number of workers (default: one per GPU or core).", min=1),
+        *fields(Crew, "per_gpu", min=1),
+    ],
 )
 def reproduce(
     changes: dict[str, Any],
@@ -85,7 +89,7 @@ def reproduce(
     from steppe import paper
     from steppe.console import say
     from steppe.environment import environment
-    from steppe.sweeps import Crew, launch
+    from steppe.sweeps import launch
     from steppe.training.processes import find_device
 
     if not name:

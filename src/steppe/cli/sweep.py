@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from steppe.sweeps import Sweep
 
 app = typer.Typer(help="Plan, run and monitor many runs on one machine or a cluster.")
-Workers = fields(Crew, "workers", "per_gpu", min=1)
 _Sweep = Annotated[Path, typer.Argument(metavar="DIR", help="Sweep folder.")]
 _Runs = Annotated[
     list[str] | None,
@@ -79,12 +78,14 @@ def show_plan(plan: "Sweep", estimate: bool, as_json: bool = False) -> None:
         print(json.dumps(asdict(found), indent=2))
         return
     stdout().print(cost.table(found))
+    if hint := cost.hint(found):
+        print(hint)
     start = command("steppe", "sweep", "run", plan.path)
     print(f"{printable(plan.path)}: {len(plan.names):,} runs planned; start them with: {start}")
 
 
 @app.command("run", cls=RunCommand)
-@with_options(crew=[*Workers, *fields(Crew, "threads", "stale", min=1)])
+@with_options(crew=fields(Crew, "workers", "per_gpu", "threads", "stale", min=1))
 def sweep_run(
     context: typer.Context,
     path: _Sweep,

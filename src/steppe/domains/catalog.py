@@ -53,9 +53,9 @@ def _folder_spec(path: Path) -> DatasetSpec:
     domains = tuple(folder.subfolders(path))
     for name in (*domains, "."):
         folder.require_text(path / name)
-    if len(domains) < 2:
+    if (n := len(domains)) < 2:
         raise UserError(
-            f"{path} has {len(domains)} domains: expected at least two folders, each with "
+            f"{path} has {n} domain{'s' * (n != 1)}: expected at least two folders, each with "
             "CLASS/IMAGE below it"
         )
     return DatasetSpec(
@@ -64,7 +64,7 @@ def _folder_spec(path: Path) -> DatasetSpec:
         labels=domains,
         n_classes=len(folder.class_names(path, domains)),
         citation=f"your own images in {path.name}",
-        read=folder.reader(domains),
+        read=folder.reader(path.name, domains),
         folder=str(path),  # absolute, so that joining it to a data folder changes nothing
     )
 

@@ -116,8 +116,7 @@ class _Check:
         there = subfolders(folder) if folder.is_dir() else []
         here = [name for name in spec.domains if name in there]
         if not here:
-            named = str(error).replace("'steppe data get'", f"'steppe data get {spec.name}'")
-            self.problems.append(named)
+            self.problems.append(str(error))
             return f"not found in {folder}"
         if missing := [name for name in spec.domains if name not in here]:
             self.problems.append(f"{folder} has no folders for the domains {', '.join(missing)}")

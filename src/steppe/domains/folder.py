@@ -69,35 +69,38 @@ def require_text(path: Path) -> None:
         raise UserError(f"the name of folder {printable(path)} is not UTF-8: rename it") from None
 
 
-def reader(domains: Sequence[str], left_out: str | None = None) -> Callable[[Path], Contents]:
-    """Return a function that reads a dataset laid out as `root/domain/class/image`.
+def reader(
+    name: str, domains: Sequence[str], left_out: str | None = None
+) -> Callable[[Path], Contents]:
+    """Return a function that reads the named dataset, laid out as `root/domain/class/image`.
 
     The optional file `left_out` in the dataset's folder lists images to exclude.
     """
 
     def read(root: Path) -> Contents:
         listed = root / left_out if left_out else None
-        names = lines(listed) if listed and listed.exists() else ()
-        return read_folder(root, domains, [name.strip() for name in names])
+        images = lines(listed) if listed and listed.exists() else ()
+        return read_folder(root, domains, [image.strip() for image in images], name)
 
     return read
 
 
 def read_folder(
-    root: Path, domains: Sequence[str], exclude: Collection[str] = ()
+    root: Path, domains: Sequence[str], exclude: Collection[str] = (), name: str = ""
 ) -> tuple[tuple[str, ...], tuple[Domain, ...]]:
     """List the images of `root/domain/class/image` without those in `exclude`; open none."""
     found = subfolders(root) if root.is_dir() else []
-    missing = [name for name in domains if name not in found]
+    missing = [domain for domain in domains if domain not in found]
     if missing:
+        name = name or root.name
         raise UserError(
-            f"dataset {root.name!r} not found at {root}: expected folders {', '.join(domains)}; "
-            f"found {', '.join(found) or 'none'}. Download it with 'steppe data get', or pass its "
-            "location with --root."
+            f"dataset {name!r} not found at {root}: expected folders {', '.join(domains)}; "
+            f"found {', '.join(found) or 'none'}. Download it with 'steppe data get {name}', or "
+            "pass its location with --root."
         )
     classes = class_names(root, domains)
     excluded = frozenset(exclude)
-    return classes, tuple(read_domain(root / name, name, classes, excluded) for name in domains)
+    return classes, tuple(read_domain(root / d, d, classes, excluded) for d in domains)
 
 
 def read_domain(

@@ -115,8 +115,9 @@ def split_dataset(
             seed = seed_hash(trial_seed, position)
             larger, held_out = split_indices(len(domain), share, seed)
         if not len(larger):
+            n = len(domain)
             raise UserError(
-                f"domain {domain.name!r} has {len(domain)} images, so none is left for "
+                f"domain {domain.name!r} has {n} image{'s' * (n != 1)}, so none is left for "
                 f"{'training' if source else 'testing'}"
             )
         keys = ("train", "val") if source else ("test", "oracle")

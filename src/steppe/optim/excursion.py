@@ -73,6 +73,7 @@ class Excursion:
         self.walk: Walk | None = None
         self.next: int | None = 0
         """The next phase; None when the step is over."""
+        self._inside = False
         self._held: Held = ()
         self._reached: set[Tensor] | None = None
         """The parameters that got a gradient, if the walk began without knowing them."""
@@ -83,11 +84,11 @@ class Excursion:
     @torch.no_grad()
     def enter(self, index: int) -> None:
         """Prepare a pass: clear gradients and rewind random states."""
-        if index != self.next:
+        if index != self.next or self._inside:
             raise RuntimeError(
-                f"Phase {index} cannot be entered: it is over, or its step failed. Enter each "
-                "phase once, with all micro-batches inside it, and call opt.phases() again after "
-                "an error."
+                f"Phase {index} cannot be entered: it is already entered or over, or its step "
+                "failed. Enter each phase once, with all micro-batches inside it, and call "
+                "opt.phases() again after an error. Inside opt.passes, do not write 'with phase:'."
             )
         if index == 0:
             device = distributed.one_device(self._params)
@@ -107,6 +108,7 @@ class Excursion:
             if index == 0 and (before := self.visits[0].before) is not None:
                 self._leave_early(before)
             self._contexts = stack.pop_all()
+        self._inside = True
 
     def _leave_early(self, before: Callable[[Walk], None]) -> None:
         """Move all trainable weights before the first pass: no gradient shows which take part."""
@@ -124,6 +126,7 @@ class Excursion:
     @torch.no_grad()
     def leave(self, index: int, *, failed: bool) -> None:
         """Run the stage after a pass; if either failed, restore the weights."""
+        self._inside = False
         self._contexts.close()
         # An autocast region around the step caches casts of weights that are about to move.
         torch.clear_autocast_cache()

@@ -18,8 +18,8 @@ A schedule whose `sees_lr` is true is called with the step and the group's learn
 class FollowLR:
     r"""A schedule that follows the learning rate, like GSAM's: from `high` at `lr_high` to `low`.
 
-    $\rho_t = \text{low} + (\text{high} - \text{low})
-    (\eta_t - \eta_\text{low}) / (\eta_\text{high} - \eta_\text{low})$
+    $$ \rho_t = \text{low} + (\text{high} - \text{low})
+    \frac{\eta_t - \eta_\text{low}}{\eta_\text{high} - \eta_\text{low}} $$
 
     Examples:
         >>> FollowLR(high=0.6, low=0.2, lr_high=0.1)(step=1, lr=0.05)

@@ -21,6 +21,7 @@ from steppe.strangers import printable
 from . import render
 from .answer import Ranked, answer, cheapest, ranking
 from .cells import Cell
+from .chosen import chosen_values
 from .columns import CONTRASTS, COSTS, METHODS, cost_columns, in_files, values
 from .contrasts import Contrast, Contrasts, contrasts
 from .measured import FLATNESS, MeasuredRun, find_measured
@@ -97,8 +98,9 @@ class Report:
 
     @cached_property
     def answer(self) -> list[str]:
-        """Sentences: which method leads, by how much, with what certainty and at what cost."""
-        return answer(self.selected, self.ranking, self.contrasts, self.cost)
+        """Sentences: who leads, by how much, how certainly, at what cost and with what values."""
+        said = answer(self.selected, self.ranking, self.contrasts, self.cost)
+        return said + chosen_values(self.selected, self.ranking[0].name) if self.ranking else said
 
     @cached_property
     def best(self) -> list[dict[str, Any]]:

@@ -110,6 +110,20 @@ def table(cost: Cost) -> console.Table:
     return shown
 
 
+TRIAL = (
+    *("--backbone", "small-cnn", "--weights", "none", "--image-size", "32"),
+    *("--steps", "301", "--batch-size", "8"),
+)
+"""Options of `steppe sweep plan` with which runs on photographs take minutes on a CPU."""
+
+
+def hint(cost: Cost) -> str | None:
+    """How to make a sweep small, if it would take more than a day on one CPU core."""
+    if cost.device != "cpu" or (cost.seconds or 0) <= timedelta(days=1).total_seconds():
+        return None
+    return f"This needs a GPU. For a trial sweep on a CPU, plan it with {' '.join(TRIAL)}"
+
+
 def _row(part: Part) -> list[str]:
     taken = "" if part.seconds is None else str(timedelta(seconds=round(part.seconds)))
     return [part.dataset, part.optimizer, f"{part.runs:,}", f"{part.passes:,}", taken]

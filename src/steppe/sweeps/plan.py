@@ -224,7 +224,7 @@ def write_plan(
 
 
 def _text(facts: Mapping[str, Any], runs: Mapping[str, Any]) -> str:
-    """The plan as JSON with a line for each run; to indent all would take ten times as long."""
+    """The plan as JSON with a line for each run; indenting all of it takes ten times as long."""
     lines = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(place)}" for name, place in runs.items())
     return json.dumps(facts, indent=1).removesuffix("\n}") + f',\n "runs": {{\n  {lines}\n }}\n}}'
 
@@ -234,8 +234,8 @@ def _plan_so_far(path: Path, extend: bool) -> Sweep:
     if (path / FILE).exists():
         if not extend:
             raise UserError(
-                f"{path} already contains a sweep: pass --extend to add runs to it, or choose "
-                "another folder"
+                f"{path} already contains a sweep: pass --extend to add runs to it, choose "
+                "another folder, or delete it"
             )
         return read_plan(path)
     # An interrupted plan leaves nothing but runs.

@@ -281,8 +281,9 @@ def _load_weights(backbone: Backbone, path: Path, name: str) -> None:
     problems = {"missing": missing, "unexpected": foreign, "of another shape": shapes}
     for problem, keys in problems.items():
         if keys:
+            number = f"{len(keys)} tensors are" if len(keys) > 1 else "1 tensor is"
             raise UserError(
-                f"weights {path} do not fit {name!r}: {len(keys)} tensors are {problem}, such as "
+                f"weights {path} do not fit {name!r}: {number} {problem}, such as "
                 f"{sorted(keys)[0]!r}"
             )
     backbone.module.load_state_dict({k: state[k] for k in own.keys() & state.keys()}, strict=False)

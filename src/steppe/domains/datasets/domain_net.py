@@ -19,7 +19,7 @@ DOMAIN_NET = DatasetSpec(
     labels=("clip", "info", "paint", "quick", "real", "sketch"),
     n_classes=345,
     citation="Peng et al., Moment Matching for Multi-Source Domain Adaptation, ICCV 2019",
-    read=reader(_DOMAINS, left_out=_DUPLICATES),
+    read=reader("DomainNet", _DOMAINS, left_out=_DUPLICATES),
     folder="domain_net",
     counts=(48129, 51605, 72266, 172500, 172947, 69128),
     steps=15001,

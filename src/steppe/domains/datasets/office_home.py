@@ -12,7 +12,7 @@ OFFICE_HOME = DatasetSpec(
     n_classes=65,
     citation="Venkateswara et al., Deep Hashing Network for Unsupervised Domain Adaptation, "
     "CVPR 2017",
-    read=reader(_DOMAINS),
+    read=reader("OfficeHome", _DOMAINS),
     folder="office_home",
     counts=(2427, 4365, 4439, 4357),
     source=Source(
