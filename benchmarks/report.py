@@ -1,75 +1,103 @@
-"""Time and memory of `steppe report` on many copies of a small run."""
+"""CPU time and memory of `sweep plan`, `sweep status` and `report` over many runs."""
 
+import math
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice, product
 from pathlib import Path
 
 import harness
-from harness import Result, command, option, seconds, track
+from harness import Result, command, option, track
 
-from steppe.training import make_config, train
+from steppe.sweeps import read_plan
 
-METHODS = tuple(product(("ERM", "CORAL", "Fishr", "RSC"), ("adam", "sgd", "fad")))
-TARGETS = ("0", "15", "30", "45")
+GRID = {
+    "datasets": ("RotatedDigits",),
+    "targets": ("0", "15", "30", "45"),
+    "algorithms": ("ERM", "CORAL", "Fishr", "RSC"),
+    "optimizers": ("adam", "sgd", "fad"),
+    "trials": ("0", "1", "2"),
+}
+
+
+# The command's own peak: getrusage would give that of the process that started it, if larger.
+COMMAND = """
+import atexit, pathlib, re, sys
+status = pathlib.Path("/proc/self/status")
+atexit.register(lambda: sys.stderr.write(re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1]))
+from steppe.cli import main
+main()
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(harness.Options):
-    runs: int = option(10_000, "Synthetic runs.", min=1)
+    runs: int = option(10_000, "Runs of the sweep, rounded up to fill a grid.", min=1)
     records: int = option(17, "Records per run.", min=1)
 
 
 def measure(options: Options) -> Result:
-    took = {}
     with tempfile.TemporaryDirectory(prefix="steppe-bench-") as home:
-        root = Path(home) / "runs"
-        make_up(root, options)
-        for name in ("json", "html"):
-            words = [sys.executable, "-m", "steppe", "report", str(root), "--format", name]
-            words += ["--out", f"{home}/report.{name}"]
-            run = partial(subprocess.run, words, check=True, capture_output=True)
-            took[name] = round(seconds(options.where, run), 2)
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+        path, page, tables = (Path(home) / name for name in ("sweep", "page.html", "tables.json"))
+        found = {"sweep plan": _carry_out(*_plan(path, options))}
+        runs = _finish(path, Path(home) / "run")
+        found["sweep status"] = _carry_out("sweep", "status", path)
+        found["report, JSON"] = _carry_out("report", path, "--format=json", "--out", tables)
+        found["report, HTML"] = _carry_out("report", path, "--format=html", "--out", page)
     return {
-        "runs": options.runs,
+        "runs": runs,
         "records of each": options.records,
-        "seconds": took,
-        "peak memory of the largest process, GiB": round(peak, 2),
+        "CPU seconds": {name: seconds for name, (seconds, _) in found.items()},
+        "peak memory in GiB": {name: peak for name, (_, peak) in found.items()},
     }
 
 
-def make_up(root: Path, options: Options) -> None:
-    every = product(range(options.runs), range(3), TARGETS, METHODS)
-    records: dict[str, bytes] = {}
-    for number, axes in enumerate(track(islice(every, options.runs), "making up runs")):
-        draw, trial, target, (algorithm, optimizer) = axes
-        config = make_config(
-            {
-                "dataset": "RotatedDigits",
-                "targets": [target],
-                "algorithm": algorithm,
-                "optimizer": {"name": optimizer, "lr": 1e-4 * (1 + draw)},
-                "trial_seed": trial,
-                "draw": draw,
-                "space": "domainbed",
-                "steps": options.records,
-                "checkpoint_every": 1,
-                "device": "cpu",
-            }
-        )
-        if target not in records:
-            train(config, root.parent / target)
-            records[target] = (root.parent / target / "records.jsonl").read_bytes()
-        folder = root / f"{number:05d}"
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(config.to_json())
-        (folder / "records.jsonl").write_bytes(records[target])
-        (folder / "state").write_text("done\n")
+def _plan(path: Path, options: Options) -> list[str]:
+    draws = math.ceil(options.runs / math.prod(map(len, GRID.values())))
+    axes = {name: ",".join(values) for name, values in GRID.items()} | {
+        "trials": str(len(GRID["trials"])),
+        "draws": str(draws),
+        "steps": str(options.records),
+        "checkpoint-every": "1",
+    }
+    words = [f"--{name}={value}" for name, value in axes.items()]
+    return ["sweep", "plan", str(path), "--no-estimate", *words]
+
+
+def _carry_out(*words: object) -> tuple[float, float]:
+    """The CPU seconds and the peak memory of a command."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, *map(str, words)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return round(seconds, 2), round(int(done.stderr.split()[-1]) / 2**20, 2)
+
+
+def _finish(path: Path, sample: Path) -> int:
+    """Mark every run of a sweep as done, with the records of one real run per target."""
+    sweep = read_plan(path)
+    records: dict[tuple[str, ...], bytes] = {}
+    for job, *_ in track(sweep.survey(0.0, 1.0), "making up runs"):
+        config = job.config()
+        if config.targets not in records:
+            out = sample / config.targets[0]
+            _carry_out("train", "--config", job.path / "config.json", "--out", out)
+            records[config.targets] = (out / "records.jsonl").read_bytes()
+        job.note(1, "claim", step=None)
+        job.note(2, "done", attempt=1)
+        job.result.mkdir()
+        shutil.copy(job.path / "config.json", job.result)
+        (job.result / "records.jsonl").write_bytes(records[config.targets])
+        (job.result / "state").write_text("done\n")
+    return len(sweep.names)
 
 
 main = command(Options, measure)

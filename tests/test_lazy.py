@@ -32,13 +32,14 @@ def test_every_name_is_found_whatever_was_imported_before(name: str) -> None:
         _ = package.nothing
 
 
-def test_what_only_reads_needs_no_torch(tmp_path: Path) -> None:
+def test_what_only_reads_or_plans_needs_no_torch(tmp_path: Path) -> None:
     """Importing it takes longer than all that these commands do."""
     with tarfile.open(Path(__file__).parent / "older/second.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     runs = list((tmp_path / "second/sweep").glob("runs/*"))
     commands = [
         ["sweep", "status", "second/sweep"],
+        ["sweep", "plan", "planned", "--datasets", "PACS", "--trials", "1", "--no-estimate"],
         ["report", "second/sweep", "--format", "html", "--out", "page.html"],
         ["compare", *sorted(str(path) for path in runs[:2])],
         ["train", "--help"],

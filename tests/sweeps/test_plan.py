@@ -247,7 +247,7 @@ def test_a_config_is_not_written_through_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("device", "days", "hinted"),
-    [("cpu", 1.1, True), ("cpu", 0.9, False), ("cuda:0", 9, False), ("cpu", None, False)],
+    [("cpu", 1.1, True), ("cpu", 0.9, False), ("cuda:0", 9, False), (None, None, False)],
 )
 def test_a_sweep_too_large_for_a_cpu_gets_a_hint(device, days, hinted) -> None:
     seconds = None if days is None else days * 86400
@@ -259,7 +259,7 @@ def test_the_hint_is_printed_and_its_options_make_a_plan_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = {"resnet50": 1.0, "small-cnn": 0.001}
-    monkeypatch.setattr(cost, "find_device", lambda wanted: torch.device("cpu"))
+    monkeypatch.setattr(cost, "_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(cost, "_seconds_per_image", lambda config, *_: seconds[config.backbone])
     plan = ["sweep", "plan", "--datasets", "PACS", "--trials", "1", "--draws", "0"]
     large = CliRunner().invoke(app, [*plan, str(tmp_path / "large")]).stdout

@@ -6,20 +6,18 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
-
-import torch
-from torch.nn import functional as F
+from typing import TYPE_CHECKING, Any
 
 from steppe import console
 from steppe.domains import dataset_spec
 from steppe.optim import optimizer_spec
 from steppe.training import RunConfig
-from steppe.training.backbones import build_network
-from steppe.training.processes import find_device
 
 from .store import Job
 from .sweep import Sweep
+
+if TYPE_CHECKING:  # only measuring needs torch
+    import torch
 
 _IMAGES = {"cpu": 4, "cuda": 64}
 """Batch size of the timed pass."""
@@ -41,7 +39,8 @@ class Cost:
     runs: int
     passes: int
     seconds: float | None
-    device: str
+    device: str | None
+    """Where a pass was timed."""
     parts: tuple[Part, ...]
 
 
@@ -55,14 +54,14 @@ def estimate(sweep: Sweep, measured: bool = True) -> Cost:
     kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, axes in sweep.axes.items():
         kinds[axes["dataset"], axes["optimizer"]].append(name)
-    device = find_device("auto")
+    device = _device() if measured else None
     timed: dict[tuple[Any, ...], float] = {}
     parts = []
     for (dataset, optimizer), names in kinds.items():
         steps = sum(sweep.axes[name]["steps"] for name in names)
         passes = round(steps * optimizer_spec(optimizer).passes)
         taken = None
-        if measured:
+        if device is not None:
             config = Job(sweep.folder(names[0])).config()
             spec = dataset_spec(config.dataset)
             images = config.batch_size * (len(spec.domains) - len(config.targets))
@@ -76,13 +75,24 @@ def estimate(sweep: Sweep, measured: bool = True) -> Cost:
         sum(part.runs for part in parts),
         sum(part.passes for part in parts),
         sum(seconds) if measured else None,
-        str(device),
+        None if device is None else str(device),
         tuple(parts),
     )
 
 
+def _device() -> torch.device:
+    from steppe.training.processes import find_device
+
+    return find_device("auto")
+
+
 def _seconds_per_image(config: RunConfig, channels: int, device: torch.device) -> float:
     """Time a forward and backward pass in float32."""
+    import torch
+    from torch.nn import functional as F
+
+    from steppe.training.backbones import build_network
+
     network = build_network(
         config.backbone, n_classes=10, image_size=config.image_size, channels=channels
     ).to(device)
@@ -102,10 +112,13 @@ def _seconds_per_image(config: RunConfig, channels: int, device: torch.device) -
 
 
 def table(cost: Cost) -> console.Table:
-    one = "CPU core" if cost.device == "cpu" else cost.device
-    headings = ("dataset", "optimizer", "runs", "passes", f"estimated time on one {one}")
-    rows = [*cost.parts, Part("all", "", cost.runs, cost.passes, cost.seconds)]
-    shown = console.table(headings, map(_row, rows), labels=2)
+    headings: tuple[str, ...] = ("dataset", "optimizer", "runs", "passes")
+    if cost.device is not None:
+        one = "CPU core" if cost.device == "cpu" else cost.device
+        headings += (f"estimated time on one {one}",)
+    parts = [*cost.parts, Part("all", "", cost.runs, cost.passes, cost.seconds)]
+    rows = (_row(part)[: len(headings)] for part in parts)
+    shown = console.table(headings, rows, labels=2)
     shown.rows[-2].end_section = True
     return shown
 
