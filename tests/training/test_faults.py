@@ -455,7 +455,7 @@ def test_a_mistake_leaves_nothing_in_the_way(tmp_path, steppe, undisturbed):
         assert message in assert_one_line(err)
     code, _, err = steppe(*words(DIGITS, out, "--resume"))
     assert code == 0
-    assert "done already" in err
+    assert "is already done" in err
     assert_same_run(out, undisturbed)
 
 
