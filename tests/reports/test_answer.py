@@ -209,7 +209,7 @@ def test_equal_differences_are_no_evidence(tmp_path, trials, better, start):
     steady = {"fad": level(better, noise=0), "sgd": level(0.75, noise=0)}
     report = sweep(tmp_path, steady, DOMAINS[:1], trials)
     assert report.answer[0].startswith(start)
-    assert "the differences are all equal, so there is no interval" in report.answer[0]
+    assert "the differences do not vary, so there is no interval" in report.answer[0]
     (pair,) = json.loads(write(report, "json"))["comparisons"]
     assert (pair["p_adjusted"], pair["verdict"]) == (None, "no interval")
     alone = paired(load_runs(tmp_path).runs, "fad", "sgd")

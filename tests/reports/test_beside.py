@@ -43,7 +43,7 @@ def test_equal_differences_give_no_interval(tmp_path):
         run(tmp_path / f"old/{trial}", 0.5, trial=trial)
         run(tmp_path / f"new/{trial}", 0.6, trial=trial)
     assert compare_runs([tmp_path / "old", tmp_path / "new"]).answer == [
-        "new (sgd) is 10.0 points above old (sgd); the differences are all equal, so there is no "
+        "new (sgd) is 10.0 points above old (sgd); the differences do not vary, so there is no "
         "interval, and it may be chance."
     ]
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from steppe.algorithms import algorithm_names
+from steppe.optim import LookSAM
 from steppe.training import RunDirectory, make_config, train
-from steppe.training.execution import MOST_GRAPHS, WARM_UP, choose_gears
+from steppe.training.execution import MOST_GRAPHS, WARM_UP, _settings, choose_gears
 from steppe.training.precision import resolve
 from steppe.training.processes import Processes
 from steppe.training.trainer import Trainer
@@ -55,6 +56,17 @@ def trained(tmp_path: Path, steps: int, **options: Any) -> tuple[Trainer, torch.
 
 def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / one.norm())
+
+
+def test_steps_that_visit_other_points_are_captured_apart() -> None:
+    """LookSAM's first of three steps is SAM's; nothing else that a graph holds differs."""
+    w = torch.nn.Parameter(torch.ones(3))
+    opt = LookSAM(torch.optim.SGD([w], lr=0.1, momentum=0.9, fused=True), k=3)
+    keys = []
+    for _ in range(6):
+        keys.append(_settings(opt))
+        opt.step(lambda: (w**4).sum().backward())
+    assert keys[0] == keys[3] != keys[1] == keys[2] == keys[4] == keys[5]
 
 
 @pytest.mark.parametrize(

@@ -202,11 +202,11 @@ class Walk:
         """The base's average of gradients, which has no loss scale; zero before its first step."""
         states = [self.state.get(p, {}) for p in self.params]
         found = [next((s[key] for key in MOMENTA if s.get(key) is not None), None) for s in states]
-        if any(states) and all(v is None for v in found):
-            kept = ", ".join(dict.fromkeys(key for s in states for key in s))
+        kept = dict.fromkeys(key for s in states for key in s)
+        if kept and not any(key in kept for key in MOMENTA):
             raise RuntimeError(
-                f"the base optimizer keeps no {' or '.join(MOMENTA)}, only {kept}: use SGD with "
-                "momentum, or Adam"
+                f"the base optimizer's state has neither {' nor '.join(MOMENTA)} (it has "
+                f"{', '.join(kept)}): use SGD with momentum, or Adam"
             )
         return [
             torch.zeros_like(t) if v is None else local(v)

@@ -108,7 +108,7 @@ def no_interval(pair: Contrast) -> str:
     """Why a pair has no interval, in words."""
     if pair.pairs == 1:
         return "one target and one seed give no interval, so it may be chance"
-    return "the differences are all equal, so there is no interval, and it may be chance"
+    return "the differences do not vary, so there is no interval, and it may be chance"
 
 
 def evidence(pair: Contrast) -> str:
@@ -168,7 +168,7 @@ def _cost(selected: Selected, ranked: Sequence[Ranked], costs: Sequence[StepCost
     if best in times and low is not None and len(times) > 1:
         each = f"A step of {best} takes {1e3 * times[best]:.1f} ms"
         more = f"{times[best] / times[low]:.2f} times that of {low}, the cheapest"
-        said.append(f"{each}, {'the fastest of all' if best == low else more}.")
+        said.append(f"{each}, {'the shortest of all' if best == low else more}.")
     if spent := hours(selected.runs):
         n = len(selected.runs)
         said.append(f"{'The run' if n == 1 else f'All {n:,} runs'} took {hours_text(spent)}.")

@@ -134,7 +134,10 @@ def hint(cost: Cost) -> str | None:
     """How to make a sweep small, if it would take more than a day on one CPU core."""
     if cost.device != "cpu" or (cost.seconds or 0) <= timedelta(days=1).total_seconds():
         return None
-    return f"This needs a GPU. For a trial sweep on a CPU, plan it with {' '.join(TRIAL)}"
+    return (
+        "This takes more than a day on one CPU core. For a trial sweep, lower --draws and "
+        f"--trials, or plan it with {' '.join(TRIAL)}"
+    )
 
 
 def _row(part: Part) -> list[str]:

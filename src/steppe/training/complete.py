@@ -190,8 +190,9 @@ def _complete_optimizer(
     name, options = _split_name(value, "optimizer")
     spec = optimizer_spec(name)
     chosen: dict[str, Any] = {**spec.defaults(space, pretrained), **options}
-    # A space's own values are valid: a plan of thousands of draws builds no optimizer.
-    if any(key not in drawn or drawn[key] != value for key, value in options.items()):
+    # The values of steppe's own spaces are valid: a plan of thousands of draws builds no optimizer.
+    plugin = isinstance(spec.target, type)
+    if plugin or any(key not in drawn or drawn[key] != value for key, value in options.items()):
         _try_optimizer(spec, options, chosen)
     return {"name": spec.name, **chosen}
 

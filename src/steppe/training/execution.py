@@ -286,7 +286,7 @@ def _settings(optimizer: Optimizer) -> Hashable:
         )
         for group in optimizer.param_groups
     ]
-    return repr((id(optimizer), visits, groups))
+    return id(optimizer), visits, repr(groups)
 
 
 def _kind(tree: Any) -> Hashable:
