@@ -255,17 +255,21 @@ def test_a_plugin_whose_own_values_do_not_fit_it_is_refused(draws: int) -> None:
 
     class Picky(torch.optim.SGD):
         def __init__(
-            self, params, lr: float, k: Annotated[float, Option(Uniform(-2, -1))] = -1.0, **rest
+            self,
+            params,
+            lr: float,
+            k: Annotated[float, Option(Uniform(-2, -1))] = -1.0,
+            weight_decay: float = 0.0,
         ) -> None:
             if k < 0:
                 raise ValueError(f"k must be >= 0, got {k}")
-            super().__init__(params, lr, **rest)
+            super().__init__(params, lr, weight_decay=weight_decay)
 
     register_optimizer("picky", passes=1, base=None, lr=Hyperparameter(0.1, LogUniform(-3, -1)))(
         Picky
     )
     try:
-        with pytest.raises(UserError, match="'picky' rejects.*k must be >= 0, got -1"):
+        with pytest.raises(UserError, match="'picky' rejects lr=.*: k must be >= 0, got -1"):
             list(jobs(Grid(("RotatedDigits",), optimizers=("picky",), trials=1, draws=draws)))
     finally:
         optimizers._table.pop("picky")

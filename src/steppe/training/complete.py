@@ -208,7 +208,7 @@ def _try_optimizer(
         probe = torch.nn.LayerNorm(1)  # some optimizers look for such layers
         spec.build(probe.parameters(), probe, **chosen)
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
-        given = ", ".join(f"{key}={shown(value)}" for key, value in options.items())
+        given = ", ".join(f"{key}={shown(value)}" for key, value in (options or chosen).items())
         raise UserError(f"config: optimizer {spec.name!r} rejects {given}: {error}") from None
 
 
