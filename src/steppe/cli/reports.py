@@ -1,5 +1,6 @@
 """`steppe report`, `steppe compare` and `steppe import`."""
 
+import gc
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -54,6 +55,7 @@ def report(
     title = printable(", ".join(str(path) for path in paths))
     asked = command("steppe", *sys.argv[1:])
     loaded = reports.load_runs(paths)
+    gc.freeze()  # its millions of objects live to the end: looking through them finds nothing
     made = reports.build_report(loaded, selection, asked, title, reference or ())
     text = reports.write(made, form)
     if out is not None:
