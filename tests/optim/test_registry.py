@@ -20,7 +20,7 @@ from steppe.optim.registry import (
     optimizer_spec,
     search_space,
 )
-from steppe.search import Choice, Fixed, LogUniform, run_space, spaces
+from steppe.search import Choice, Fixed, Hyperparameter, LogUniform, Uniform, run_space, spaces
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 
@@ -336,3 +336,9 @@ def test_peers_serve_as_the_base_of_fad(base: str) -> None:
 def test_a_radius_must_be_an_option_of_the_method():
     with pytest.raises(ValueError, match="radius 'radius' is not an option"):
         replace(optimizer_spec("fad"), radii=("radius",))
+
+
+def test_a_learning_rate_must_be_log_uniform():
+    """Training from scratch scales it, which other distributions do not support."""
+    with pytest.raises(ValueError, match=r"drawn from a LogUniform distribution, got U\(0, 1\)"):
+        replace(optimizer_spec("fad"), lr=Hyperparameter(0.1, Uniform(0, 1)))

@@ -23,6 +23,7 @@ from steppe.search import (
     PAPER_WEIGHT_DECAY,
     SGD_LR,
     Hyperparameter,
+    LogUniform,
     Value,
     get_space,
 )
@@ -78,6 +79,11 @@ class OptimizerSpec(AxisSpec):
         for radius in self.radii:
             if radius not in self.options:
                 raise ValueError(f"optimizer {self.name!r}: radius {radius!r} is not an option")
+        if not isinstance(self.lr.distribution, LogUniform):  # scaled for training from scratch
+            raise ValueError(
+                f"optimizer {self.name!r}: the learning rate must be drawn from a LogUniform "
+                f"distribution, got {self.lr.distribution}"
+            )
 
     @property
     def source(self) -> str:
