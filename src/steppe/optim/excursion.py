@@ -65,8 +65,8 @@ class Excursion:
         self._still = opt._kept_still(self._params) if several else None
         self._local: Sequence[nn.Module] | None = None
         """The models under ``perturbation="local"``, where only the direction is reduced."""
-        # In a step of one pass, DDP itself may reduce. If it looks for unused parameters, it must
-        # never: what it found in a pass that was not reduced would confuse the next that is.
+        # DDP may reduce a step of one pass, unless it looks for unused parameters: what it found in
+        # a pass without reduction would break the next reduction.
         if opt.perturbation == "local" and (several or distributed.finds_unused(opt.models)):
             distributed.check_local(opt.models, self._params)
             self._local = opt.models

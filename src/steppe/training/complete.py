@@ -200,7 +200,7 @@ def _complete_optimizer(
 def _try_optimizer(
     spec: OptimizerSpec, options: Mapping[str, Any], chosen: Mapping[str, Any]
 ) -> None:
-    """Build the optimizer, as only it knows which values are valid."""
+    """Build the optimizer, because only it knows which values are valid."""
     import torch
 
     spec.check_names(options)

@@ -47,7 +47,7 @@ hyperparameter."""
 _LONGEST_TEXT, _LONGEST_LIST, _DEEPEST = 4000, 10_000, 10
 """Upper limits for any value: characters, items, nesting depth."""
 _PLAIN = (str, int, float, list, tuple, type(None))
-"""Types that are no mappings, checked first because a check for a mapping is slow."""
+"""Common types that are not mappings, checked first because checking for a mapping is slow."""
 
 _run_key = partial(Field, json_schema_extra=RUN)
 _machine_key = partial(Field, json_schema_extra=MACHINE)
