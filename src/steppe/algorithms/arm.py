@@ -20,6 +20,7 @@ from .registry import register_algorithm
     "ARM",
     citation="Zhang et al., Adaptive Risk Minimization: Learning to Adapt to Domain Shift, "
     "NeurIPS 2021",
+    cost=1.64,
     run={"batch_size": Hyperparameter(8, Fixed(8))},
 )
 class ARM(Algorithm):

@@ -15,6 +15,7 @@ from .registry import register_algorithm
     "CDANN",
     citation="Li et al., Deep Domain Generalization via Conditional Invariant Adversarial "
     "Networks, ECCV 2018",
+    cost=0.67,
     min_domains=2,
     drawn_as={"lr": "lr_g", "weight_decay": "weight_decay_g"},
 )

@@ -14,6 +14,7 @@ from .registry import register_algorithm
     "CORAL",
     citation="Sun and Saenko, Deep CORAL: Correlation Alignment for Deep Domain Adaptation, "
     "ECCV Workshops 2016",
+    cost=1.00,
     min_domains=2,
     min_batch=2,
 )

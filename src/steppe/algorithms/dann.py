@@ -45,6 +45,7 @@ class MLP(nn.Module):
 @register_algorithm(
     "DANN",
     citation="Ganin et al., Domain-Adversarial Training of Neural Networks, JMLR 2016",
+    cost=0.71,
     min_domains=2,
     linear=True,
     drawn_as={"lr": "lr_g", "weight_decay": "weight_decay_g"},

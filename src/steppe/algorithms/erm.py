@@ -9,6 +9,7 @@ from .registry import register_algorithm
 @register_algorithm(
     "ERM",
     citation="Vapnik, Statistical Learning Theory, Wiley 1998",
+    cost=1.00,
     linear=True,
 )
 class ERM(Algorithm):

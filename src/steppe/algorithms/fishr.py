@@ -20,6 +20,7 @@ from .registry import register_algorithm
     "Fishr",
     citation="Rame et al., Fishr: Invariant Gradient Variances for Out-of-Distribution "
     "Generalization, ICML 2022",
+    cost=1.06,
     min_domains=2,
     min_batch=2,
 )

@@ -16,6 +16,7 @@ from .registry import register_algorithm
 @register_algorithm(
     "GroupDRO",
     citation="Sagawa et al., Distributionally Robust Neural Networks for Group Shifts, ICLR 2020",
+    cost=1.02,
     min_domains=2,
 )
 class GroupDRO(Algorithm):

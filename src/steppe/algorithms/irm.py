@@ -17,6 +17,7 @@ from .registry import register_algorithm
 @register_algorithm(
     "IRM",
     citation="Arjovsky et al., Invariant Risk Minimization, arXiv 1907.02893",
+    cost=0.98,
     min_domains=2,
     min_batch=2,
 )

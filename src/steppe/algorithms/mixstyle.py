@@ -30,6 +30,7 @@ class Mix(NamedTuple):
 @register_algorithm(
     "MixStyle",
     citation="Zhou et al., Domain Generalization with MixStyle, ICLR 2021",
+    cost=1.09,
 )
 class MixStyle(Algorithm):
     r"""MixStyle (Zhou et al., ICLR 2021), mixing regardless of domains.

@@ -21,6 +21,7 @@ from .registry import register_algorithm
     "Mixup",
     citation="Wang et al., Heterogeneous Domain Generalization via Domain Mixup, ICASSP 2020; "
     "Zhang et al., mixup, ICLR 2018",
+    cost=1.08,
     min_domains=2,
     linear=True,
 )

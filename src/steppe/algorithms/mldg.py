@@ -25,6 +25,7 @@ _SCALE = 1024.0
     "MLDG",
     citation="Li et al., Learning to Generalize: Meta-Learning for Domain Generalization, "
     "AAAI 2018",
+    cost=1.59,
     min_domains=2,
 )
 class MLDG(Algorithm):

@@ -15,6 +15,7 @@ GAMMAS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)  # one Gaussian kernel eac
 @register_algorithm(
     "MMD",
     citation="Li et al., Domain Generalization with Adversarial Feature Learning, CVPR 2018",
+    cost=1.00,
     min_domains=2,
 )
 class MMD(FeatureMatching):

@@ -17,6 +17,7 @@ from .registry import register_algorithm
 @register_algorithm(
     "MTL",
     citation="Blanchard et al., Domain Generalization by Marginal Transfer Learning, JMLR 2021",
+    cost=1.03,
 )
 class MTL(Algorithm):
     r"""Marginal transfer learning (Blanchard et al., JMLR 2021).

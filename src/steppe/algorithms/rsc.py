@@ -17,6 +17,7 @@ from .registry import register_algorithm
 @register_algorithm(
     "RSC",
     citation="Huang et al., Self-Challenging Improves Cross-Domain Generalization, ECCV 2020",
+    cost=1.05,
 )
 class RSC(Algorithm):
     r"""Representation self-challenging (Huang et al., ECCV 2020).

@@ -23,6 +23,7 @@ _EPS = 1e-5
 @register_algorithm(
     "SagNet",
     citation="Nam et al., Reducing Domain Gap by Reducing Style Bias, CVPR 2021",
+    cost=2.20,
 )
 class SagNet(Algorithm):
     r"""Style-agnostic networks (Nam et al., CVPR 2021).

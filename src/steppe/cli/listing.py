@@ -109,7 +109,8 @@ def _optimizer(spec: OptimizerSpec) -> Facts:
 
 
 def _algorithm(spec: Any) -> Facts:
-    return {**_axis(spec), "min_domains": spec.min_domains, "options": _options(spec)}
+    own = {"cost": spec.cost, "min_domains": spec.min_domains}
+    return {**_axis(spec), **own, "options": _options(spec)}
 
 
 def _averaging(spec: AxisSpec) -> Facts:
@@ -168,9 +169,9 @@ KINDS = Registry(
             "algorithm",
             algorithms,
             _algorithm,
-            {**_NAMED, "min_domains": "source domains needed"},
+            {**_NAMED, "cost": "step time relative to ERM", "min_domains": "source domains needed"},
             "steppe train --algorithm NAME",
-            numbers=1,
+            numbers=2,
         ),
         Kind(
             "averaging",
