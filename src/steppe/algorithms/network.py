@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .folding import backend
+
 Featurizer = Callable[[Tensor], Tensor]
 Tap = Callable[[int, Tensor], Tensor | None]
 """Called with a stage's index and output; a returned tensor replaces the output."""
@@ -32,7 +34,7 @@ class Stage:
 
 
 class Compiled:
-    """A featurizer call compiled by inductor on first use.
+    """A featurizer call compiled on first use, with frozen batch norm folded into convolutions.
 
     Training and evaluation use separate functions because dynamo caches code per function: an
     evaluation that runs first must not change the code used for training.
@@ -44,8 +46,8 @@ class Compiled:
 
     def __init__(self, batch: int | None, **options: Any) -> None:
         self.batch = batch
-        self._fixed = torch.compile(_call, dynamic=False, options=options)
-        self._open = torch.compile(_call_open, options=options)
+        self._fixed = torch.compile(_call, dynamic=False, backend=backend(**options))
+        self._open = torch.compile(_call_open, backend=backend(**options))
 
     def __call__(self, featurizer: Featurizer, images: Tensor) -> Tensor:
         if len(images) == self.batch and torch.is_grad_enabled():
