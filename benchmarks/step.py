@@ -1,14 +1,18 @@
 """Time of a training step, in total and in parts, compared with Adam and with plain training.
 
 Steps and batches are those of `steppe train`, with the full data path from packed images. Plain
-training is eager, in fp32, with images transformed by Pillow. --algorithm compares with ERM.
+training is eager, with torch's defaults (TF32 in convolutions only) and images transformed by
+Pillow; "strict" is the same in fp32. DomainBed's step has its batch in memory. --algorithm compares
+with ERM.
 """
 
+import copy
 import gc
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +22,7 @@ import harness
 import torch
 from harness import Result, RunOptions, Still, command, option, ratio, seconds, spread
 from images import name_of, packed_images
+from torch import nn
 
 from steppe.algorithms import algorithm_names, algorithm_spec
 from steppe.domains import load
@@ -32,6 +37,7 @@ from steppe.training.update import Passes
 
 BASELINE = "ERM"  # of algorithms
 PLAIN = {"precision": "fp32", "engine": "off", "data": "host"}
+DOMAINBED = "DomainBed, ERM with Adam"
 AT_HAND = "ms per step, batch at hand"
 
 
@@ -58,12 +64,18 @@ class Options(RunOptions):
 
 
 class Runner:
-    """A warmed-up training run; without `parts`, only `alone` works and no worker reads ahead."""
+    """A warmed-up training run; without `parts`, only `alone` works and no worker reads ahead.
 
-    def __init__(self, config: RunConfig, out: Path, parts: bool = True) -> None:
+    `defaults` leaves torch's switches as they are when it is imported.
+    """
+
+    def __init__(
+        self, config: RunConfig, out: Path, parts: bool = True, defaults: bool = False
+    ) -> None:
         self.device = torch.device(config.device)
         self._precision = resolve(config.precision, self.device, config.optimizer)
-        self._settings = partial(settings, self._precision, config.deterministic)
+        fixed = partial(settings, self._precision, config.deterministic)
+        self._settings = torch_defaults if defaults else fixed
         with self._settings():
             processes = Processes(self.device)
             self.trainer = trainer = Trainer(config, RunDirectory(out), processes, self._precision)
@@ -71,7 +83,7 @@ class Runner:
             # Each objective of an adversarial algorithm needs its own warm-up before capture.
             for _ in range((WARM_UP + 2) * (1 if len(trainer.objectives) == 1 else 4)):
                 trainer.step(next(self._batches))
-            self._ready = next(self._batches)
+            self.ready = next(self._batches)
         if not parts:
             self._batches = iter(())
         # Skip batches that workers read ahead; workers also finish at about the same time.
@@ -93,7 +105,7 @@ class Runner:
     def alone(self, steps: int) -> dict[str, float]:
         """Return seconds per step with the batch in memory, over all objectives' turns."""
         with self._settings():
-            return {"ready": seconds(self.device, lambda: self.trainer.step(self._ready), steps)}
+            return {"ready": seconds(self.device, lambda: self.trainer.step(self.ready), steps)}
 
     def measure(self, steps: int) -> dict[str, float]:
         timed = partial(seconds, self.device)
@@ -122,7 +134,7 @@ class Runner:
         network = trainer.algorithm.network
         cast = partial(autocast, self._precision, self.device)
         with cast():
-            prepared = [trainer.algorithm.prepare([trainer.laid_out(b) for b in self._ready])]
+            prepared = [trainer.algorithm.prepare([trainer.laid_out(b) for b in self.ready])]
         engine = Engine(
             Gears(trainer.engine.compiled, trainer.engine.captured),
             Passes(trainer.parallel, cast),
@@ -150,7 +162,47 @@ def contenders(options: Options, images: Path) -> dict[str, RunConfig]:
     if options.where.type != "cpu" or precision != "fp32":  # that is already plain
         for name in optimizers:
             configs[f"{name}, plain"] = options.config(images, name, **PLAIN)
+    if options.where.type == "cuda":  # where the two differ
+        for name in optimizers:
+            configs[f"{name}, strict"] = options.config(images, name, **PLAIN)
     return configs
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    with settings("fp32", deterministic=False):
+        torch.backends.cudnn.allow_tf32 = True
+        yield
+
+
+class DomainBed:
+    """`ERM` and `ResNet` of DomainBed (b93c22a), transcribed, on the batch that a run trains on."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.device = runner.device
+        ours = runner.trainer.algorithm.network
+        self.featurizer = copy.deepcopy(ours.featurizer).to(memory_format=torch.contiguous_format)
+        classifier = nn.Linear(ours.n_features, ours.n_classes, device=self.device)
+        self.network = nn.Sequential(self.featurizer, classifier)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=5e-5, weight_decay=0.0)
+        self.minibatches = [
+            (ours.normalize(batch.images).contiguous(), batch.labels) for batch in runner.ready
+        ]
+        for _ in range(WARM_UP):
+            self.alone(1)
+
+    def alone(self, steps: int) -> dict[str, float]:
+        with torch_defaults():
+            return {"ready": seconds(self.device, self.update, steps)}
+
+    def update(self) -> float:
+        all_x = torch.cat([x for x, y in self.minibatches])
+        all_y = torch.cat([y for x, y in self.minibatches])
+        loss = nn.functional.cross_entropy(self.network(all_x), all_y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
 
 
 def measure(options: Options) -> Result:
@@ -161,12 +213,18 @@ def measure(options: Options) -> Result:
     ):
         configs = contenders(options, images)
         ready = harness.track(configs.items(), f"{options.backbone}: getting ready")
-        runners = {name: Runner(config, Path(out), not options.algorithm) for name, config in ready}
+        runners = {
+            name: Runner(config, Path(out), not options.algorithm, name.endswith(", plain"))
+            for name, config in ready
+        }
         turns = {
             name: partial(runner.alone if options.algorithm else runner.measure, options.steps)
             for name, runner in runners.items()
         }
+        if not options.algorithm:
+            turns[DOMAINBED] = partial(DomainBed(next(iter(runners.values()))).alone, options.steps)
         found = harness.take_turns(turns, options.rounds, options.backbone)
+        theirs = [row["ready"] for row in found.pop(DOMAINBED, ())]
         runs = {name: runner.about() for name, runner in runners.items()}
         network = next(iter(runners.values())).trainer.algorithm
         parameters = sum(p.nbytes for p in network.parameters())
@@ -191,6 +249,10 @@ def measure(options: Options) -> Result:
         "runs": runs,
         "ratios": {f"{a} over {b}": ratio(times[a], times[b]) for a, b in pairs},
     }
+    if theirs:
+        ours = [row["ready"] for row in found[first]]
+        result[f"{DOMAINBED}, {AT_HAND}"] = spread([1e3 * t for t in theirs])
+        result["ratios"][f"{first} over {DOMAINBED}, batch at hand"] = ratio(ours, theirs)
     if device.type == "cpu":
         unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
