@@ -124,6 +124,7 @@ class Walk:
         seed: what `normal` draws from: the optimizer's seed and its step; None if it never draws.
         spare: memory for the backup, or None to allocate it.
         adopt: whether to hold a gradient without copying it, if nothing else refers to it.
+        numbers: what a method keeps from one visit to the next besides vectors.
         groups: process groups over which squared norms add up (sharded parameters).
         backup: the weights at the start of the step, where they have moved.
         staged: what `remember` will keep if the base steps, by name and parameter.
@@ -139,6 +140,7 @@ class Walk:
     seed: tuple[int, int] | None
     spare: Vector | None
     adopt: bool
+    numbers: list[Tensor | float] = field(init=False, default_factory=list)
     groups: Sequence[dist.ProcessGroup]
     backup: list[Any] | None = field(init=False, default=None)
     staged: dict[str, dict[Tensor, Tensor]] = field(init=False, default_factory=dict)
