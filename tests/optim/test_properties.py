@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from steppe.optim import FAD, GAM, SAM, InverseSqrt, vectors, walk
+from steppe.optim import FAD, GAM, SAM, InverseSqrt, vectors
 from tests.optim.problems import DIRECTED, METHODS, PROBLEMS, Problem, sgd, train
 
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -612,7 +612,7 @@ def test_an_exception_leaves_the_weights(name, fail_at):
 @pytest.mark.parametrize("fail_at", range(1, 12))
 def test_an_interrupt_between_two_blocks_of_a_move_leaves_the_weights(fail_at, monkeypatch):
     """Ctrl-C can come while the backup is half written; the rest of it is not to be restored."""
-    monkeypatch.setattr(walk, "CPU_BLOCK", 1)  # every tensor a block of its own
+    monkeypatch.setattr(vectors, "CPU_BLOCK", 1)  # every tensor a block of its own
     problem, opt = setup("fad", "mlp")
     before, calls, add_ = problem.weights(), 0, vectors.add_
 

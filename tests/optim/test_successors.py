@@ -431,6 +431,21 @@ def test_gga_l_adds_noise_by_the_disagreement_of_domains(scale):
         torch.testing.assert_close(w.detach(), theta, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(("domains", "cosine"), [(["x", "0", "xy"], 0.5**0.5), (["x", "0"], 1.0)])
+def test_gga_l_does_not_count_domains_without_a_gradient(domains, cosine):
+    gradients = {"x": [1.0, 0.0], "xy": [3.0, 3.0], "0": [0.0, 0.0]}
+    w = nn.Parameter(torch.zeros(2).double())
+    opt = GGAL(torch.optim.SGD([w], lr=1.0), gamma=0.5, domains=len(domains))
+
+    def closure(name="main"):
+        chosen = "0" if name == "main" else domains[int(name[-1])]
+        w.grad = torch.tensor(gradients[chosen]).double()
+
+    opt.step(closure)
+    noise = torch.empty_like(w.detach()).normal_(generator=generator(w.device, 0, 0))
+    torch.testing.assert_close(w.detach(), -0.5 * (1 - cosine) * noise, rtol=0, atol=1e-11)
+
+
 def test_gga_l_with_gamma_0_is_the_base_and_otherwise_needs_domains():
     ours, other = run("mlp", wrapped(GGAL, gamma=0.0)), run("mlp", base_alone)
     assert torch.equal(ours[0], other[0])

@@ -36,6 +36,20 @@ def test_dot(name):
     assert got == pytest.approx(float(flat(xs) @ flat(ys)), abs=error * size)
 
 
+def test_blocks_are_small_and_cover_everything_once(monkeypatch):
+    monkeypatch.setattr(vectors, "CPU_BLOCK", 64)
+    kernel = torch.zeros(6, 2, 2, 2).to(memory_format=torch.channels_last)
+    xs = [torch.zeros(()), torch.zeros(70), kernel]
+    ys = vectors.like(xs)
+    torch._foreach_zero_(ys)
+    for some, others in vectors.blocks(xs, ys):
+        assert sum(x.nbytes for x in some) <= 64
+        torch._foreach_add_(some, 1.0)
+        torch._foreach_add_(others, some)
+    for x, y in zip(xs, ys, strict=True):
+        assert bool((x == 1.0).all() and (y == 1.0).all())
+
+
 @pytest.mark.parametrize("spend", [True, False])
 @pytest.mark.parametrize("scale", [0.25, torch.tensor(0.25)])
 def test_add(scale, spend):

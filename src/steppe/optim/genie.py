@@ -17,8 +17,7 @@ from steppe.search import Hyperparameter, LogUniform, Uniform
 from . import noise
 from .distributed import is_sharded, local, shard_groups
 from .registry import register_optimizer
-from .vectors import Vector
-from .walk import CPU_BLOCK
+from .vectors import CPU_BLOCK, Vector
 
 SMALL = 1e-8
 """Stands in for a variance that is not positive, and is added to squared means."""

@@ -31,8 +31,9 @@ class GGAL(FlatnessOptimizer):
     r"""Adds noise that grows as the gradients of the source domains disagree.
 
     The direction is $g_0 + \gamma\,(1 - \bar c)\,\nu$ with Gaussian noise $\nu$, where $\bar c$ is
-    the mean cosine between the gradients of two domains. The authors' code draws Gaussian noise;
-    the paper says uniform. ``gamma = 0`` is the base.
+    the mean cosine between the gradients of two domains. A domain whose gradient is zero has no
+    direction and does not count. The authors' code draws Gaussian noise; the paper says uniform.
+    ``gamma = 0`` is the base.
 
     One pass over the batch, and one over each domain's part of it: the closure is called with
     ``"domain:0"``, ``"domain:1"``, ... and differentiates the loss of that domain alone. About two
@@ -94,7 +95,9 @@ def _after_g0(w: Walk, g0: Vector) -> Held:
 
 
 def _after_domain(w: Walk, g: Vector, A: Vector, units: Vector) -> Held:
-    vectors.add_(units, g, 1.0 / (w.norm(g) + w.xi), spend=True)
+    length = w.norm(g)
+    w.numbers.append(length)
+    vectors.add_(units, g, 1.0 / (length + w.xi), spend=True)
     return (A, units)
 
 
@@ -102,9 +105,9 @@ def _after_domain(w: Walk, g: Vector, A: Vector, units: Vector) -> Held:
 def _compared(domains: int) -> tuple[Visit, ...]:
     def after_last(w: Walk, g: Vector, A: Vector, units: Vector) -> Held:
         _after_domain(w, g, A, units)
-        # |sum of unit vectors|^2 = domains + the sum of all cosines of two.
-        pairs = domains * (domains - 1)
-        disagreement = 1.0 - (w.norm(units) ** 2 - domains) / pairs
+        # |sum of unit vectors|^2 = n + the sum of the cosines of all n (n - 1) ordered pairs.
+        n: Any = sum(length > 0 for length in w.numbers)
+        disagreement = (n**2 - w.norm(units) ** 2) / (n * (n - 1) + (n < 2))  # 0 without a pair
         noise = w.normal()
         for span in w.spans:
             size = span.coefficients["gamma"] * disagreement * w.scale

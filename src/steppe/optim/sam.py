@@ -19,7 +19,7 @@ from .registry import register_optimizer
 from .schedules import Hyper
 from .still import Models
 from .vectors import Vector
-from .walk import PLAIN, Held, Span, Visit, Walk
+from .walk import PLAIN, Held, Visit, Walk
 
 NAMES = re.compile(r"Norm(Act|Fp32|Gated|Tlu)?(\dd\w*)?$")
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -158,27 +158,21 @@ def _after_g0(w: Walk, g0: Vector) -> Held:
 
 
 def _after_g0_adaptive(w: Walk, g0: Vector) -> Held:
-    # Part by part, with T computed twice: that costs less than writing and reading it.
-    spans = [span for span in w.spans if span.coefficients["rho"] != 0]
-    if not spans:  # nothing that moves got a gradient
-        return ()
-
-    def scale(span: Span) -> Vector:
-        g = g0[span.tensors]
-        torch._foreach_mul_(g, _sizes(w, span))
-        return g
-
-    lengths = [vectors.norm(scale(span)) for span in spans]
-    length = w.length(torch.linalg.vector_norm(torch.stack(lengths)))  # |T g0|
-    w.climb(g0, "rho", norm=length, before=scale)  # along T^2 g0
+    lengths = []
+    for span in w.spans:
+        rho, eta = span.coefficients["rho"], span.coefficients["eta"]
+        if rho == 0:
+            continue
+        for theta, g in vectors.blocks(w.theta[span.tensors], g0[span.tensors]):
+            T = list(torch._foreach_abs(theta))
+            torch._foreach_add_(T, eta)
+            torch._foreach_mul_(g, T)
+            lengths.append(vectors.norm(g))
+            torch._foreach_mul_(g, T)
+    if lengths:  # otherwise nothing that moves got a gradient
+        length = w.length(torch.linalg.vector_norm(torch.stack(lengths)))  # |T g0|
+        w.climb(g0, "rho", norm=length)  # along T^2 g0
     return ()
-
-
-def _sizes(w: Walk, span: Span) -> Vector:
-    """T, the size of each weight plus eta."""
-    T = list(torch._foreach_abs(w.theta[span.tensors]))
-    torch._foreach_add_(T, span.coefficients["eta"])
-    return T
 
 
 VISITS = (Visit(_after_g0), *PLAIN)  # the gradient at the second point is the direction

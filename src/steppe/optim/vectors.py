@@ -8,15 +8,23 @@ memory and whether its contents changed.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 Vector = list[Tensor]
+
+CPU_BLOCK = 2**20
+"""Bytes that a CPU processes at once. An accelerator is faster with few large launches."""
+
+SMALL = 2**12
+"""Entries of a tensor that are copied faster than PyTorch is called."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,7 +35,7 @@ def norm(xs: Vector) -> Tensor:
     Accumulates half precision in float32: the norm of a scaled fp16 gradient overflows fp16.
     """
     if _dotted(xs):
-        return torch.stack([torch.dot(f, f) for f in [x.view(-1) for x in xs]]).sum().sqrt()
+        return torch.stack([torch.dot(f, f) for f in _flat(xs)]).sum().sqrt()
     lengths = torch.stack(torch._foreach_norm(xs, 2, dtype=_wide(xs)))
     return cast(Tensor, torch.linalg.vector_norm(lengths))
 
@@ -38,8 +46,8 @@ def dot(xs: Vector, ys: Vector, *, scratch: Vector | None = None) -> Tensor:
     Launches one kernel per tensor, because foreach has no sum.
     """
     if _dotted(xs) and _dotted(ys):
-        pairs = zip(xs, ys, strict=True)
-        return torch.stack([torch.dot(x.view(-1), y.view(-1)) for x, y in pairs]).sum()
+        pairs = zip(_flat(xs), _flat(ys), strict=True)
+        return torch.stack([torch.dot(x, y) for x, y in pairs]).sum()
     products = list(torch._foreach_mul(xs, ys)) if scratch is None else scratch
     if scratch is not None:
         torch._foreach_copy_(scratch, xs)
@@ -50,6 +58,24 @@ def dot(xs: Vector, ys: Vector, *, scratch: Vector | None = None) -> Tensor:
 def like(xs: Vector) -> Vector:
     """Uninitialized memory for a vector of the same shape, strides and type."""
     return [torch.empty_like(x) for x in xs]
+
+
+def blocks(*vectors: Vector) -> Iterator[tuple[Vector, ...]]:
+    """Parts of vectors of the same shape for several operations in a row; writes go through.
+
+    On a CPU, large tensors are split along their first dimension, so that the parts stay in the
+    cache from one operation to the next.
+    """
+    if vectors[0][0].device.type != "cpu" or torch.compiler.is_compiling():
+        yield vectors
+        return
+    small = [x.nbytes <= CPU_BLOCK for x in vectors[0]]
+    if any(small):
+        yield tuple(list(itertools.compress(xs, small)) for xs in vectors)
+    for large in itertools.compress(zip(*vectors, strict=True), map(operator.not_, small)):
+        rows = max(1, CPU_BLOCK * len(large[0]) // large[0].nbytes)
+        for parts in zip(*(x.split(rows) for x in large), strict=True):
+            yield tuple([part] for part in parts)
 
 
 def differ(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -116,6 +142,13 @@ def _dotted(xs: Vector) -> bool:
         and all(x.dtype == xs[0].dtype and x.is_contiguous() for x in xs)
         and not torch.compiler.is_compiling()
     )
+
+
+def _flat(xs: Vector) -> Vector:
+    """The same entries in one-dimensional tensors; small ones joined, which saves calls."""
+    flat = [x.view(-1) for x in xs if x.numel() > SMALL]
+    small = [x for x in xs if x.numel() <= SMALL]
+    return [*flat, _flatten_dense_tensors(small)] if small else flat
 
 
 def are_ours(grads: list[Tensor], params: list[Tensor]) -> bool:

@@ -21,9 +21,6 @@ from . import noise, vectors
 from .distributed import local
 from .vectors import Vector, are_ours
 
-CPU_BLOCK = 2**20
-"""Bytes after which a span ends on a CPU. An accelerator is faster with few large launches."""
-
 Coefficients = Mapping[str, float]
 """One group's numbers for the stages, by name."""
 
@@ -83,7 +80,7 @@ class Layout:
         params: Any,
     ) -> list[Span]:
         """The spans of `params`; those outside `only` have a radius of zero."""
-        limit = CPU_BLOCK if params[0].device.type == "cpu" else math.inf
+        limit = vectors.CPU_BLOCK if params[0].device.type == "cpu" else math.inf
         key = (limit, coefficients, only)
         if self._key != key or vectors.differ(self._params, params):
             owner = {
@@ -127,6 +124,7 @@ class Walk:
         groups: process groups over which squared norms add up (sharded parameters).
         backup: the weights at the start of the step, where they have moved.
         staged: what `remember` will keep if the base steps, by name and parameter.
+        numbers: what a method keeps from one visit to the next besides vectors.
     """
 
     params: list[Any]
@@ -142,6 +140,7 @@ class Walk:
     groups: Sequence[dist.ProcessGroup]
     backup: list[Any] | None = field(init=False, default=None)
     staged: dict[str, dict[Tensor, Tensor]] = field(init=False, default_factory=dict)
+    numbers: list[Tensor | float] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         half = any(t.dtype == torch.float16 for t in self.theta)
@@ -268,7 +267,6 @@ class Walk:
         spend: bool = True,
         less: str | None = None,
         scaled: bool = True,
-        before: Callable[[Span], object] | None = None,
     ) -> None:
         """Move from the current point: ``theta += (rho / (|d| + xi) - less) * d``.
 
@@ -281,7 +279,6 @@ class Walk:
             spend: whether `d` may be overwritten.
             less: the name of a coefficient to subtract from the factor.
             scaled: whether `d` has the loss scale, as gradients do.
-            before: called with each span that moves, to change `d` there while it is in the cache.
         """
         scale = self.scale if scaled else 1.0
         xi = self.xi if scaled else self.xi / self.scale
@@ -292,7 +289,7 @@ class Walk:
             return found if less is None else found - c[less] / scale
 
         needs = (rho,) if less is None else (rho, less)
-        self._move(d, factor, needs, spend=spend, before=before)
+        self._move(d, factor, needs, spend=spend)
 
     def jump(self, d: Vector, rho: str) -> None:
         """Move relative to the start, ``theta = start + rho * d / (|d| + xi)``; overwrites `d`."""
@@ -310,7 +307,6 @@ class Walk:
         needs: Sequence[str],
         spend: bool = True,
         home: bool = False,
-        before: Callable[[Span], object] | None = None,
     ) -> None:
         """Move where any of the coefficients in `needs` is not zero."""
         if self.backup is None:
@@ -329,8 +325,6 @@ class Walk:
                     self.backup[part] = vectors.like(theta)
                 torch._foreach_copy_(self.backup[part], theta)
                 self._saved[part.start] = part
-            if before is not None:
-                before(span)
             vectors.add_(theta, d[part], factor(span.coefficients), spend=spend)
 
     def restore(self) -> None:
