@@ -169,6 +169,9 @@ def _split_name(value: Any, kind: str) -> tuple[str, dict[str, Any]]:
 
 def _plain(where: str, value: Any) -> Any:
     """The option after a round trip through JSON, so that storing a config never changes it."""
+    kind = type(value)
+    if kind in (str, bool) or (kind in (int, float) and abs(value) < 1e15):
+        return value  # JSON would change nothing; a plan has a hundred thousand of these
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError):
