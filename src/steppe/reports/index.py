@@ -7,7 +7,9 @@ times or the inode of one of those files have changed, as after any edit, copy o
 
 from __future__ import annotations
 
+import base64
 import os
+import struct
 import tempfile
 import time
 import zlib
@@ -77,12 +79,15 @@ class Index:
             if found["files"] != sign or KEY not in found:
                 return None
             keys = [[(domain, part) for domain, part in names] for names in found["keys"]]
+            packed = base64.b64decode(found["accuracy"])
+            values = iter(struct.unpack(f"<{len(packed) // 8}d", packed))
+            # Each record takes as many values as it has keys.
             records = [
-                (step, dict(zip(keys[which], values, strict=True)), *others)
-                for step, which, values, *others in found["records"]
+                (step, dict(zip(keys[which], values, strict=False)), *others)
+                for step, which, *others in found["records"]
             ]
             contents = Contents(found["config"].encode(), found["state"], records)
-        except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error):
             return None
         self._kept.append(line)
         return contents
@@ -92,17 +97,21 @@ class Index:
         if (sign := self._signs.get(folder)) is None:
             return
         keys: list[list[Any]] = []
+        values: list[float] = []
         records = []
         for step, accuracy, *others in contents.records:
             names = list(accuracy)
             if not keys or keys[-1] != names:  # most records of a run have the same
                 keys.append(names)
-            records.append((step, len(keys) - 1, list(accuracy.values()), *others))
+            values += accuracy.values()
+            records.append((step, len(keys) - 1, *others))
         facts = {
             "files": sign,
             "config": contents.config,
             "state": contents.state,
             "keys": keys,
+            # Read three times as fast as numbers in JSON, and most of what there is to read.
+            "accuracy": base64.b64encode(struct.pack(f"<{len(values)}d", *values)).decode(),
             "records": records,
         }
         with suppress(TypeError, ValueError):  # not JSON: numbers above 64 bits, other encodings

@@ -195,8 +195,8 @@ def _run_folders(root: Path) -> Iterator[tuple[Path, Index | None]]:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     names.append(entry.name)
-                elif not os.path.isdir(entry.path):  # links to folders are neither
-                    files.add(entry.name)
+                elif not (entry.is_symlink() and os.path.isdir(entry.path)):
+                    files.add(entry.name)  # and nothing is below a link to a folder
         if PLAN in files:
             index = Index(Path(folder), __file__)
         # A measurement may be named config.json, after a domain called "config".

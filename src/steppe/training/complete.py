@@ -56,7 +56,8 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
 def _complete(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> RunConfig:
     """`make_config`, for values of which some options of the optimizer were drawn."""
     given = dict(values)
-    refuse_foreign(given)
+    if not drawn:  # others were checked when the config without a draw was made
+        refuse_foreign(given)
     for key in given:
         if key not in RunConfig.model_fields:
             raise UserError(_unknown_key(key, given))
