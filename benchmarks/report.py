@@ -1,4 +1,7 @@
-"""CPU time and memory of `sweep plan`, `sweep status` and `report` over many runs."""
+"""CPU time and memory of `sweep plan`, `sweep status` and `report` over many runs.
+
+A sweep's first report reads every run; later ones read those that have changed.
+"""
 
 import math
 import resource
@@ -37,19 +40,27 @@ main()
 class Options(harness.Options):
     runs: int = option(10_000, "Runs of the sweep, rounded up to fill a grid.", min=1)
     records: int = option(17, "Records per run.", min=1)
+    changed: int = option(12, "Runs that change before the second report.", min=0)
 
 
 def measure(options: Options) -> Result:
     with tempfile.TemporaryDirectory(prefix="steppe-bench-") as home:
         path, page, tables = (Path(home) / name for name in ("sweep", "page.html", "tables.json"))
-        found = {"sweep plan": _carry_out(*_plan(path, options))}
+        found = {"sweep plan, with the estimate": _carry_out(*_plan(path, options))}
+        shutil.rmtree(path)
+        found["sweep plan"] = _carry_out(*_plan(path, options), "--no-estimate")
         runs = _finish(path, Path(home) / "run")
         found["sweep status"] = _carry_out("sweep", "status", path)
-        found["report, JSON"] = _carry_out("report", path, "--format=json", "--out", tables)
+        report = ("report", path, "--format=json", "--out", tables)
+        found["first report, JSON"] = _carry_out(*report)
+        for config in sorted(path.glob("runs/*/result/config.json"))[: options.changed]:
+            config.with_name("records.jsonl").touch()
+        found["report, JSON"] = _carry_out(*report)
         found["report, HTML"] = _carry_out("report", path, "--format=html", "--out", page)
     return {
         "runs": runs,
         "records of each": options.records,
+        "changed before the second report": options.changed,
         "CPU seconds": {name: seconds for name, (seconds, _) in found.items()},
         "peak memory in GiB": {name: peak for name, (_, peak) in found.items()},
     }
@@ -64,7 +75,7 @@ def _plan(path: Path, options: Options) -> list[str]:
         "checkpoint-every": "1",
     }
     words = [f"--{name}={value}" for name, value in axes.items()]
-    return ["sweep", "plan", str(path), "--no-estimate", *words]
+    return ["sweep", "plan", str(path), *words]
 
 
 def _carry_out(*words: object) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import data
 import defaults
 import fidelity
+import growth
 import harness
 import job
 import learning
@@ -89,6 +90,14 @@ def test_report(carry_out):
     result = carry_out(report, "--runs", 5, "--records", 2)
     assert result["runs"] == 144
     assert all(seconds > 0 for seconds in result["CPU seconds"].values())
+
+
+@pytest.mark.slow
+def test_growth(carry_out, monkeypatch):
+    small = {name: ((20, 40), work) for name, (_, work) in growth.KINDS.items()}
+    monkeypatch.setattr(growth, "KINDS", small)
+    result = carry_out(growth, "--rounds", 1)
+    assert all(found["40"]["CPU seconds"] > 0 for found in result["growth"].values())
 
 
 @pytest.mark.slow

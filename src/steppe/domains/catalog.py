@@ -137,7 +137,7 @@ def register_dataset(
 
 def import_plugins(modules: Iterable[str]) -> None:
     """Import modules that register datasets, also from the working directory."""
-    if (here := str(Path.cwd())) not in sys.path:
+    if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # last, so that no local file shadows an installed module
     for module in modules:
         if not all(part.isidentifier() for part in str(module).split(".")):

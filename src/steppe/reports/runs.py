@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from steppe.errors import UserError, reason
 from steppe.sealed import broken
 from steppe.strangers import LIMIT, read
 
+from .index import Contents, Index
 from .values import finite, finite_or_none, parse
 
 T = TypeVar("T")
@@ -30,6 +32,8 @@ Key = tuple[str, str]
 _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
 _Axis = tuple[str, dict[str, Any]]
 """A name and its options."""
+PLAN = "sweep.json"
+"""The file that makes a folder a sweep."""
 MEASUREMENTS = "curvature"
 """The subfolder of a run where `steppe curvature` stores its results."""
 _LINES_NAMED = 5
@@ -110,6 +114,16 @@ class Run:
         fullest = max(self.records, key=lambda record: len(record.accuracy))
         return tuple({domain: None for domain, _ in fullest.accuracy})
 
+    @cached_property
+    def seconds(self) -> float:
+        """Wall-clock seconds of the updates and evaluations that the run has recorded."""
+        total, before = 0.0, -1
+        for record in self.records:
+            total += (record.seconds_per_step or 0.0) * (record.step - before)
+            total += record.evaluation_seconds or 0.0
+            before = record.step
+        return total
+
     @property
     def order(self) -> tuple[object, ...]:
         """Sort key independent of the file system: draw, then choice, then path."""
@@ -138,12 +152,15 @@ def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
     """
     roots = [Path(root)] if isinstance(root, str | Path) else [Path(item) for item in root]
     folders: dict[Path, Path] = {}
+    indexes: dict[Path, Index] = {}
     for path in roots:
         if not path.exists():
             raise UserError(f"{path} does not exist: expected a folder that contains runs")
-        for folder in [path.parent] if path.is_file() else _run_folders(path):
+        for folder, index in [(path.parent, None)] if path.is_file() else _run_folders(path):
             # Several paths may lead to one run; below one path, a walk meets it once.
             folders.setdefault(folder.resolve() if len(roots) > 1 else folder, folder)
+            if index is not None:
+                indexes[folder] = index
     if not any((folder / "config.json").exists() for folder in folders):
         where = ", ".join(map(str, roots))
         raise UserError(f"no run (config.json) found at or below {where}")
@@ -156,48 +173,74 @@ def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
     try:
         for folder in sorted(folders.values(), key=str):
             before = len(problems)
-            if (run := _read_run(folder, problems)) is not None:
+            if (run := _read_run(folder, indexes.get(folder), problems)) is not None:
                 runs.append(run)
             elif len(problems) == before and not (folder / "result" / "config.json").exists():
                 pending.append(folder)
+        for index in set(indexes.values()):
+            index.save()
     finally:
         if collecting:
             gc.enable()
     return Loaded(tuple(runs), tuple(problems), tuple(pending))
 
 
-def _run_folders(root: Path) -> Iterator[Path]:
-    for folder, names, files in os.walk(root):
+def _run_folders(root: Path) -> Iterator[tuple[Path, Index | None]]:
+    """The folders of runs, each with the index of the sweep that it belongs to."""
+    left: list[tuple[str, Index | None]] = [(str(root), None)]
+    while left:  # twice as fast as `os.walk`
+        folder, index = left.pop()
+        names, files = [], set()
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    names.append(entry.name)
+                elif not (entry.is_symlink() and os.path.isdir(entry.path)):
+                    files.add(entry.name)  # and nothing is below a link to a folder
+        if PLAN in files:
+            index = Index(Path(folder), __file__)
         # A measurement may be named config.json, after a domain called "config".
         left_out = ("checkpoint", *(("events", MEASUREMENTS) if "config.json" in files else ()))
-        names[:] = [n for n in names if n not in left_out and not n.startswith("attempt-")]
+        left += (
+            (os.path.join(folder, name), index)
+            for name in names
+            if name not in left_out and not name.startswith("attempt-")
+        )
         # A sweep's run that is done has its records in `result`, with a config of their own.
-        done = "result" in names and "records.jsonl" not in files
-        if "config.json" in files and not (
-            done and os.path.exists(os.path.join(folder, "result", "config.json"))
+        if "config.json" in files and (
+            "records.jsonl" in files
+            or not os.path.exists(os.path.join(folder, "result", "config.json"))
         ):
-            yield Path(folder)
+            yield Path(folder), index
 
 
-def _read_run(folder: Path, problems: list[str]) -> Run | None:
+def _read_run(folder: Path, index: Index | None, problems: list[str]) -> Run | None:
+    known = None if index is None else index.find(str(folder))
     file = folder / "config.json"
     try:
-        config = parse(read(file))
+        text = known.config if known else read(file)
+        config = parse(text)
         facts = _facts(config)
     except (OSError, ValueError) as error:
         problems.append(f"{file}: {reason(error)}")
         return None
-    data = _read_if_there(folder / "records.jsonl", problems)
-    if data is None:
-        return None
-    # Imported or handmade runs may have no state file.
-    word = _read_if_there(folder / "state", problems, _LONGEST_STATE) or b"planned"
-    state = word.decode(errors="replace").strip()
-    found = read_lines(folder / "records.jsonl", data, _record, problems, whole=state == "done")
-    by_step = {record.step: record for record in found}  # the last line of a step wins
-    if not by_step:
-        return None
-    records = tuple(by_step[step] for step in sorted(by_step))
+    if known:
+        state, records = known.state, tuple(map(Record._make, known.records))
+    else:
+        before = len(problems)
+        data = _read_if_there(folder / "records.jsonl", problems)
+        if data is None:
+            return None
+        # Imported or handmade runs may have no state file.
+        word = _read_if_there(folder / "state", problems, _LONGEST_STATE) or b"planned"
+        state = word.decode(errors="replace").strip()
+        found = read_lines(folder / "records.jsonl", data, _record, problems, whole=state == "done")
+        by_step = {record.step: record for record in found}  # the last line of a step wins
+        if not by_step:
+            return None
+        records = tuple(by_step[step] for step in sorted(by_step))
+        if index is not None and len(problems) == before:
+            index.add(str(folder), Contents(text, state, records))
     steps = facts.pop("steps") or records[-1].step + 1
     return Run(path=folder, steps=steps, state=state, config=config, records=records, **facts)
 

@@ -52,19 +52,17 @@ def train_validation(runs: Iterable[Run], targets: frozenset[str]) -> Chosen | N
 def best_step(run: Run) -> Chosen | None:
     """The step that training-domain validation selects, or the last if there is no validation."""
     tests = _tests(run)
-    records = [(r, test) for r in candidates(run) if (test := mean_of(r, tests)) is not None]
+    needed = set(tests)
+    records = [record for record in candidates(run) if record.accuracy.keys() >= needed]
     if not records:
         return None
     keys = validation_keys(run)
-    if not keys:
-        record, test = records[-1]
-        return Chosen(run, record.step, None, test)
-    values = [mean_of(record, keys) for record, _ in records]
-    best = first_best(values)
+    values = [mean_of(record, keys) for record in records]
+    best = first_best(values) if keys else len(records) - 1
     if best is None:
         return None
-    record, test = records[best]
-    return Chosen(run, record.step, values[best], test)
+    test = mean([records[best].accuracy[key] for key in tests])
+    return Chosen(run, records[best].step, values[best], test)
 
 
 def validation_keys(run: Run) -> list[Key]:

@@ -15,16 +15,6 @@ UNKNOWN = "device"
 """Device of runs whose config does not name one, such as imported runs."""
 
 
-def seconds_of(run: Run) -> float:
-    """Wall-clock seconds of the updates and evaluations that a run has recorded."""
-    total, before = 0.0, -1
-    for record in run.records:
-        total += (record.seconds_per_step or 0.0) * (record.step - before)
-        total += record.evaluation_seconds or 0.0
-        before = record.step
-    return total
-
-
 def step_time(runs: Iterable[Run]) -> float | None:
     """Median seconds per step over all evaluations.
 
@@ -47,7 +37,7 @@ def hours(runs: Iterable[Run]) -> dict[str, float]:
     """Hours by device kind; kinds with no time are left out."""
     total: Counter[str] = Counter()
     for run in runs:
-        total[device_of(run)] += seconds_of(run) / 3600  # type: ignore[assignment]
+        total[device_of(run)] += run.seconds / 3600  # type: ignore[assignment]
     return {kind: value for kind, value in sorted(total.items(), reverse=True) if value > 0}
 
 

@@ -56,7 +56,8 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
 def _complete(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> RunConfig:
     """`make_config`, for values of which some options of the optimizer were drawn."""
     given = dict(values)
-    refuse_foreign(given)
+    if not drawn:  # others were checked when the config without a draw was made
+        refuse_foreign(given)
     for key in given:
         if key not in RunConfig.model_fields:
             raise UserError(_unknown_key(key, given))
@@ -169,6 +170,9 @@ def _split_name(value: Any, kind: str) -> tuple[str, dict[str, Any]]:
 
 def _plain(where: str, value: Any) -> Any:
     """The option after a round trip through JSON, so that storing a config never changes it."""
+    kind = type(value)
+    if kind in (str, bool) or (kind in (int, float) and abs(value) < 1e15):
+        return value  # JSON would change nothing; a plan has a hundred thousand of these
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError):

@@ -55,13 +55,14 @@ def draw_hparams(
     own = search_space(optimizer, space, pretrained)
 
     def draw(hypers: Mapping[str, Hyperparameter | Option], names: Mapping[str, str]) -> Any:
+        if hparams_seed == 0:
+            return {name: hyper.default for name, hyper in hypers.items()}
         drawn = {}
         for name, hyper in hypers.items():
             found = hyper.distribution
             if isinstance(found, Like):
                 found = own[found.option].distribution
-            seed = seed_hash(seed_hash(hparams_seed, trial_seed), names.get(name, name))
-            drawn[name] = hyper.default if hparams_seed == 0 else _sample(found, seed)
+            drawn[name] = _sample(found, hparams_seed, trial_seed, names.get(name, name))
         return drawn
 
     seeded_as = {name: option.drawn_as or name for name, option in spec.options.items()}
@@ -73,5 +74,6 @@ def draw_hparams(
 
 
 @lru_cache(maxsize=2**16)  # a sweep repeats its draws for every target
-def _sample(distribution: Distribution, seed: int) -> float | int:
+def _sample(distribution: Distribution, hparams_seed: int, trial_seed: int, name: str) -> Any:
+    seed = seed_hash(seed_hash(hparams_seed, trial_seed), name)
     return distribution.sample(np.random.RandomState(seed))
