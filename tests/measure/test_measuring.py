@@ -317,6 +317,7 @@ def test_the_radius_is_the_optimizers_own(run: Path, optimizer, expected) -> Non
         ({"images": 1}, "images=1 is too few for 2 domains"),
         ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
         ({"precision": "half"}, "unknown precision 'half'"),
+        ({"precision": "tf32"}, "precision=tf32 needs a GPU: on a CPU, use float32"),
         ({"which": "first"}, "which='first'"),
         ({"rho": 0.0}, "rho must be positive and finite, got 0.0"),
         ({"alpha": 1.5}, "alpha must be from 0 to 1, got 1.5"),
