@@ -333,6 +333,17 @@ def test_bad_input(run: Path, monkeypatch, options: dict[str, Any], message: str
     assert load_measurements(run) == {}
 
 
+@pytest.mark.gpu
+def test_tf32_finds_what_float32_finds(run: Path) -> None:
+    options = {**QUICK, "top": 5, "tol": 1e-3, "device": "cuda"}
+    exact = measure_run(run, **options)
+    found = measure_run(run, **options, precision="tf32")
+    assert (found.precision, found.eigenvalues.converged) == ("float32", True)
+    allowed = 2e-3 * exact.lambda_max
+    pairs = zip(found.eigenvalues.values, exact.eigenvalues.values, strict=True)
+    assert all(abs(ours - theirs) <= allowed for ours, theirs in pairs)
+
+
 def test_other_images_than_those_trained_on_are_refused(run: Path) -> None:
     facts = json.loads((run / "data.json").read_text())
     (run / "data.json").write_text(json.dumps({**facts, "fingerprint": "another"}))

@@ -66,7 +66,10 @@ class _Convolution(torch.autograd.Function):
 
 def _derivative(kernel: Kernel, by: int, arguments: Sequence[Tensor]) -> Tensor:
     others = [None if i == by else argument for i, argument in enumerate(arguments)]
-    return cast(Tensor, _Convolution.apply(kernel, by, arguments[by].shape, *others))
+    shape = arguments[by].shape
+    if not torch.is_grad_enabled():  # nothing differentiates this, and a graph costs host time
+        return kernel(by, shape, *others)
+    return cast(Tensor, _Convolution.apply(kernel, by, shape, *others))
 
 
 def _general(geometry: Geometry, by: int, shape: Sequence[int], x: Any, w: Any, g: Any) -> Tensor:
@@ -85,7 +88,9 @@ def _pointwise(by: int, shape: Sequence[int], x: Any, w: Any, g: Any) -> Tensor:
         found = (g.flatten(2) @ x.flatten(2).mT).sum(0).view(shape)
     else:
         kernel, images = (w.flatten(1), x) if by == 2 else (w.flatten(1).T, g)
-        found = (kernel @ images.flatten(2)).unflatten(2, images.shape[2:])
+        # Unlike `matmul`, this does not transpose the images first.
+        found = torch.bmm(kernel.expand(len(images), -1, -1), images.flatten(2))
+        found = found.view(*found.shape[:2], *images.shape[2:])
     return cast(Tensor, found)
 
 

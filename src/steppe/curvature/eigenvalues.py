@@ -24,6 +24,8 @@ Precision = Literal["fp32", "tf32"]
 
 _ROUNDING = 64
 """Assumed rounding error of a product, in units in the last place; the largest observed."""
+_AT_ONCE = 10
+"""Vectors to verify in one pass over the data, to limit memory."""
 _AT_LEAST = 1 << 25
 """Entries that the default basis may have even if `k` needs fewer."""
 
@@ -209,6 +211,7 @@ def _search(
             room = max(k, space.rows - (steps + 1) * width)
             number = min(room, k + (space.rows - k) // 2)
             space.restart(ritz, _kept(ritz.values, problem.which, k, number))
+            due = 0
         if look.wants_more:
             look.begin(space)
 
@@ -220,9 +223,9 @@ def _refine(space: Krylov, op: Symmetric, problem: _Problem, progress: Report | 
     """
     k = problem.k
     space.reopen(op)
-    width = space.block
+    while space.size < k:
+        space.step(min(_AT_ONCE, k - space.size))
     while True:
-        space.step(width)
         ritz = space.ritz()
         wanted, allowed = problem.wanted(ritz), problem.allowed(ritz)
         if progress is not None:
@@ -239,6 +242,7 @@ def _refine(space: Krylov, op: Symmetric, problem: _Problem, progress: Report | 
             width = min(width, room - k)
             number = k + (room - width - k) // 2
             space.restart(ritz, _kept(ritz.values, problem.which, k, number))
+        space.step(width)
 
 
 def order(values: Tensor, which: Which) -> Tensor:
