@@ -81,7 +81,9 @@ def top_eigenvalues(
 
     With `precision="tf32"`, the solver searches with TF32 products, which are faster on a GPU. It
     then multiplies the `k` vectors found in full fp32 and continues, still in fp32, until the
-    residuals are small enough. So values and residuals mean the same in both precisions.
+    residuals are small enough. So residuals mean the same in both precisions. Of eigenvalues that
+    differ by less than the error of TF32 products, the search may take the wrong one as the
+    `k`-th.
 
     Eigenvalues below about `tol` times the largest are not resolved: their residuals are as large
     as the values. Check the residuals, and lower `tol` if the tail of the spectrum matters.
@@ -143,12 +145,12 @@ def top_eigenvalues(
     problem = _Problem(k, which, tol, limit)
     if precision == "fp32":
         space = Krylov(op, start, basis, generator)
-        ritz, wanted, missing = _search(space, problem, verify, False, progress)
+        ritz, wanted, missing = _search(space, problem, verify, progress)
     else:
         space = Krylov(in_tf32(op), start, basis, generator)
         first, second = _halves(progress)
         most = replace(problem, limit=limit - k)
-        ritz, wanted, missing = _search(space, most, verify, True, first)
+        ritz, wanted, missing = _search(space, most, verify, first, coarse=True)
         space.restart(ritz, wanted)
         ritz, wanted, unreached = _refine(space, op, problem, second)
         missing = unreached or missing
@@ -176,7 +178,12 @@ _Found = tuple[Ritz, Tensor, str | None]
 
 
 def _search(
-    space: Krylov, problem: _Problem, verify: int, coarse: bool, progress: Report | None
+    space: Krylov,
+    problem: _Problem,
+    verify: int,
+    progress: Report | None,
+    *,
+    coarse: bool = False,
 ) -> _Found:
     """Grow the space until it contains the wanted eigenvectors, and repeated ones as well."""
     k = problem.k
