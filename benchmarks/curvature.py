@@ -22,6 +22,7 @@ from steppe.errors import UserError, unknown
 
 RESIDUAL = 1e-3  # required of every solver, relative to the largest eigenvalue
 RIVALS = {"eigsh": "steppe", "pyhessian": "steppe, by magnitude"}  # and the steppe solver to match
+OURS = {"fp32": "steppe", "tf32": "steppe, tf32"}
 RESIDUALS = "worst residual over lambda_max"
 EXACT = 1_000_000  # check residuals in float64 up to this many parameters
 FEW = 10  # eigenvalues for power iteration, which is too slow for more
@@ -33,6 +34,7 @@ class Options(TaskOptions):
     batches: int = option(1, "Batches to average the loss over.", min=1)
     top: int = option(50, "Number of eigenvalues.", min=1)
     rounds: int = option(3, "Rounds of all solvers.", min=1)
+    precision: list[str] | None = option(None, "fp32 or tf32 (default: fp32; on a GPU, both).")
     rival: list[str] | None = option(None, "eigsh, pyhessian, or none (default: both).")
     limit: float = option(math.inf, "Stop eigsh after this many seconds and report a lower bound.")
 
@@ -56,6 +58,9 @@ def measure(options: Options) -> Result:
     for rival in rivals:
         if rival not in (*RIVALS, "none"):
             raise UserError(unknown("rival", rival, RIVALS))
+    for precision in options.precision or ():
+        if precision not in OURS:
+            raise UserError(unknown("precision", precision, OURS))
     if not options.limit > 0:
         raise UserError(f"--limit {options.limit:g}: expected a positive number of seconds")
     if options.backbone == SMALL:
@@ -68,13 +73,15 @@ def solve(task: Task, options: Options, rivals: Sequence[str]) -> Result:
     n = sum(p.numel() for p in task.model.parameters())
     top, few = options.top, min(FEW, options.top)
     check = checker(task, exact=n <= EXACT)
-    # An untimed first run does all imports and algorithm selection.
-    values = steppe(task, top, "LA").values.tolist()
-    solvers: dict[str, tuple[int, Callable[[], Found]]] = {
-        "steppe": (top, partial(steppe, task, top, "LA"))
-    }
+    precisions = options.precision or (OURS if task.device.type == "cuda" else ["fp32"])
+    solvers: dict[str, tuple[int, Callable[[], Found]]] = {}
+    for precision in precisions:
+        # An untimed first run does all imports and algorithm selection.
+        steppe(task, 1, "LA", precision)
+        solvers[OURS[precision]] = top, partial(steppe, task, top, "LA", precision)
     if "eigsh" in rivals:
         # Its tolerance is relative to each eigenvalue; this gives `RESIDUAL` for the smallest.
+        values = steppe(task, top, "LA").values.tolist()
         tol = min(RESIDUAL * max(values) / abs(min(values)), 0.1)
         arpack = eigsh(task, options.limit)
         solvers["eigsh"] = top, partial(reaching, check, "eigsh", arpack, top, tol)
@@ -84,10 +91,12 @@ def solve(task: Task, options: Options, rivals: Sequence[str]) -> Result:
         solvers["pyhessian"] = few, partial(reaching, check, "PyHessian", power, few, RESIDUAL)
     turns = {name: partial(_row, run, check, task.device) for name, (_, run) in solvers.items()}
     rows = take_turns(turns, options.rounds, "solving")
+    compared = [(ours, rival) for rival, ours in RIVALS.items()]
+    compared += [(OURS["tf32"], "eigsh"), (OURS["tf32"], OURS["fp32"])]
     ratios = {
         f"{ours}, top {solvers[rival][0]}, over {rival}": found
-        for rival, ours in RIVALS.items()
-        if rival in rows and (found := _ratio(rows[ours], rows[rival]))
+        for ours, rival in compared
+        if {ours, rival} <= rows.keys() and (found := _ratio(rows[ours], rows[rival]))
     }
     return {
         **task.about,
@@ -150,11 +159,13 @@ def checker(task: Task, exact: bool) -> HessianOperator:
 
 def worst(check: HessianOperator, found: Found) -> float:
     """Return the largest residual norm of unit eigenvectors, relative to the top eigenvalue."""
-    norms = []
-    for value, vector in zip(found.values.tolist(), found.vectors.T, strict=True):
-        v = vector.to(check.device, check.dtype)
-        v = v / torch.linalg.vector_norm(v)
-        norms.append(float(torch.linalg.vector_norm(check @ v - value * v)))
+    norms: list[float] = []
+    # Ten at a time share the forward and the first backward pass.
+    for values, vectors in zip(found.values.split(10), found.vectors.split(10, dim=1), strict=True):
+        v = vectors.to(check.device, check.dtype)
+        v = v / torch.linalg.vector_norm(v, dim=0)
+        left = check @ v - v * values.to(v)
+        norms += torch.linalg.vector_norm(left, dim=0).tolist()
     return max(norms) / float(found.values.abs().max())
 
 
@@ -176,9 +187,9 @@ def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[Any, float]:
     return found[0], took
 
 
-def steppe(task: Task, k: int, which: Any) -> Found:
+def steppe(task: Task, k: int, which: Any, precision: Any = "fp32") -> Found:
     op = HessianOperator(task.model, loss, task.batches)
-    run = partial(top_eigenvalues, op, k, which, tol=RESIDUAL, vectors=True)
+    run = partial(top_eigenvalues, op, k, which, tol=RESIDUAL, precision=precision, vectors=True)
     found, took = _timed(op.device, run)
     return Found(found.values, found.vectors, took, op.products)
 

@@ -66,6 +66,8 @@ def test_tolerances_are_lowered_until_the_residual_is_reached(task):
 
 
 def test_bad_input():
+    with pytest.raises(UserError, match="unknown precision 'tf23', did you mean 'tf32'"):
+        curvature.measure(Options(precision=["tf23"]))
     with pytest.raises(UserError, match="unknown rival 'egish', did you mean 'eigsh'"):
         curvature.measure(Options(rival=["egish"]))
     with pytest.raises(UserError, match="--limit -1"):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from steppe.curvature.convolution import FastConvolutions, _Convolution
+from steppe.curvature.convolution import FastConvolutions, _Convolution, _pointwise
 
 CASES = {
     "plain": (F.conv2d, (2, 3, 4, 5), (2, 3, 3, 3), {}),
@@ -111,3 +111,93 @@ def test_inside_transforms_torchs_own_are_used():
     with FastConvolutions():
         inside = per_sample(w, x)
     torch.testing.assert_close(inside, per_sample(w, x))
+
+
+def test_single_pixels_as_matrix_products():
+    """Chosen on GPUs only; the same everywhere."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((2, 3, 4, 5), (6, 3, 1, 1))
+    )
+
+    def product(x, w):
+        return _Convolution.apply(_pointwise, 2, (), x, w, None)
+
+    torch.testing.assert_close(product(x, w), F.conv2d(x, w), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(product, (x, w))
+    assert torch.autograd.gradgradcheck(product, (x, w))
+
+
+def normalized(convolution, bias=True, affine=True, **options):
+    """A convolution and a batch norm with statistics of its own, in float64."""
+    torch.manual_seed(0)
+    kind = {3: nn.Conv2d, 2: nn.Conv1d}[convolution]
+    norm = {3: nn.BatchNorm2d, 2: nn.BatchNorm1d}[convolution](4, affine=affine)
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    if affine:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    return nn.Sequential(kind(2, 4, 3, bias=bias, **options), norm).double().eval()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_batch_norm_is_folded_with_all_its_derivatives(dims, bias, affine):
+    model = normalized(dims, bias, affine, groups=2)
+    x = torch.randn(5, 2, *[7] * (dims - 1), dtype=torch.float64, requires_grad=True)
+    inputs = [x, *model.parameters()]
+
+    def derivatives():
+        y = model(x)
+        value, found = y.square().sum() + y.cos().sum(), [y]
+        for _ in range(2):
+            first = torch.autograd.grad(value, inputs, create_graph=True)
+            found += first
+            value = sum((part * part.detach().cos()).sum() for part in first)
+        return found
+
+    expected = derivatives()
+    with FastConvolutions():
+        found = derivatives()
+    assert "Batch" not in found[0].grad_fn.name()
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def changed_in_place(model, x):
+    return model[1](model[0](x).mul_(2))
+
+
+def another_input(model, x):
+    y = model[0](x)
+    return model[1](y.roll(1, dims=0)) + y
+
+
+def its_own_statistics(model, x):
+    return model.train()(x)
+
+
+def a_large_kernel(model, x):
+    return model(x[:1, :, :3, :3])
+
+
+def used_twice(model, x):
+    y = model[0](x)
+    return model[1](y) + model[1](y) + y
+
+
+@pytest.mark.parametrize(
+    "function", [changed_in_place, another_input, its_own_statistics, a_large_kernel, used_twice]
+)
+def test_what_cannot_be_folded_is_left_alone(function):
+    model, x = normalized(3), torch.randn(5, 2, 7, 7, dtype=torch.float64)
+    expected = torch.autograd.grad(function(model, x).square().sum(), list(model.parameters()))
+    model = normalized(3)
+    with FastConvolutions():
+        y = function(model, x)
+    found = torch.autograd.grad(y.square().sum(), list(model.parameters()))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)

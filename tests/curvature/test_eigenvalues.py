@@ -1,6 +1,7 @@
 """Extreme eigenvalues against dense ones, curvlinops and SciPy."""
 
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -203,11 +204,99 @@ def test_progress_goes_from_nothing_to_everything(name):
     assert reports[-1].note == "4 of 4 eigenvalues have converged"
     products = [report.products for report in reports]
     assert products == sorted(products)
+    steps = [after - before for before, after in pairwise(products)]
+    assert max(steps) <= 2  # residuals are checked again soon, also after restarts
     if name == "indefinite":
         assert shares[0] < 0.3
         third = len(shares) // 3
         parts = [sum(shares[i : i + third]) for i in (0, third, 2 * third)]
         assert parts == sorted(parts)
+
+
+class Coarse:
+    """Products with a relative error of length `noise`, as if in TF32."""
+
+    def __init__(self, op, noise):
+        self.op, self.noise, self.products = op, noise, 0
+        self.shape, self.dtype, self.device = op.shape, op.dtype, op.device
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __matmul__(self, vectors):
+        self.products += vectors[0].numel()
+        exact = self.op.matrix @ vectors
+        error = torch.randn(exact.shape, generator=self.generator, dtype=exact.dtype)
+        return exact + self.noise * exact.norm() * error / error.norm()
+
+
+def mixed(values, noise):
+    op = Counted(symmetric(values))
+    op.tf32 = Coarse(op, noise)
+    return op
+
+
+NOISE = [0.0, 1e-3, 0.05, 10.0]
+
+
+@pytest.mark.parametrize("noise", NOISE)
+@pytest.mark.parametrize("which", ["LA", "SA", "LM"])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_coarse_products_give_exact_results(name, which, noise):
+    """Whatever the noise, residuals are those of exact products, and as small as requested."""
+    for k in (1, 6, N):
+        op = mixed(SPECTRA[name], noise)
+        options = {"tol": 1e-7, "vectors": True, "max_products": 2000}
+        found = top_eigenvalues(op, k, which, precision="tf32", **options)
+        # Which members of a cluster narrower than `tol` are the wanted ones stays open.
+        check(found, op.matrix, k, which, tol=2e-7)
+        assert found.products == op.products + op.tf32.products
+
+
+@pytest.mark.parametrize("noise", NOISE)
+@pytest.mark.parametrize("which", ["LA", "SA", "LM"])
+def test_refining_in_a_small_basis_restarts(which, noise):
+    op = mixed(SPECTRA["indefinite"], noise)
+    options = {"tol": 1e-7, "vectors": True, "basis": 16, "max_products": 20000}
+    found = top_eigenvalues(op, 4, which, precision="tf32", **options)
+    check(found, op.matrix, 4, which, tol=1e-7)
+
+
+def test_coarse_products_save_exact_ones():
+    """Of a spectrum like a Hessian's: some large eigenvalues above a slowly decaying rest."""
+    tail = torch.cat([8 * 0.97 ** torch.arange(300), -torch.rand(100)])
+    values = torch.cat([300 * 0.5 ** torch.arange(6), tail])
+    exact = top_eigenvalues(Counted(symmetric(values)), 30).products
+    needed = []
+    for noise in (0.0, 1e-3, 5e-3):
+        op = mixed(values, noise)
+        found = top_eigenvalues(op, 30, precision="tf32", vectors=True)
+        check(found, op.matrix, 30, "LA", tol=1e-3)
+        needed.append(op.products)
+    assert needed[0] == 30  # to verify the vectors
+    assert needed == sorted(needed)
+    assert needed[-1] < exact / 2
+
+
+def test_running_out_of_exact_products_warns():
+    op = mixed(SPECTRA["indefinite"], 0.05)
+    with pytest.warns(UserWarning, match="after 60 products: .* Raise max_products"):
+        found = top_eigenvalues(
+            op, 5, precision="tf32", tol=TIGHT, max_products=60, basis=30, vectors=True
+        )
+    assert not found.converged
+    assert found.products == op.products + op.tf32.products == 60
+    true = residuals(op.matrix, found.values, found.vectors)
+    torch.testing.assert_close(found.residuals, true, rtol=0, atol=1e-12)
+    assert true.max() > TIGHT * 4
+
+
+def test_progress_with_coarse_products_goes_on():
+    op, reports = mixed(SPECTRA["indefinite"], 1e-3), []
+    found = top_eigenvalues(op, 4, tol=1e-6, precision="tf32", progress=reports.append)
+    assert all(0 <= report.share <= 1 for report in reports)
+    assert reports[-1].share == 1
+    assert reports[-1].products == found.products
+    products = [report.products for report in reports]
+    assert products == sorted(products)
 
 
 @pytest.mark.slow
@@ -241,6 +330,11 @@ def test_agrees_with_curvlinops_and_scipy_on_a_conv_net():
         ({"k": 0}, "k must be from 1 to 6, .* got 0"),
         ({"k": 7}, "k must be from 1 to 6, .* got 7"),
         ({"which": "la"}, "unknown which 'la', did you mean 'LA'"),
+        ({"precision": "tf23"}, "unknown precision 'tf23', did you mean 'tf32'"),
+        ({"precision": "tf32"}, "Tensor has no TF32 products, .* use precision='fp32'"),
+        ({"precision": "tf32", "method": "power"}, "precision='tf32' needs method='lanczos'"),
+        ({"precision": "tf32", "basis": 5}, "basis must be at least 8 .* precision=tf32, got 5"),
+        ({"precision": "tf32", "max_products": 3}, "max_products must be at least 4 .* got 3"),
         ({"method": "lanzcos"}, "unknown method 'lanzcos', did you mean 'lanczos'"),
         ({"tol": 0.0}, "tol must be positive, got 0.0"),
         ({"tol": float("nan")}, "tol must be positive, got nan"),
@@ -248,7 +342,7 @@ def test_agrees_with_curvlinops_and_scipy_on_a_conv_net():
         ({"k": 1, "basis": 4}, r"basis must be at least 5 .* got 4"),
         ({"k": 1, "basis": 2, "verify": 0}, r"basis must be at least 3 .* got 2"),
         ({"verify": -1}, "verify must be >= 0, got -1"),
-        ({"k": 3, "max_products": 2}, "max_products must be at least k=3, got 2"),
+        ({"k": 3, "max_products": 2}, "max_products must be at least 3 for k=3 .* got 2"),
     ],
 )
 def test_bad_input(options, message):

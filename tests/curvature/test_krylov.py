@@ -111,3 +111,53 @@ def test_random_numbers_are_the_solvers_own():
     assert abs(signs.sum()) < 4 * 1000**0.5
     assert torch.equal(signs, random_signs(matrix, seeded(matrix, 1)))
     assert not torch.equal(signs, random_signs(matrix, seeded(matrix, 2)))
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_the_relation_holds_through_partial_steps_of_another_operator(name):
+    """A search with one operator continues with another, where residuals are largest."""
+    matrix, rough = symmetric(SPECTRA[name]), symmetric(SPECTRA[name], seed=1)
+    space = space_of(rough, 2, rows=26)
+    while not space.is_full:
+        space.step()
+    space.restart(space.ritz(), torch.tensor([1, 3, 4, 8, 9]))
+    space.reopen(matrix)
+    space.step()
+    check(space, matrix)
+    assert (space.size, space.block) == (5, 5)
+    for pairs in ([4], [0, 1], [3, 4, 0]):
+        ritz, pairs = space.ritz(), torch.tensor(pairs)
+        width = space.focus(ritz, pairs, enough=1e-6)
+        check(space, matrix)
+        torch.testing.assert_close(space.ritz().residuals, ritz.residuals, rtol=0, atol=1e-12)
+        assert 1 <= width <= len(pairs)
+        # The rest of the block has next to no part in these residuals.
+        assert (space._coupling[width:] @ ritz.coordinates[:, pairs]).norm(dim=0).max() <= 1e-6
+        assert space.has_room_for(width)
+        space.step(width)
+        check(space, matrix)
+        assert space.block == 5
+    space.restart(space.ritz(), torch.arange(space.size - 4, space.size))
+    check(space, matrix)
+
+
+def test_the_noise_of_products_is_seen():
+    matrix = symmetric(SPECTRA["indefinite"])
+    clean, noisy = space_of(matrix, 1, rows=20), space_of(matrix, 1, rows=20)
+    noisy._op = Noisy(matrix)
+    for _ in range(15):
+        clean.step()
+        noisy.step()
+    assert clean.noise < 1e-13
+    assert 1e-4 < noisy.noise < 1e-2
+
+
+class Noisy:
+    """Products with an error of length 1e-3."""
+
+    def __init__(self, matrix):
+        self._matrix, self._generator = matrix, torch.Generator().manual_seed(0)
+
+    def __matmul__(self, vector):
+        noise = torch.randn(len(vector), generator=self._generator, dtype=torch.float64)
+        return self._matrix @ vector + 1e-3 * noise / noise.norm()

@@ -17,7 +17,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from steppe.algorithms import algorithm_names, build_algorithm
-from steppe.curvature import CurvatureOperator, GaussNewtonOperator, HessianOperator
+from steppe.curvature import (
+    CurvatureOperator,
+    GaussNewtonOperator,
+    HessianOperator,
+    top_eigenvalues,
+)
+from steppe.curvature.float32 import full_float32, tf32
 from steppe.errors import UserError
 from tests.algorithms.oracles import SIZES, make_batches, make_network, move
 from tests.curvature import nets
@@ -557,6 +563,74 @@ def test_tf32_is_off_on_the_device_and_the_switches_stay(device: torch.device) -
         for switch, precision in zip(switches, before, strict=True):
             switch.fp32_precision = precision
     assert torch.equal(generators.get_rng_state(), rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batches", [1, 2])
+def test_tf32_products_are_coarse_and_only_when_asked_for(batches: int) -> None:
+    """The same operator gives both, whichever comes first, from one kept graph or anew."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.Tanh(), nn.Conv2d(16, 32, 1), nn.Flatten(),
+        nn.Linear(32 * 36, 64),
+    ).cuda().eval()  # fmt: skip
+    data = [
+        (torch.randn(32, 8, 8, 8).cuda(), torch.randint(64, (32,)).cuda()) for _ in range(batches)
+    ]
+    v = torch.randn(sum(p.numel() for p in model.parameters())).cuda()
+    exact_data = [(x.double(), y) for x, y in data]
+    expected = (
+        HessianOperator(copy.deepcopy(model).double(), cross_entropy, exact_data) @ v.double()
+    )
+    op = HessianOperator(model, cross_entropy, data)
+    coarse = op.tf32
+    assert (coarse.shape, coarse.dtype, coarse.device) == (op.shape, op.dtype, op.device)
+    for _ in range(2):
+        found = coarse @ v
+        assert_same(found.double(), expected, rtol=2e-2)
+        assert (found - expected).norm() > 1e-5 * expected.norm()
+        assert_same((op @ v).double(), expected, rtol=1e-5)
+    assert op.products == 4
+    with pytest.raises(UserError, match="vectors of shape"):
+        coarse @ v[1:]
+    assert_same((op @ v).double(), expected, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_tf32_eigenvalues_are_those_of_fp32() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 10))
+    data = [(torch.randn(64, 3, 8, 8).cuda(), torch.randint(10, (64,)).cuda())]
+    op = HessianOperator(model.cuda(), cross_entropy, data)
+    exact = top_eigenvalues(op, 10)
+    before = op.products
+    found = top_eigenvalues(op, 10, precision="tf32", vectors=True)
+    assert found.converged
+    assert found.products == op.products - before
+    scale = float(exact.values.max())
+    torch.testing.assert_close(found.values, exact.values, rtol=0, atol=2e-3 * scale)
+    v = found.vectors
+    true = torch.linalg.vector_norm(op @ v - v * found.values.to(v), dim=0).cpu().double()
+    assert true.max() <= 1e-3 * scale * 1.01
+    torch.testing.assert_close(found.residuals, true, rtol=0, atol=2e-5 * scale)
+
+
+def test_tf32_needs_float32_on_a_gpu() -> None:
+    op = HessianOperator(LINEAR, squares, [X])
+    with pytest.raises(UserError, match=r"precision=tf32 needs .* on a GPU, .* on cpu: use fp32"):
+        top_eigenvalues(op, 1, precision="tf32")
+
+
+@pytest.mark.parametrize("context", [full_float32, tf32])
+def test_an_error_leaves_the_switches_as_they_were(context: Callable[..., Any]) -> None:
+    """They exist without a GPU, too."""
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    before = [switch.fp32_precision for switch in switches]
+    with pytest.raises(ZeroDivisionError), context(torch.device("cuda")):
+        inside = [switch.fp32_precision for switch in switches]
+        raise ZeroDivisionError
+    assert inside == ["tf32" if context is tf32 else "ieee"] * 3
+    assert [switch.fp32_precision for switch in switches] == before
 
 
 def test_weights_that_are_written_with_equal_values_are_no_trouble():

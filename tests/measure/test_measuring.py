@@ -317,6 +317,7 @@ def test_the_radius_is_the_optimizers_own(run: Path, optimizer, expected) -> Non
         ({"images": 1}, "images=1 is too few for 2 domains"),
         ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
         ({"precision": "half"}, "unknown precision 'half'"),
+        ({"precision": "tf32"}, "precision=tf32 needs a GPU: on a CPU, use float32"),
         ({"which": "first"}, "which='first'"),
         ({"rho": 0.0}, "rho must be positive and finite, got 0.0"),
         ({"alpha": 1.5}, "alpha must be from 0 to 1, got 1.5"),
@@ -330,6 +331,17 @@ def test_bad_input(run: Path, monkeypatch, options: dict[str, Any], message: str
     with pytest.raises(UserError, match=message):
         measure_run(run, **{**QUICK, **options})
     assert load_measurements(run) == {}
+
+
+@pytest.mark.gpu
+def test_tf32_finds_what_float32_finds(run: Path) -> None:
+    options = {**QUICK, "top": 5, "tol": 1e-3, "device": "cuda"}
+    exact = measure_run(run, **options)
+    found = measure_run(run, **options, precision="tf32")
+    assert (found.precision, found.eigenvalues.converged) == ("float32", True)
+    allowed = 2e-3 * exact.lambda_max
+    pairs = zip(found.eigenvalues.values, exact.eigenvalues.values, strict=True)
+    assert all(abs(ours - theirs) <= allowed for ours, theirs in pairs)
 
 
 def test_other_images_than_those_trained_on_are_refused(run: Path) -> None:

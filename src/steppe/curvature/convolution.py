@@ -10,10 +10,12 @@ Each of the three has a fast kernel, and differentiating one of them leads back 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 
@@ -27,6 +29,14 @@ class Geometry(NamedTuple):
     output_padding: Sequence[int]
     groups: int
 
+    def is_pointwise(self, w: Tensor) -> bool:
+        ones, simple = {*w.shape[2:], *self.stride} == {1}, not any(self.padding)
+        return ones and simple and not self.transposed and self.groups == 1
+
+
+Kernel = Callable[..., Tensor]
+"""Computes a derivative of the form below: `kernel(by, shape, x, w, g)`."""
+
 
 class _Convolution(torch.autograd.Function):
     r"""The derivative of $\langle g, C(x, w) \rangle$ with respect to $x$, $w$ or $g$.
@@ -37,19 +47,11 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, geometry: Geometry, by: int, shape: Sequence[int], *arguments: Tensor | None
+        ctx: Any, kernel: Kernel, by: int, shape: Sequence[int], *arguments: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(*arguments)
-        ctx.geometry, ctx.by = geometry, by
-        x, w, g = arguments
-        if g is None:
-            y: Tensor = torch.ops.aten.convolution(x, w, None, *geometry)
-            return y
-        missing = g.new_empty(1).expand(shape)
-        x, w = missing if x is None else x, missing if w is None else w
-        mask = (by == 0, by == 1, False)
-        found = torch.ops.aten.convolution_backward(g, x, w, None, *geometry, mask)
-        return cast(Tensor, found[by])
+        ctx.kernel, ctx.by = kernel, by
+        return kernel(by, shape, *arguments)
 
     @staticmethod
     def backward(ctx: Any, tangent: Tensor) -> tuple[Tensor | None, ...]:
@@ -57,18 +59,53 @@ class _Convolution(torch.autograd.Function):
         arguments[ctx.by] = tangent
         needed = enumerate(ctx.needs_input_grad[3:])
         found = (
-            _derivative(ctx.geometry, by, arguments) if wanted else None for by, wanted in needed
+            _derivative(ctx.kernel, by, arguments) if wanted else None for by, wanted in needed
         )
         return None, None, None, *found
 
 
-def _derivative(geometry: Geometry, by: int, arguments: Sequence[Tensor]) -> Tensor:
+def _derivative(kernel: Kernel, by: int, arguments: Sequence[Tensor]) -> Tensor:
     others = [None if i == by else argument for i, argument in enumerate(arguments)]
-    return cast(Tensor, _Convolution.apply(geometry, by, arguments[by].shape, *others))
+    shape = arguments[by].shape
+    if not torch.is_grad_enabled():  # nothing differentiates this, and a graph costs host time
+        return kernel(by, shape, *others)
+    return cast(Tensor, _Convolution.apply(kernel, by, shape, *others))
+
+
+def _general(geometry: Geometry, by: int, shape: Sequence[int], x: Any, w: Any, g: Any) -> Tensor:
+    if by == 2:
+        return cast(Tensor, torch.ops.aten.convolution(x, w, None, *geometry))
+    missing = g.new_empty(1).expand(shape)
+    x, w = missing if x is None else x, missing if w is None else w
+    mask = (by == 0, by == 1, False)
+    found = torch.ops.aten.convolution_backward(g, x, w, None, *geometry, mask)
+    return cast(Tensor, found[by])
+
+
+def _pointwise(by: int, shape: Sequence[int], x: Any, w: Any, g: Any) -> Tensor:
+    """A convolution of single pixels: a matrix product per image, which is faster on GPUs."""
+    if by == 1:
+        found = (g.flatten(2) @ x.flatten(2).mT).sum(0).view(shape)
+    else:
+        kernel, images = (w.flatten(1), x) if by == 2 else (w.flatten(1).T, g)
+        # Unlike `matmul`, this does not transpose the images first.
+        found = torch.bmm(kernel.expand(len(images), -1, -1), images.flatten(2))
+        found = found.view(*found.shape[:2], *images.shape[2:])
+    return cast(Tensor, found)
 
 
 class FastConvolutions(TorchFunctionMode):
-    """A context that replaces torch's convolutions with those of this module."""
+    r"""A context that replaces torch's convolutions with those of this module.
+
+    It also folds a batch norm with fixed statistics into the convolution before it:
+    $\gamma (C(x, w) - \mu) / \sigma + \beta = C(x, w s) + \beta - \mu s$ with
+    $s = \gamma / \sigma$. This is the same function of all parameters, with fewer passes over
+    images in each of its derivatives.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: _Made | None = None
 
     def __torch_function__(
         self,
@@ -77,14 +114,73 @@ class FastConvolutions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Replace supported convolutions; call everything else unchanged."""
+        """Replace supported calls; call everything else unchanged."""
         kwargs = kwargs or {}
         found = None
+        if func is F.batch_norm and self._last is not None:
+            found = _folded(self._last, *args, **kwargs)
+            self._last = None
         # torch.func's transforms support only torch's own convolutions.
-        if func in _CONVOLUTIONS and not torch._C._are_functorch_transforms_active():
+        elif func in _CONVOLUTIONS and not torch._C._are_functorch_transforms_active():
             dims, names = _CONVOLUTIONS[func]
-            found = _convolved(dims, names, dict(zip(names, args, strict=False)) | dict(kwargs))
+            self._last = None  # frees its memory first
+            self._last = _convolved(
+                dims, names, dict(zip(names, args, strict=False)) | dict(kwargs)
+            )
+            found = None if self._last is None else self._last.y
         return func(*args, **kwargs) if found is None else found
+
+
+class _Made(NamedTuple):
+    """A convolution and what it was made of."""
+
+    x: Tensor
+    w: Tensor
+    bias: Tensor | None
+    kernel: Kernel
+    y: Tensor
+    version: int
+    """Of `y` when it was made."""
+
+
+def _make(x: Tensor, w: Tensor, bias: Tensor | None, kernel: Kernel) -> _Made:
+    y: Tensor = _Convolution.apply(kernel, 2, (), x, w, None)
+    if bias is not None:
+        y = y + bias.reshape(-1, *[1] * (x.ndim - 2))
+    return _Made(x, w, bias, kernel, y, y._version)
+
+
+def _folded(
+    made: _Made,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    """The batch norm of a convolution as one convolution; None if that is impossible or slower."""
+    x, w, shift, kernel, y, version = made
+    if (
+        input is not y
+        or y._version != version
+        or training
+        or running_mean is None
+        or running_var is None
+        or running_var.dtype != w.dtype
+        or w.shape[0] != y.shape[1]  # transposed
+        or w.numel() > y.numel()  # scaling the kernel would take longer than scaling the images
+    ):
+        return None
+    scale = (running_var + eps).rsqrt()
+    if weight is not None:
+        scale = scale * weight
+    shift = -running_mean * scale if shift is None else (shift - running_mean) * scale
+    if bias is not None:
+        shift = shift + bias
+    return _make(x, w * scale.reshape(-1, *[1] * (w.ndim - 1)), shift, kernel).y
 
 
 _PLAIN = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -100,7 +196,7 @@ _CONVOLUTIONS = {
 """The number of spatial dimensions, and the positional parameters."""
 
 
-def _convolved(dims: int, names: Sequence[str], given: Mapping[str, Any]) -> Tensor | None:
+def _convolved(dims: int, names: Sequence[str], given: Mapping[str, Any]) -> _Made | None:
     """The convolution; None for unbatched images and unsupported calls."""
     x, w, bias = given["input"], given["weight"], given.get("bias")
     padding = 0 if given.get("padding", 0) == "valid" else given.get("padding", 0)
@@ -115,8 +211,8 @@ def _convolved(dims: int, names: Sequence[str], given: Mapping[str, Any]) -> Ten
         _each(dims, given.get("output_padding", 0)),
         given.get("groups", 1),
     )
-    y: Tensor = _Convolution.apply(geometry, 2, (), x, w, None)
-    return y if bias is None else y + bias.reshape(-1, *[1] * dims)
+    is_product = x.is_cuda and geometry.is_pointwise(w)
+    return _make(x, w, bias, _pointwise if is_product else partial(_general, geometry))
 
 
 def _each(dims: int, value: int | Sequence[int]) -> Sequence[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -14,15 +14,18 @@ from steppe.errors import UserError, unknown
 
 from .krylov import Krylov, Ritz, random_vector, seeded
 from .results import Progress, Report
-from .symmetric import Symmetric, check_matrix
+from .symmetric import Symmetric, check_matrix, in_tf32
 
 Which = Literal["LA", "LM", "SA"]
 """Largest, largest in magnitude, or smallest."""
 
 Method = Literal["lanczos", "power"]
+Precision = Literal["fp32", "tf32"]
 
 _ROUNDING = 64
 """Assumed rounding error of a product, in units in the last place; the largest observed."""
+_AT_ONCE = 10
+"""Vectors to verify in one pass over the data, to limit memory."""
 _AT_LEAST = 1 << 25
 """Entries that the default basis may have even if `k` needs fewer."""
 
@@ -55,6 +58,7 @@ def top_eigenvalues(
     *,
     tol: float = 1e-3,
     method: Method = "lanczos",
+    precision: Precision = "fp32",
     vectors: bool = False,
     block_size: int = 1,
     basis: int | None = None,
@@ -75,6 +79,12 @@ def top_eigenvalues(
     steps, and continues if they find anything new. This finds copies that are well separated from
     the rest of the spectrum; a smaller `tol` helps with the others.
 
+    With `precision="tf32"`, the solver searches with TF32 products, which are faster on a GPU. It
+    then multiplies the `k` vectors found in full fp32 and continues, still in fp32, until the
+    residuals are small enough. So residuals mean the same in both precisions. Of eigenvalues that
+    differ by less than the error of TF32 products, the search may take the wrong one as the
+    `k`-th.
+
     Eigenvalues below about `tol` times the largest are not resolved: their residuals are as large
     as the values. Check the residuals, and lower `tol` if the tail of the spectrum matters.
 
@@ -87,14 +97,16 @@ def top_eigenvalues(
         method: "lanczos", or "power" for power iteration with deflation, as in the paper. Power
             iteration finds the largest in magnitude and takes at most 100 steps for each, like the
             paper's tool; check the residuals.
+        precision: "fp32", or "tf32" to search with TF32 products (only on a GPU).
         vectors: whether to return the eigenvectors.
         block_size: vectors to multiply at a time: fewer passes over the data, more products.
-        basis: vectors to keep in memory before a restart: at least `k + 2 * block_size`, and two
-            more for `verify > 0` or "LM" (default: `3 * k`, or more if vectors are short).
+        basis: vectors to keep in memory before a restart: at least `k + 2 * block_size`, two more
+            for `verify > 0` or "LM", and `k` more for "tf32" (default: `3 * k`, or more if vectors
+            are short).
         verify: steps that search for missed copies of repeated eigenvalues; 0 disables the search.
             It is less reliable if the basis has no room for so many steps besides `k` vectors.
-        max_products: stop with a warning after this many products, at least `k` (default:
-            `20 * k + 200` per vector of a block).
+        max_products: stop with a warning after this many products, at least `k`, or `2 * k` for
+            "tf32" (default: `20 * k + 200` per vector of a block).
         seed: seed of the random start.
         progress: called after each check of the residuals.
 
@@ -105,16 +117,21 @@ def top_eigenvalues(
     """
     check_matrix(op)
     n = op.shape[0]
-    _check_names(which, method)
+    _check_names(which, method, precision)
     _check_numbers(n, k, tol, block_size, verify)
     widest = block_size + (verify > 0 or which == "LM")  # "LM" needs room for both ends
-    if basis is not None and basis < min(n, k + 2 * widest):
+    twice = k if precision == "tf32" else 0  # vectors to multiply again in fp32
+    least = k + twice + 2 * widest
+    if basis is not None and basis < min(n, least):
         raise UserError(
-            f"basis must be at least {k + 2 * widest} for k={k}, block_size={block_size} and "
-            f"verify={verify}, got {basis}"
+            f"basis must be at least {least} for k={k}, block_size={block_size}, verify={verify} "
+            f"and precision={precision}, got {basis}"
         )
-    if max_products is not None and max_products < k:
-        raise UserError(f"max_products must be at least k={k}, got {max_products}")
+    if max_products is not None and max_products < k + twice:
+        raise UserError(
+            f"max_products must be at least {k + twice} for k={k} and precision={precision}, got "
+            f"{max_products}"
+        )
     if method == "power":
         from .power import power_iteration  # here, because it imports Eigenvalues
 
@@ -125,40 +142,114 @@ def top_eigenvalues(
         basis = max(3 * k, k + 20 * block_size, min(_AT_LEAST // n, limit + 2 * block_size))
     generator = seeded(op, seed)
     start = torch.stack([random_vector(op, generator) for _ in range(min(block_size, n))])
-    space = Krylov(op, start, basis, generator)
-    look = _Lookout(k, tol, verify)
+    problem = _Problem(k, which, tol, limit)
+    if precision == "fp32":
+        space = Krylov(op, start, basis, generator)
+        ritz, wanted, missing = _search(space, problem, verify, progress)
+    else:
+        space = Krylov(in_tf32(op), start, basis, generator)
+        first, second = _halves(progress)
+        most = replace(problem, limit=limit - k)
+        ritz, wanted, missing = _search(space, most, verify, first, coarse=True)
+        space.restart(ritz, wanted)
+        ritz, wanted, unreached = _refine(space, op, problem, second)
+        missing = unreached or missing
+    if missing is not None:
+        warnings.warn(missing, stacklevel=2)
+    return _result(space, ritz, wanted, vectors, missing is None)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    k: int
+    which: Which
+    tol: float
+    limit: int
+
+    def wanted(self, ritz: Ritz) -> Tensor:
+        return order(ritz.values, self.which)[: self.k]
+
+    def allowed(self, ritz: Ritz) -> float:
+        return self.tol * float(ritz.values.abs().max())
+
+
+_Found = tuple[Ritz, Tensor, str | None]
+"""The Ritz pairs, the indices of those wanted, and what is missing, if anything."""
+
+
+def _search(
+    space: Krylov,
+    problem: _Problem,
+    verify: int,
+    progress: Report | None,
+    *,
+    coarse: bool = False,
+) -> _Found:
+    """Grow the space until it contains the wanted eigenvectors, and repeated ones as well."""
+    k = problem.k
+    look = _Lookout(k, verify)
     due = 0
     while True:
         space.step()
-        full, spent = space.is_full, space.products >= limit
-        if space.size < min(due, n) and not (full or spent or space.is_exhausted):
+        full, spent = space.is_full, space.products >= problem.limit
+        if space.size < due and not (full or spent or space.is_exhausted):
             continue
         # A check costs a small eigendecomposition, so check less often as the basis grows.
         due = space.size + max(1, space.size // 20)
         ritz = space.ritz()
-        wanted = order(ritz.values, which)[:k]
+        wanted = problem.wanted(ritz)
+        # More coarse products would not lower residuals below their noise.
+        allowed = max(problem.allowed(ritz), space.noise if coarse else 0.0)
         if progress is not None:
-            progress(_progress(ritz, wanted, k, tol, space.products))
-        done = look.is_satisfied(space, ritz, wanted)
-        if done or spent:
-            if not done:
-                warnings.warn(_shortfall(ritz, wanted, tol, limit), stacklevel=2)
-            return _result(space, ritz, wanted, vectors, done)
+            progress(_progress(ritz, wanted, k, allowed, space.products))
+        if look.is_satisfied(space, ritz, wanted, allowed):
+            return ritz, wanted, None
+        if spent:
+            return ritz, wanted, _shortfall(ritz, wanted, problem)
         # A restart during the search for copies would discard what it has found.
         steps, width = (verify, space.block + 1) if look.wants_more else (1, space.block)
         if not space.has_room(steps, width):
             if space.rows < k + 2 * width:
-                warnings.warn(
+                missing = (
                     "the residuals are small enough, but eigenvalues are repeated and a basis of "
-                    f"{space.rows} vectors has no room to search for more of them. Raise basis.",
-                    stacklevel=2,
+                    f"{space.rows} vectors has no room to search for more of them. Raise basis."
                 )
-                return _result(space, ritz, wanted, vectors, False)
+                return ritz, wanted, missing
             room = max(k, space.rows - (steps + 1) * width)
             number = min(room, k + (space.rows - k) // 2)
-            space.restart(ritz, _kept(ritz.values, which, k, number))
+            space.restart(ritz, _kept(ritz.values, problem.which, k, number))
+            due = 0
         if look.wants_more:
             look.begin(space)
+
+
+def _refine(space: Krylov, op: Symmetric, problem: _Problem, progress: Report | None) -> _Found:
+    """Multiply the basis by another operator, and continue with it where residuals are too large.
+
+    The residuals of few pairs span few directions, so each step multiplies only these.
+    """
+    k = problem.k
+    space.reopen(op)
+    while space.size < k:
+        space.step(min(_AT_ONCE, k - space.size))
+    while True:
+        ritz = space.ritz()
+        wanted, allowed = problem.wanted(ritz), problem.allowed(ritz)
+        if progress is not None:
+            progress(_progress(ritz, wanted, k, allowed, space.products))
+        left = wanted[ritz.residuals[wanted] > allowed]
+        if not len(left):
+            return ritz, wanted, None
+        if space.products >= problem.limit:
+            return ritz, wanted, _shortfall(ritz, wanted, problem)
+        needed = space.focus(ritz, left, allowed / 2)
+        width = min(needed, problem.limit - space.products)
+        if not space.has_room_for(width):
+            room = space.rows - space.block
+            width = min(width, room - k)
+            number = k + (room - width - k) // 2
+            space.restart(ritz, _kept(ritz.values, problem.which, k, number))
+        space.step(width)
 
 
 def order(values: Tensor, which: Which) -> Tensor:
@@ -186,26 +277,24 @@ def _kept(values: Tensor, which: Which, k: int, number: int) -> Tensor:
 class _Lookout:
     """Decides when to stop, and widens the space to search for missed copies."""
 
-    def __init__(self, k: int, tol: float, verify: int) -> None:
-        self._k, self._tol, self._verify = k, tol, verify
+    def __init__(self, k: int, verify: int) -> None:
+        self._k, self._verify = k, verify
         self._until: int | None = None  # number of products at which the search ends
         self._found: Tensor | None = None  # the values when the search began
         self.wants_more = False
         """Whether to widen now. The caller makes room first, then calls `begin`."""
 
-    def is_satisfied(self, space: Krylov, ritz: Ritz, wanted: Tensor) -> bool:
+    def is_satisfied(self, space: Krylov, ritz: Ritz, wanted: Tensor, allowed: float) -> bool:
         self.wants_more = False
-        if len(wanted) < self._k or not _converged(ritz, wanted, self._tol).all():
+        if len(wanted) < self._k or not (ritz.residuals[wanted] <= allowed).all():
             return False
         if space.is_exhausted or not self._verify:
             return True
         if self._until is not None and space.products < self._until:
             return False
         values = ritz.values[wanted].sort().values
-        if self._found is not None:
-            scale = float(ritz.values.abs().max())
-            if (values - self._found).abs().max() <= self._tol * scale:
-                return True
+        if self._found is not None and (values - self._found).abs().max() <= allowed:
+            return True
         self._found = values
         self.wants_more = True
         return False
@@ -213,10 +302,6 @@ class _Lookout:
     def begin(self, space: Krylov) -> None:
         space.widen()  # fails only if the next block completes the space
         self._until = space.products + self._verify * space.block
-
-
-def _converged(ritz: Ritz, wanted: Tensor, tol: float) -> Tensor:
-    return ritz.residuals[wanted] <= tol * ritz.values.abs().max()
 
 
 def _result(
@@ -230,17 +315,19 @@ def _result(
     return Eigenvalues(ritz.values[chosen], residuals, found, space.products, converged)
 
 
-def _progress(ritz: Ritz, wanted: Tensor, k: int, tol: float, products: int) -> Progress:
-    """Progress of the residuals toward `tol`, in orders of magnitude."""
+def _progress(ritz: Ritz, wanted: Tensor, k: int, allowed: float, products: int) -> Progress:
+    """Progress of the residuals toward `allowed`, in orders of magnitude."""
     scale = max(float(ritz.values.abs().max()), torch.finfo(torch.float64).tiny)
+    tol = allowed / scale
     relative = (ritz.residuals[wanted] / scale).clamp(tol, 1)
-    ways = relative.log() / math.log(tol) if tol < 1 else torch.ones_like(relative)
-    good = int(_converged(ritz, wanted, tol).sum())
+    ways = relative.log() / math.log(tol) if 0 < tol < 1 else torch.ones_like(relative)
+    good = int((ritz.residuals[wanted] <= allowed).sum())
     return Progress(float(ways.sum()) / k, products, f"{good} of {k} eigenvalues have converged")
 
 
-def _shortfall(ritz: Ritz, wanted: Tensor, tol: float, limit: int) -> str:
-    if _converged(ritz, wanted, tol).all():
+def _shortfall(ritz: Ritz, wanted: Tensor, problem: _Problem) -> str:
+    tol, limit = problem.tol, problem.limit
+    if (ritz.residuals[wanted] <= problem.allowed(ritz)).all():
         return (
             f"the residuals are small enough, but {limit} products did not suffice to search for "
             "missed copies of repeated eigenvalues. Raise max_products, or pass verify=0."
@@ -252,11 +339,26 @@ def _shortfall(ritz: Ritz, wanted: Tensor, tol: float, limit: int) -> str:
     )
 
 
-def _check_names(which: str | None, method: str) -> None:
+def _halves(report: Report | None) -> tuple[Report | None, Report | None]:
+    """Report the progress of two successive computations as that of one."""
+    if report is None:
+        return None, None
+
+    def at(start: float) -> Report:
+        return lambda said: report(replace(said, share=start + said.share / 2))
+
+    return at(0.0), at(0.5)
+
+
+def _check_names(which: str | None, method: str, precision: str) -> None:
     if which is not None and which not in get_args(Which):
         raise UserError(unknown("which", which, get_args(Which)))
     if method not in get_args(Method):
         raise UserError(unknown("method", method, get_args(Method)))
+    if precision not in get_args(Precision):
+        raise UserError(unknown("precision", precision, get_args(Precision)))
+    if method == "power" and precision != "fp32":
+        raise UserError("precision='tf32' needs method='lanczos'")
     if method == "power" and which not in (None, "LM"):
         raise UserError(
             f"which={which!r}: power iteration finds the largest eigenvalues in magnitude, 'LM'; "

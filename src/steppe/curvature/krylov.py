@@ -55,6 +55,8 @@ class Krylov:
         self.block = 0
         """Number of vectors in the next block, whose images are not known yet."""
         self.products = 0
+        self.noise = 0.0
+        """The largest asymmetry of the products, by which residuals may be wrong."""
         for vector in start:
             self._append(vector.to(op.device, op.dtype, copy=True), self.block)
             self.block += 1
@@ -68,6 +70,10 @@ class Krylov:
         """Whether `steps` blocks of `width` vectors fit, and the block after them."""
         return width == 0 or min(self.size + (steps + 1) * width, self._n) <= self.rows
 
+    def has_room_for(self, width: int) -> bool:
+        """Whether a step of this width fits, if each vector adds one to the next block."""
+        return min(self.size + self.block + width, self._n) <= self.rows
+
     @property
     def is_exhausted(self) -> bool:
         """Whether the basis spans everything that can be reached."""
@@ -78,29 +84,32 @@ class Krylov:
         """The vectors with known images, in rows."""
         return self._basis[: self.size]
 
-    def step(self) -> None:
-        """Multiply the next block and add it to the basis."""
-        size, total = self.size, self.size + self.block
+    def step(self, width: int | None = None) -> None:
+        """Multiply the next block, or its first `width` vectors, and add them to the basis."""
+        width = self.block if width is None else width
+        size, total, top = self.size, self.size + width, self.size + self.block
         block = self._basis[size:total]
-        images = multiply(self._op, block[0] if len(block) == 1 else block.T)
-        self.products += len(block)
+        images = multiply(self._op, block[0] if width == 1 else block.T)
+        self.products += width
         images = images.reshape(self._n, -1).T.contiguous()
-        inside = torch.zeros(total, len(block), dtype=torch.float64)
-        outside = torch.zeros(len(block), len(block), dtype=torch.float64)
-        top = total
+        columns = torch.zeros(top + width, width, dtype=torch.float64)
         for column, image in enumerate(images):
-            coefficients, length = self._append(image, top)
-            inside[:, column] = coefficients[:total]
-            outside[: top - total, column] = coefficients[total:]
+            coefficients, length = self._append(image, top, self._coupling[column])
+            columns[:top, column] = coefficients
             if length is not None:
-                outside[top - total, column] = length
+                columns[top, column] = length
                 top += 1
+        inside = columns[:total]
+        # By symmetry, the products of the old vectors have already determined these.
+        off = inside[:size] - self._coupling[:width].T
+        self.noise = max(self.noise, float(torch.linalg.vector_norm(off, dim=0).max()))
         self._t[:total, size:total] = inside
         self._t[size:total, :total] = inside.T
         self._t[size:total, size:total] = (inside[size:] + inside[size:].T) / 2
-        self.size, self.block = total, top - total
-        self._coupling = torch.zeros(self.block, total, dtype=torch.float64)
-        self._coupling[:, size:] = outside[: self.block]
+        coupling = torch.zeros(top - total, total, dtype=torch.float64)
+        coupling[: self.block - width, :size] = self._coupling[width:]
+        coupling[:, size:] = columns[total:top]
+        self.size, self.block, self._coupling = total, top - total, coupling
 
     def ritz(self) -> Ritz:
         values, coordinates = torch.linalg.eigh(self._t[: self.size, : self.size])
@@ -122,6 +131,28 @@ class Krylov:
         self._coupling = self._coupling @ coordinates
         self.size = size
 
+    def reopen(self, op: Symmetric) -> None:
+        """Make the basis the next block, to be multiplied by another operator."""
+        self._op = op
+        self.size, self.block, self.noise = 0, self.size, 0.0
+        self._t.zero_()
+        self._coupling = torch.zeros(self.block, 0, dtype=torch.float64)
+
+    def focus(self, ritz: Ritz, pairs: Tensor, enough: float) -> int:
+        """Rotate the next block so that its first vectors span the residuals of some Ritz pairs.
+
+        Returns:
+            The number of these vectors. The rest contributes at most `enough` to any residual.
+        """
+        left, lengths, _ = torch.linalg.svd(self._coupling @ ritz.coordinates[:, pairs])
+        self._coupling = left.T @ self._coupling
+        rotation = left.T.to(self._basis)
+        block = self._basis[self.size : self.size + self.block]
+        with full_float32(self._op.device):
+            for columns in block.split(_CHUNK, dim=1):  # views
+                columns.copy_(rotation @ columns)
+        return max(1, int((lengths > enough).sum()))
+
     def widen(self) -> bool:
         """Add a random direction to the next block; return False if there is no room."""
         top = self.size + self.block
@@ -140,15 +171,19 @@ class Krylov:
             torch.matmul(rotation, self.basis, out=out)
         return out
 
-    def _append(self, vector: Tensor, top: int) -> tuple[Tensor, float | None]:
+    def _append(
+        self, vector: Tensor, top: int, expected: Tensor | None = None
+    ) -> tuple[Tensor, float | None]:
         """Orthonormalize a vector against the first `top` rows and write it into the next row.
+
+        `expected` are its coefficients in the basis, as far as they are known.
 
         Returns:
             Its coefficients and the length of the remainder. The length is 0 if nothing remained
             and a random direction was written instead, and None if there is no direction left.
         """
         before = float(torch.linalg.vector_norm(vector))
-        coefficients, length = self._orthogonalize(vector, top)
+        coefficients, length = self._orthogonalize(vector, top, expected)
         # Below this, the remainder is rounding error.
         if length > 16 * torch.finfo(vector.dtype).eps * before and top < self.rows:
             self._basis[top] = vector.div_(length)
@@ -164,10 +199,18 @@ class Krylov:
         self._basis[top] = vector.div_(length)
         return 0.0
 
-    def _orthogonalize(self, vector: Tensor, top: int) -> tuple[Tensor, float]:
+    def _orthogonalize(
+        self, vector: Tensor, top: int, expected: Tensor | None = None
+    ) -> tuple[Tensor, float]:
         """Subtract from a vector, in place, its components along the first `top` rows."""
         basis = self._basis[:top]
         total = torch.zeros(top, dtype=torch.float64)
+        if expected is not None:  # most of what cancels, so that one pass over all rows suffices
+            total[: self.size] = expected
+            total[self.size :] = (basis[self.size :] @ vector).to("cpu", torch.float64)
+            known = total.nonzero()
+            first = int(known[0]) if len(known) else top
+            vector.addmv_(basis[first:].T, total[first:].to(vector), alpha=-1)
         length = float(torch.linalg.vector_norm(vector))
         for _ in range(5):  # classical Gram-Schmidt, until little cancels
             coefficients = basis @ vector

@@ -48,3 +48,14 @@ def multiply(op: Symmetric, vectors: Tensor) -> Tensor:
             "these weights, or its second derivatives overflow. If they overflow, use float64."
         )
     return product
+
+
+def in_tf32(op: Symmetric) -> Symmetric:
+    """The operator with TF32 products; raise an error if it has none."""
+    if not hasattr(op, "tf32"):
+        raise UserError(
+            f"{type(op).__name__} has no TF32 products, only operators such as HessianOperator "
+            "have: use precision='fp32'"
+        )
+    coarse: Symmetric = op.tf32
+    return coarse

@@ -37,7 +37,7 @@ from steppe.training.setup import open_data
 
 from .images import Drawn, Stream, draw
 from .phases import Phases
-from .settings import Settings
+from .settings import Format, Settings
 from .stored import (
     DensityCurve,
     Measured,
@@ -102,7 +102,10 @@ def measure_run(
     config = directory.config()
     ball = _ball(config, settings)
     where = find_device(device)
-    model = load_model(path, settings.which, str(where)).to(getattr(torch, settings.precision))
+    if settings.precision == "tf32" and where.type == "cpu":
+        raise UserError("precision=tf32 needs a GPU: on a CPU, use float32")
+    dtype: Format = "float64" if settings.precision == "float64" else "float32"
+    model = load_model(path, settings.which, str(where)).to(getattr(torch, dtype))
     if directory.state != "done":
         seen = "%s is not finished (%s): measuring its weights after step %d"
         log.warning(seen, path, directory.state, model.step)
@@ -127,7 +130,7 @@ def measure_run(
         domains=tuple(one.sample for one in drawn),
         weights=Weights(settings.which, model.step, model.averaged),
         loss_function="cross-entropy",
-        precision=settings.precision,
+        precision=dtype,
         seed=settings.seed,
         seconds=round(time.perf_counter() - began, 2),
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -193,6 +196,7 @@ def _solve(
         op,
         settings.top,
         tol=settings.tol,
+        precision="tf32" if settings.precision == "tf32" else "fp32",
         vectors=True,
         seed=seed,
         progress=phases.begin("eigenvalues"),

@@ -7,7 +7,8 @@ from typing import Literal, get_args
 from steppe.errors import UserError, unknown
 from steppe.training.which import Which
 
-Precision = Literal["float32", "float64"]
+Format = Literal["float32", "float64"]
+Precision = Literal[Format, "tf32"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Settings:
             64 color images of 224 x 224).
         density: also estimate and draw the spectral density.
         seed: seed of the sampled images and random vectors.
-        precision: ``float32`` or ``float64``.
+        precision: ``float32``, ``float64``, or ``tf32`` (only on a GPU): float32, with a faster
+            search for the eigenvalues, which are then verified and refined in full float32.
     """
 
     domains: Sequence[str] | None = None

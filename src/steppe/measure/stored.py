@@ -20,7 +20,7 @@ from steppe.errors import RunError, UserError
 from steppe.strangers import parse, read
 from steppe.training.which import PATTERN
 
-from .settings import Precision
+from .settings import Format
 
 VERSION = 1
 """Format of these files; incremented when an older steppe would misread them."""
@@ -98,7 +98,7 @@ class Measured:
     weights: Weights
     loss_function: str
     parameters: int
-    precision: Precision
+    precision: Format
     loss: float
     gradient_norm: float
     eigenvalues: Spectrum
