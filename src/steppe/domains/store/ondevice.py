@@ -15,7 +15,7 @@ from torch import Tensor
 
 from steppe.domains import device
 from steppe.domains.augment import crop_boxes
-from steppe.domains.batches import Batch, Drawn, Plan, Reading, View, read_ahead
+from steppe.domains.batches import Batch, Drawn, Plan, Reading, Sampling, View, read_ahead
 from steppe.domains.dataset import Arrays, Domain, Images, Indices
 from steppe.domains.device import Stack, stacked
 from steppe.domains.pack import Packed
@@ -23,7 +23,10 @@ from steppe.domains.pool import cores
 from steppe.errors import UserError
 
 from .host import Store
+from .replay import Replay
 
+BLOCK = 64
+"""Steps whose images and random numbers the host draws at once."""
 _READERS = 8
 """The maximum number of threads that fill the device's memory."""
 log = logging.getLogger("steppe")
@@ -61,6 +64,33 @@ class _Work(NamedTuple):
     sizes: tuple[int, ...]
 
 
+class _Block:
+    """The work of several steps in the device's memory, taken step by step.
+
+    The device counts the steps, and each block overwrites the one before: a CUDA graph reads the
+    same memory in every replay.
+    """
+
+    def __init__(self, work: _Work, steps: int) -> None:
+        self.sizes = work.sizes[: len(work.sizes) // steps]
+        self._tensors = work[:4]
+        self._step = torch.zeros(1, dtype=torch.int64, device=work.chosen.device)
+
+    def replace(self, work: _Work) -> None:
+        """Begin the next block, which may have fewer steps."""
+        for ours, new in zip(self._tensors, work[:4], strict=True):
+            if ours is not None and new is not None:
+                ours[: len(new)].copy_(new)
+        self._step.zero_()
+
+    def take(self) -> _Work:
+        """Return the work of the next step."""
+        size = (-1, sum(self.sizes))
+        rows = [None if t is None else t.unflatten(0, size)[self._step][0] for t in self._tensors]
+        self._step += 1
+        return _Work(*rows, self.sizes)  # type: ignore[arg-type]
+
+
 class OnDevice(Store):
     """Transforms pixels on the device, each batch while the previous one is in use."""
 
@@ -87,17 +117,14 @@ class OnDevice(Store):
     def made(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
         """Yield the batches of a plan, each made on demand."""
 
-    def transformed(self, stack: Stack, work: _Work, view: View) -> list[Batch]:
-        """Transform images of a stack into batches, one per domain."""
-        work = _Work(*map(self.moved, work))
+    def transformed(self, stack: Stack, work: _Work, view: View) -> Tensor:
+        """Transform images of a stack; both it and the work are on the device."""
         if len(work.chosen) > 1:  # one compilation for all batch sizes
             _mark_dynamic(work)
         if work.draws is None or work.boxes is None:
-            images = self._resize(stack, work.chosen, view.size, self._whole_reach(view.size))
-        else:
-            reach = self._crop_reach(view.size)
-            images = self._augment(stack, work.chosen, work.draws, work.boxes, view.size, reach)
-        return list(map(Batch, images.split(work.sizes), work.labels.split(work.sizes)))
+            return self._resize(stack, work.chosen, view.size, self._whole_reach(view.size))
+        reach = self._crop_reach(view.size)
+        return self._augment(stack, work.chosen, work.draws, work.boxes, view.size, reach)
 
     def moved(self, value: Any) -> Any:
         """Copy a tensor to the device through pinned memory; return anything else unchanged."""
@@ -123,14 +150,27 @@ class Stream(OnDevice):
         for pixels, work in read_ahead(Reading(plan, _read), numbers, self.workers, pin):
             stack = Stack(*map(self.moved, pixels))
             _mark_dynamic(stack)  # its length differs between batches
-            yield self.transformed(stack, work, plan.view)
+            work = _Work(*map(self.moved, work))
+            yield _split(self.transformed(stack, work, plan.view), work.labels, work.sizes)
 
 
 class Resident(OnDevice):
-    """Images, packed or in memory, that all fit on the device."""
+    """Images, packed or in memory, that all fit on the device.
 
-    def __init__(self, to: torch.device, domains: Sequence[Domain], compiled: bool = False) -> None:
+    The host draws training batches a block of steps ahead. Then it only asks for the next batch:
+    the device finds the step's row in the block, and transforms its images in one CUDA graph if
+    `captured`.
+    """
+
+    def __init__(
+        self,
+        to: torch.device,
+        domains: Sequence[Domain],
+        compiled: bool = False,
+        captured: bool = False,
+    ) -> None:
         super().__init__(to, domains, compiled)
+        self._captured = captured
         sizes = self._heights * self._widths * self._depth
         begins = np.cumsum(sizes) - sizes
         pixels = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=to)
@@ -149,11 +189,52 @@ class Resident(OnDevice):
         self.where = f"on the device ({pixels.nbytes / 2**30:.2f} GiB), transformed there"
 
     def made(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
+        if isinstance(plan, Sampling):
+            yield from self._in_blocks(plan, numbers)
+            return
         for number in numbers:
-            drawn = plan.drawn(number)
-            positions = np.concatenate([self._first[d.name] + chosen for d, chosen, _ in drawn])
-            work = _work(drawn, positions, self._heights[positions], self._widths[positions])
-            yield self.transformed(self._stack, work, plan.view)
+            work = _Work(*map(self.moved, self._described(plan.drawn(number))))
+            images = self.transformed(self._stack, work, plan.view)
+            yield _split(images, work.labels, work.sizes)
+
+    def _in_blocks(self, sampling: Sampling, numbers: range) -> Iterator[list[Batch]]:
+        block: _Block | None = None
+        for steps, drawn in self._drawn_ahead(sampling, numbers):
+            work = _Work(*map(self.moved, drawn))
+            if block is None:
+                block = _Block(work, steps)
+                make = partial(self._make_next, block, sampling.view)
+                replay = Replay(make) if self._captured else None
+            else:
+                block.replace(work)
+            for _ in range(steps):
+                # Copied, because the next replay overwrites them.
+                made = make() if replay is None else (t.clone() for t in replay())
+                yield _split(*made, block.sizes)
+
+    def _make_next(self, block: _Block, view: View) -> tuple[Tensor, Tensor]:
+        work = block.take()
+        return self.transformed(self._stack, work, view), work.labels
+
+    def _drawn_ahead(self, sampling: Sampling, numbers: range) -> Iterator[tuple[int, _Work]]:
+        """Yield the number of steps in each block and their work, drawn during the last block."""
+
+        def draw(block: range) -> tuple[int, _Work]:
+            steps = [drawn for number in block for drawn in sampling.drawn(number)]
+            return len(block), self._described(steps)
+
+        with ThreadPoolExecutor(1) as thread:
+            ahead = None
+            for start in range(0, len(numbers), BLOCK):
+                now, ahead = ahead, thread.submit(draw, numbers[start : start + BLOCK])
+                if now is not None:
+                    yield now.result()
+            if ahead is not None:
+                yield ahead.result()
+
+    def _described(self, drawn: Sequence[Drawn]) -> _Work:
+        positions = np.concatenate([self._first[d.name] + chosen for d, chosen, _ in drawn])
+        return _work(drawn, positions, self._heights[positions], self._widths[positions])
 
 
 def _read_all(images: Images, ends: Indices) -> Tensor:
@@ -188,6 +269,10 @@ def _work(drawn: Sequence[Drawn], positions: Indices, heights: Indices, widths: 
     draws = np.concatenate(found)
     boxes = crop_boxes(heights, widths, draws)
     return _Work(where, classes, torch.from_numpy(draws), torch.from_numpy(boxes), sizes)
+
+
+def _split(images: Tensor, labels: Tensor, sizes: tuple[int, ...]) -> list[Batch]:
+    return list(map(Batch, images.split(sizes), labels.split(sizes)))
 
 
 def _mark_dynamic(values: Sequence[Any]) -> None:
