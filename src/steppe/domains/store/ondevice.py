@@ -26,7 +26,9 @@ from .host import Store
 from .replay import Replay
 
 BLOCK = 64
-"""Steps whose images and random numbers the host draws at once."""
+"""The maximum number of steps whose images are drawn and transformed at once."""
+BLOCK_VALUES = 2**24
+"""The maximum number of values in memory after the first pass of their resampling."""
 _READERS = 8
 """The maximum number of threads that fill the device's memory."""
 log = logging.getLogger("steppe")
@@ -62,33 +64,6 @@ class _Work(NamedTuple):
     draws: Tensor | None
     boxes: Tensor | None
     sizes: tuple[int, ...]
-
-
-class _Block:
-    """The work of several steps in the device's memory, taken step by step.
-
-    The device counts the steps, and each block overwrites the one before: a CUDA graph reads the
-    same memory in every replay.
-    """
-
-    def __init__(self, work: _Work, steps: int) -> None:
-        self.sizes = work.sizes[: len(work.sizes) // steps]
-        self._tensors = work[:4]
-        self._step = torch.zeros(1, dtype=torch.int64, device=work.chosen.device)
-
-    def replace(self, work: _Work) -> None:
-        """Begin the next block, which may have fewer steps."""
-        for ours, new in zip(self._tensors, work[:4], strict=True):
-            if ours is not None and new is not None:
-                ours[: len(new)].copy_(new)
-        self._step.zero_()
-
-    def take(self) -> _Work:
-        """Return the work of the next step."""
-        size = (-1, sum(self.sizes))
-        rows = [None if t is None else t.unflatten(0, size)[self._step][0] for t in self._tensors]
-        self._step += 1
-        return _Work(*rows, self.sizes)  # type: ignore[arg-type]
 
 
 class OnDevice(Store):
@@ -157,9 +132,9 @@ class Stream(OnDevice):
 class Resident(OnDevice):
     """Images, packed or in memory, that all fit on the device.
 
-    The host draws training batches a block of steps ahead. Then it only asks for the next batch:
-    the device finds the step's row in the block, and transforms its images in one CUDA graph if
-    `captured`.
+    Training batches are drawn and transformed in blocks of steps, because the transforms of a small
+    batch take the device no longer than their launches take the host. If `captured`, a block is one
+    launch of a CUDA graph.
     """
 
     def __init__(
@@ -198,39 +173,43 @@ class Resident(OnDevice):
             yield _split(images, work.labels, work.sizes)
 
     def _in_blocks(self, sampling: Sampling, numbers: range) -> Iterator[list[Batch]]:
-        block: _Block | None = None
-        for steps, drawn in self._drawn_ahead(sampling, numbers):
+        standing: _Work | None = None
+        for drawn in self._drawn_ahead(sampling, numbers):
             work = _Work(*map(self.moved, drawn))
-            if block is None:
-                block = _Block(work, steps)
-                make = partial(self._make_next, block, sampling.view)
-                replay = Replay(make) if self._captured else None
+            if not self._captured:
+                images = self.transformed(self._stack, work, sampling.view)
             else:
-                block.replace(work)
-            for _ in range(steps):
-                # Copied, because the next replay overwrites them.
-                made = make() if replay is None else (t.clone() for t in replay())
-                yield _split(*made, block.sizes)
+                if standing is None:
+                    standing = work
+                    replay = Replay(partial(self.transformed, self._stack, work, sampling.view))
+                _overwrite(standing, work)
+                images = replay()[: len(work.chosen)].clone()  # the next replay overwrites it
+            batches = _split(images, work.labels, work.sizes)
+            domains = len(sampling.sources)
+            for first in range(0, len(batches), domains):
+                yield batches[first : first + domains]
 
-    def _make_next(self, block: _Block, view: View) -> tuple[Tensor, Tensor]:
-        work = block.take()
-        return self.transformed(self._stack, work, view), work.labels
+    def _drawn_ahead(self, sampling: Sampling, numbers: range) -> Iterator[_Work]:
+        """Yield the work of each block of steps, drawn while the block before it is in use."""
 
-    def _drawn_ahead(self, sampling: Sampling, numbers: range) -> Iterator[tuple[int, _Work]]:
-        """Yield the number of steps in each block and their work, drawn during the last block."""
+        def draw(block: range) -> _Work:
+            return self._described([drawn for n in block for drawn in sampling.drawn(n)])
 
-        def draw(block: range) -> tuple[int, _Work]:
-            steps = [drawn for number in block for drawn in sampling.drawn(number)]
-            return len(block), self._described(steps)
-
+        images = sampling.batch_size // sampling.world * len(sampling.sources)
+        steps = self._steps_at_once(images, sampling.view)
         with ThreadPoolExecutor(1) as thread:
             ahead = None
-            for start in range(0, len(numbers), BLOCK):
-                now, ahead = ahead, thread.submit(draw, numbers[start : start + BLOCK])
+            for start in range(0, len(numbers), steps):
+                now, ahead = ahead, thread.submit(draw, numbers[start : start + steps])
                 if now is not None:
                     yield now.result()
             if ahead is not None:
                 yield ahead.result()
+
+    def _steps_at_once(self, images: int, view: View) -> int:
+        reach = (self._crop_reach if view.augment else self._whole_reach)(view.size)
+        each = images * reach.rows * view.size * self._depth
+        return max(1, min(BLOCK, BLOCK_VALUES // each))
 
     def _described(self, drawn: Sequence[Drawn]) -> _Work:
         positions = np.concatenate([self._first[d.name] + chosen for d, chosen, _ in drawn])
@@ -269,6 +248,13 @@ def _work(drawn: Sequence[Drawn], positions: Indices, heights: Indices, widths: 
     draws = np.concatenate(found)
     boxes = crop_boxes(heights, widths, draws)
     return _Work(where, classes, torch.from_numpy(draws), torch.from_numpy(boxes), sizes)
+
+
+def _overwrite(ours: _Work, new: _Work) -> None:
+    """Copy work into the tensors of other work, which may be longer."""
+    for a, b in zip(ours, new, strict=True):
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a is not b:
+            a[: len(b)].copy_(b)
 
 
 def _split(images: Tensor, labels: Tensor, sizes: tuple[int, ...]) -> list[Batch]:
