@@ -225,7 +225,7 @@ def _resampled(
     inside = pixel * step[:, None, None]
     for tap in range(reach.taps):
         found = pixels[starts[:, :, None] + inside[:, None, :, tap]]
-        total = total + found * weight[:, None, :, None, tap]
+        total = torch.addcmul(total, found, weight[:, None, :, None, tap])
     once, total = _rounded(total), zero
 
     # The second pass turns lines of either kind into rows.
@@ -235,7 +235,8 @@ def _resampled(
     for tap in range(reach.taps):
         one, share = pixel[:, :, tap], weight[:, :, tap]
         found = once[each, torch.where(swap, one[:, None], one[:, :, None]), along]
-        total = total + found * torch.where(swap, share[:, None], share[:, :, None])[..., None]
+        share = torch.where(swap, share[:, None], share[:, :, None])[..., None]
+        total = torch.addcmul(total, found, share)
     return _rounded(total)
 
 
