@@ -180,8 +180,8 @@ class Resident(OnDevice):
                 images = self.transformed(self._stack, work, sampling.view)
             else:
                 if standing is None:
-                    standing = work
-                    replay = Replay(partial(self.transformed, self._stack, work, sampling.view))
+                    standing = _Work(*(t.clone() if isinstance(t, Tensor) else t for t in work))
+                    replay = Replay(partial(self.transformed, self._stack, standing, sampling.view))
                 _overwrite(standing, work)
                 images = replay()[: len(work.chosen)].clone()  # the next replay overwrites it
             batches = _split(images, work.labels, work.sizes)
@@ -253,7 +253,7 @@ def _work(drawn: Sequence[Drawn], positions: Indices, heights: Indices, widths: 
 def _overwrite(ours: _Work, new: _Work) -> None:
     """Copy work into the tensors of other work, which may be longer."""
     for a, b in zip(ours, new, strict=True):
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and a is not b:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
             a[: len(b)].copy_(b)
 
 

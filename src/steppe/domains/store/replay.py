@@ -9,12 +9,12 @@ import torch
 
 T = TypeVar("T")
 
-WARM_UP = 2
+WARM_UP = 1
 """Calls before capture, which compile code and load kernels."""
 
 
 class Replay(Generic[T]):
-    """Calls a function that always reads the same tensors, from the third call on as a CUDA graph.
+    """Calls a function that always reads the same tensors, from the second call on as a CUDA graph.
 
     Every replay overwrites the results of the last one.
 
