@@ -27,7 +27,7 @@ from .replay import Replay
 
 BLOCK = 64
 """The maximum number of steps whose images are drawn and transformed at once."""
-BLOCK_VALUES = 2**24
+BLOCK_VALUES = 25_000_000
 """The maximum number of values in memory after the first pass of their resampling."""
 _READERS = 8
 """The maximum number of threads that fill the device's memory."""
