@@ -38,8 +38,10 @@ def image_folder(
             folder.mkdir(parents=True)
             for i in np.flatnonzero(domain.labels == label)[:per_class]:
                 image = Image.fromarray(domain.images[int(i)])
-                shape = rng.integers(*MIXED, size=2, endpoint=True) if mixed else (PIXELS, PIXELS)
-                image.resize(tuple(map(int, shape))).save(folder / f"{i}.jpg", quality=90)
+                low, high = MIXED if mixed else (PIXELS, PIXELS)
+                image.resize(rng.integers(low, high, size=2, endpoint=True)).save(
+                    folder / f"{i}.jpg", quality=90
+                )
         yield root
 
 

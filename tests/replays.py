@@ -1,4 +1,4 @@
-"""CUDA graphs as a CPU can show them: a replay computes again, into the memory of the first time."""
+"""CUDA graphs as a CPU can show them: a replay computes again, into the memory of the first."""
 
 from collections.abc import Callable
 from typing import Any

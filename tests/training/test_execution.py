@@ -16,7 +16,6 @@ from steppe.training.precision import resolve
 from steppe.training.processes import Processes
 from steppe.training.trainer import Trainer
 from steppe.training.update import take_up
-
 from tests.replays import PretendedReplay
 
 from .axes import OPTIONS

@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -180,7 +181,7 @@ class Resident(OnDevice):
                 images = self.transformed(self._stack, work, sampling.view)
             else:
                 if standing is None:
-                    standing = _Work(*(t.clone() if isinstance(t, Tensor) else t for t in work))
+                    standing = deepcopy(work)
                     replay = Replay(partial(self.transformed, self._stack, standing, sampling.view))
                 _overwrite(standing, work)
                 images = replay()[: len(work.chosen)].clone()  # the next replay overwrites it
