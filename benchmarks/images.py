@@ -39,9 +39,8 @@ def image_folder(
             for i in np.flatnonzero(domain.labels == label)[:per_class]:
                 image = Image.fromarray(domain.images[int(i)])
                 low, high = MIXED if mixed else (PIXELS, PIXELS)
-                image.resize(rng.integers(low, high, size=2, endpoint=True)).save(
-                    folder / f"{i}.jpg", quality=90
-                )
+                image = image.resize(rng.integers(low, high, size=2, endpoint=True))
+                image.save(folder / f"{i}.jpg", quality=90)
         yield root
 
 
