@@ -15,16 +15,22 @@ from steppe.domains.pack import Packed, location, remedy
 from steppe.errors import UserError
 
 PIXELS = 227  # image height and width, as in PACS
+MIXED = (64, 256)  # the range of each, where images differ
 
 
 @contextmanager
-def image_folder(images: Path | None = None, per_class: int = 24) -> Iterator[Path]:
-    """Yield the user's folder, or a temporary one of enlarged doodles in seven classes."""
+def image_folder(
+    images: Path | None = None, per_class: int = 24, mixed: bool = False
+) -> Iterator[Path]:
+    """Yield the user's folder, or a temporary one of enlarged doodles in seven classes.
+
+    Their heights and widths are `PIXELS`, or `MIXED`.
+    """
     if images is not None:
         check_folder(images)
         yield images
         return
-    doodles = load("Doodles")
+    doodles, rng = load("Doodles"), np.random.default_rng(0)
     with tempfile.TemporaryDirectory(prefix="steppe-bench-") as home:
         root = Path(home) / "enlarged doodles"
         for domain, (label, name) in product(doodles.domains, enumerate(doodles.classes[:7])):
@@ -32,14 +38,18 @@ def image_folder(images: Path | None = None, per_class: int = 24) -> Iterator[Pa
             folder.mkdir(parents=True)
             for i in np.flatnonzero(domain.labels == label)[:per_class]:
                 image = Image.fromarray(domain.images[int(i)])
-                image.resize((PIXELS, PIXELS)).save(folder / f"{i}.jpg", quality=90)
+                low, high = MIXED if mixed else (PIXELS, PIXELS)
+                image = image.resize(rng.integers(low, high, size=2, endpoint=True))
+                image.save(folder / f"{i}.jpg", quality=90)
         yield root
 
 
 @contextmanager
-def packed_images(images: Path | None = None, per_class: int = 24) -> Iterator[Path]:
+def packed_images(
+    images: Path | None = None, per_class: int = 24, mixed: bool = False
+) -> Iterator[Path]:
     """Like `image_folder`, with a pack next to the folder."""
-    with image_folder(images, per_class) as root:
+    with image_folder(images, per_class, mixed) as root:
         _pack(root, None if images is None else stderr())
         yield root
 

@@ -48,17 +48,30 @@ class Options(RunOptions):
     baseline: str = option("adam", "The optimizer to compare with.")
     rounds: int = option(5, "Number of measurements.", min=1)
     steps: int = option(4, "Steps per measurement.", min=1)
+    dataset: str | None = option(None, "A built-in dataset instead of a folder.", metavar="NAME")
+    mixed: bool = option(False, "Generate images of many sizes.", "--mixed")
+    image_size: int | None = option(None, "Height and width of the network's input.", min=1)
     eager: bool = option(False, "Disable compilation and CUDA graphs.", "--eager")
     deterministic: bool = option(False, "As in 'steppe train'.", "--deterministic")
 
+    @contextmanager
+    def opened(self) -> Iterator[Path]:
+        """Yield the folder of images, packed, or the built-in dataset's name."""
+        if self.dataset is not None:
+            yield Path(self.dataset)
+            return
+        with packed_images(self.images, mixed=self.mixed) as root:
+            yield root
+
     def config(self, images: Path, optimizer: str, **values: str) -> RunConfig:
-        sources = len(load(images).domains) - 1
+        sources = len(load(str(images)).domains) - 1
         if self.batch % sources:
             raise UserError(f"--batch {self.batch} is not a multiple of {sources} domains")
-        own = {
+        own: dict[str, Any] = {
             "batch_size": self.batch // sources,
             "engine": "off" if self.eager else "auto",
             "deterministic": self.deterministic,
+            **({"image_size": self.image_size} if self.image_size else {}),
         }
         return make_config({**replace(self, optimizer=optimizer).values(images), **own, **values})
 
@@ -208,7 +221,7 @@ class DomainBed:
 def measure(options: Options) -> Result:
     device = options.where
     with (
-        packed_images(options.images) as images,
+        options.opened() as images,
         tempfile.TemporaryDirectory(prefix="steppe-bench-") as out,
     ):
         configs = contenders(options, images)
@@ -243,7 +256,8 @@ def measure(options: Options) -> Result:
         "optimizer": options.optimizer,
         "batch": f"{options.batch // per_domain} x {per_domain}",
         "deterministic": options.deterministic,
-        "data": name_of(options.images),
+        "data": options.dataset or name_of(options.images) + ", mixed sizes" * options.mixed,
+        "image size": configs[first].image_size,
         "rounds": options.rounds,
         "steps a round": options.steps,
         "runs": runs,

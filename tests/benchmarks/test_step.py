@@ -11,10 +11,11 @@ import pytest
 import step
 import torch
 from harness import Still
-from images import packed_images
+from images import MIXED, image_folder, packed_images
 from PIL import Image
 
 from steppe.domains.batches import Batch, Sampling
+from steppe.domains.dataset import decode
 from steppe.domains.store import Host
 from steppe.errors import UserError
 from steppe.training import make_config
@@ -168,3 +169,17 @@ def test_memory_and_gears_on_a_gpu(images: Path) -> None:
     assert "on the device" in fad["images"]
     assert all(run["peak GiB"] > 0 for run in (fad, adam, plain))
     assert -0.5 < result["memory over adam, in parameter-sized buffers"] < 4
+
+
+def test_a_built_in_dataset_needs_no_folder(tmp_path: Path) -> None:
+    chosen = {"backbone": "small-cnn", "dataset": "RotatedDigits", "image_size": 8, "batch": 10}
+    result = step.measure(options(tmp_path / "none", optimizer="sgd", baseline="sgd", **chosen))
+    assert (result["data"], result["batch"], result["image size"]) == ("RotatedDigits", "5 x 2", 8)
+
+
+def test_generated_images_may_be_of_many_sizes() -> None:
+    with image_folder(per_class=2, mixed=True) as root:
+        sizes = [decode(path).shape[:2] for path in root.rglob("*.jpg")]
+    sides = [side for size in sizes for side in size]
+    assert len(set(sizes)) > len(sizes) // 2
+    assert MIXED[0] <= min(sides) < max(sides) <= MIXED[1]

@@ -147,8 +147,16 @@ def test_crop_is_inside_the_image(height, width, draws):
     ((top, left, h, w),) = augment.crop_boxes(np.array([height]), np.array([width]), draws[None])
     assert 0 <= top < top + h <= height
     assert 0 <= left < left + w <= width
+    assert (top, left, h, w) == augment.crop_box(height, width, draws.tolist())
     small = augment.augment(np.zeros((height % 9 + 1, width % 9 + 1, 3), np.uint8), draws, 5)
     assert small.shape == (5, 5, 3)
+
+
+def test_crops_of_many_images_are_those_of_each():
+    heights, widths = np.random.default_rng(2).integers(1, 300, size=(2, 2000))
+    drawn = rows(2000)
+    each = [augment.crop_box(*image) for image in zip(heights, widths, drawn, strict=True)]
+    np.testing.assert_array_equal(augment.crop_boxes(heights, widths, drawn), each)
 
 
 def test_jitter_is_distributed_as_torchvisions():

@@ -12,8 +12,10 @@ from PIL import Image
 
 from steppe.domains import Arrays, Dataset, Domain, Split, load, packing, store
 from steppe.domains.batches import Batch, Sampling, View
-from steppe.domains.store import Host, Resident, Store, Stream, open_store
+from steppe.domains.store import Host, Resident, Store, Stream, ondevice, open_store
+from steppe.domains.store.ondevice import BLOCK, BLOCK_VALUES
 from steppe.errors import UserError
+from tests.replays import PretendedReplay
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
 
@@ -94,6 +96,49 @@ def test_training_batches_are_those_of_the_host(
         for one, other in zip(place.training(chosen, 4, 7), expected, strict=True):
             for found, wanted in zip(one, other, strict=True):
                 assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_blocks_of_steps_are_those_steps(
+    packed: Dataset, view: View, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured or not, and with a last block that is shorter."""
+    monkeypatch.setattr(ondevice, "Replay", PretendedReplay)
+    monkeypatch.setattr(ondevice, "BLOCK", steps)
+    chosen = sampling(packed.domains, view, rank=1, world=2)
+    expected = list(Host(CPU, 0).training(chosen, 2, 13))
+    for captured in (False, True):
+        place = Resident(CPU, packed.domains, captured=captured)
+        assert place._steps_at_once(6, view) == steps
+        found = list(place.training(chosen, 2, 13))  # no batch overwrites an earlier one
+        for one, other in zip(found, expected, strict=True):
+            for mine, wanted in zip(one, other, strict=True):
+                assert_same(mine, wanted)
+        assert not list(place.training(chosen, 5, 5))
+
+
+def test_blocks_are_as_long_as_memory_allows(packed: Dataset) -> None:
+    place = Resident(CPU, packed.domains)
+    tallest = int(max(place._heights))
+    for images, size in ((8, 16), (96, 224), (10**5, 224)):
+        steps = place._steps_at_once(images, View(size, augment=False))
+        values = images * 3 * tallest * size
+        assert steps == min(BLOCK, max(1, BLOCK_VALUES // values))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_captured_batches_are_those_of_the_host(packed: Dataset, view: View) -> None:
+    chosen = sampling(packed.domains, view)
+    numbers = (3, 3 + 3 * BLOCK + 5)
+    expected = list(Host(CPU, 0).training(chosen, *numbers))
+    found = list(
+        Resident(torch.device("cuda"), packed.domains, captured=True).training(chosen, *numbers)
+    )
+    for one, other in zip(found, expected, strict=True):
+        for mine, wanted in zip(one, other, strict=True):
+            assert_same(Batch(*(t.cpu() for t in mine)), wanted)
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)

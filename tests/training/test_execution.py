@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from steppe.algorithms import algorithm_names
+from steppe.domains.batches import Batch
 from steppe.optim import LookSAM
-from steppe.training import RunDirectory, make_config, train
-from steppe.training.execution import MOST_GRAPHS, WARM_UP, _settings, choose_gears
+from steppe.training import RunDirectory, execution, make_config, train
+from steppe.training.execution import MOST_GRAPHS, WARM_UP, _Preparation, _settings, choose_gears
 from steppe.training.precision import resolve
 from steppe.training.processes import Processes
 from steppe.training.trainer import Trainer
 from steppe.training.update import take_up
+from tests.replays import PretendedReplay
 
 from .axes import OPTIONS
 
@@ -213,6 +215,45 @@ def test_a_run_from_before_there_was_an_engine(tmp_path: Path) -> None:
     config = make_config({**DIGITS, "version": 2})
     assert config.engine == "off"
     assert make_config(DIGITS).engine == "auto"
+
+
+def test_a_captured_preparation_is_that_of_its_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "Replay", PretendedReplay)
+    run = trainer(tmp_path, accumulate=2)
+    batches = list(run.store.training(run.sampling, 0, 5))
+    preparation = _Preparation(run._prepare, batches[0])
+    places = set()
+    for step in batches:
+        own = [Batch(images.clone(), labels.clone()) for images, labels in step]
+        for found, expected in zip(preparation(step), run._prepare(own), strict=True):
+            assert torch.equal(found.images, expected.images)
+            assert torch.equal(found.labels, expected.labels)
+            assert found.sizes == expected.sizes
+        if preparation.standing is not None:
+            places.add(preparation.standing[0].images.data_ptr())
+        for mine, before in zip(step, own, strict=True):
+            assert torch.equal(mine.images, before.images), "the batches are left alone"
+    assert len(places) == 1
+    fewer = [Batch(images[:4], labels[:4]) for images, labels in batches[0]]
+    assert preparation(fewer)[0].sizes == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "draws"),
+    [
+        ({}, False),
+        ({"algorithm": "RSC"}, False),
+        ({"algorithm": "Mixup"}, True),
+        ({"algorithm": "DANN"}, True),
+        ({"dropout": 0.1}, True),
+    ],
+)
+def test_what_draws_is_prepared_step_by_step(
+    tmp_path: Path, options: dict[str, Any], draws: bool
+) -> None:
+    assert trainer(tmp_path, **options)._draws == draws
 
 
 @pytest.mark.gpu

@@ -115,7 +115,10 @@ class Algorithm(nn.Module, ABC):
         self.n_domains = n_domains
 
     def prepare(self, batches: Sequence[Batch]) -> Prepared:
-        """Make every random draw of a step, once, for all calls of `forward`."""
+        """Make every random draw of a step, once, for all calls of `forward`.
+
+        A CUDA graph may replay this one, without dropout, but no override.
+        """
         images = self.network.normalize(torch.cat([batch.images for batch in batches]))
         return Prepared(
             images,

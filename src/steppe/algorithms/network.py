@@ -108,6 +108,7 @@ class Network(nn.Module):
         # Constants of the data pipeline, so not saved in checkpoints.
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
+        self._standardizes = any(mean) or any(s != 1 for s in std)
         self.train()
 
     def normalize(self, images: Tensor) -> Tensor:
@@ -115,7 +116,8 @@ class Network(nn.Module):
         if images.dtype is not torch.uint8:
             return images
         # The same operations as torchvision's ToTensor and Normalize, for bit-identical results.
-        return images.to(self.mean.dtype).div_(255).sub_(self.mean).div_(self.std)
+        images = images.to(self.mean.dtype).div_(255)
+        return images.sub_(self.mean).div_(self.std) if self._standardizes else images
 
     def draw_mask(self, images: Tensor) -> Tensor | None:
         """Draw a dropout mask for `features`; None without dropout or in evaluation mode."""

@@ -89,14 +89,32 @@ def crop_box(height: int, width: int, draws: Sequence[float]) -> tuple[int, int,
 
 
 def crop_boxes(heights: Indices, widths: Indices, draws: Draws) -> Indices:
-    """Return the crops of N images as rows. Runs on the host: `exp` differs between devices.
+    """Return the `crop_box` of each of N images as a row, all images at once.
+
+    Runs on the host, with the C library's `exp`: those of devices and of NumPy round differently.
 
     Examples:
         >>> crop_boxes(np.array([40]), np.array([40]), np.full((1, DRAWS), 0.5))
         array([[ 2,  2, 37, 37]])
     """
-    images = zip(heights.tolist(), widths.tolist(), draws.tolist(), strict=True)
-    return np.array([crop_box(*image) for image in images], dtype=np.int64).reshape(-1, 4)
+    # Where no try fits: the largest centered crop with an allowed aspect ratio.
+    h = np.where(widths / heights < RATIO[0], np.rint(widths / RATIO[0]), heights).astype(np.int64)
+    w = np.where(widths / heights > RATIO[1], np.rint(heights * RATIO[1]), widths).astype(np.int64)
+    boxes = np.stack([(heights - h) // 2, (widths - w) // 2, h, w], axis=1)
+    low, high = (math.log(r) for r in RATIO)
+    rest = np.arange(len(draws))
+    for i in range(_TRIES):
+        height, width, drawn = heights[rest], widths[rest], draws[rest]
+        area = height * width * (SCALE[0] + (SCALE[1] - SCALE[0]) * drawn[:, 2 * i])
+        exponents = low + (high - low) * drawn[:, 2 * i + 1]
+        ratio = np.array([math.exp(x) for x in exponents.tolist()])
+        w, h = (np.rint(np.sqrt(a)).astype(np.int64) for a in (area * ratio, area / ratio))
+        fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+        top = (drawn[:, _POSITION] * (height - h + 1)).astype(np.int64)
+        left = (drawn[:, _POSITION + 1] * (width - w + 1)).astype(np.int64)
+        boxes[rest[fits]] = np.stack([top, left, h, w], axis=1)[fits]
+        rest = rest[~fits]
+    return boxes
 
 
 def jitter_factors(draws: Draws) -> tuple[float, float, float, float]:

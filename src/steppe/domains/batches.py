@@ -150,6 +150,23 @@ class Reading(Dataset[Any]):
 
 def read_ahead(dataset: Reading, numbers: range, workers: int, pin: bool) -> Iterator[Any]:
     """Yield the batches with these numbers in order; workers read ahead (0: no worker)."""
+    items: Iterator[Any]
+    if not workers and not pin:  # a loader takes as long as a small batch
+        items = map(dataset.__getitem__, numbers)
+    else:
+        items = _loaded(dataset, numbers, workers, pin)
+    item = None
+    try:
+        while (item := _next(items, workers)) is not _END:
+            if isinstance(item, UserError):
+                raise item
+            yield item
+    finally:
+        # An error's traceback keeps this frame alive, which would keep the workers alive.
+        del item, items
+
+
+def _loaded(dataset: Reading, numbers: range, workers: int, pin: bool) -> Iterator[Any]:
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=None,
@@ -164,16 +181,7 @@ def read_ahead(dataset: Reading, numbers: range, workers: int, pin: bool) -> Ite
         generator=torch.Generator(),
     )
     with _signals_held():
-        items = iter(loader)
-    item = None
-    try:
-        while (item := _next(items, workers)) is not _END:
-            if isinstance(item, UserError):
-                raise item
-            yield item
-    finally:
-        # An error's traceback keeps this frame alive, which would keep the workers alive.
-        del item, items
+        return iter(loader)
 
 
 _END = object()

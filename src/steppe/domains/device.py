@@ -217,14 +217,15 @@ def _resampled(
     first = torch.where((mirrored & ~swapped)[:, None], mirror, plain)
     second = torch.where((mirrored & swapped)[:, None], mirror, plain)
 
-    channel = torch.arange(channels, device=device)
-    starts = (start[:, None] + line * line_step[:, None])[:, :, None, None] + channel
+    # The channels of a pixel are neighbors, so that one index finds them all.
+    pixels = stack.pixels.unfold(0, channels, 1)
+    starts = start[:, None] + line * line_step[:, None]
     total = zero = torch.zeros((), dtype=torch.int32, device=device)
     pixel, weight = _weighed(length, first, size, reach.taps)
     inside = pixel * step[:, None, None]
     for tap in range(reach.taps):
-        found = stack.pixels[starts + inside[:, None, :, None, tap]]
-        total = total + found * weight[:, None, :, None, tap]
+        found = pixels[starts[:, :, None] + inside[:, None, :, tap]]
+        total = torch.addcmul(total, found, weight[:, None, :, None, tap])
     once, total = _rounded(total), zero
 
     # The second pass turns lines of either kind into rows.
@@ -234,7 +235,8 @@ def _resampled(
     for tap in range(reach.taps):
         one, share = pixel[:, :, tap], weight[:, :, tap]
         found = once[each, torch.where(swap, one[:, None], one[:, :, None]), along]
-        total = total + found * torch.where(swap, share[:, None], share[:, :, None])[..., None]
+        share = torch.where(swap, share[:, None], share[:, :, None])[..., None]
+        total = torch.addcmul(total, found, share)
     return _rounded(total)
 
 

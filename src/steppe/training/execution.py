@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from steppe.algorithms import Losses, Network
 from steppe.algorithms.network import Compiled
+from steppe.domains.batches import Batch
+from steppe.domains.store.replay import Replay
 from steppe.optim import FlatnessOptimizer
 from steppe.optim.engine import skips_by_itself
 from steppe.optim.schedules import scheduled
@@ -118,6 +120,7 @@ class Engine:
         self._graphs: dict[Hashable, _Graph] = {}
         self._seen: dict[Hashable, int] = {}
         self._pool: Any = None
+        self._preparation: _Preparation | None = None
         if self.compiled:
             import torch._dynamo.config as dynamo
 
@@ -128,6 +131,21 @@ class Engine:
     def gear(self) -> str:
         names = {"compiled": self.compiled, "captured in CUDA graphs": self.captured}
         return " and ".join(name for name, on in names.items() if on) or "eager"
+
+    def prepare(
+        self, prepare: Callable[[Sequence[Batch]], list[Any]], batches: Sequence[Batch]
+    ) -> list[Any]:
+        """Prepare a step, captured if possible; the next step may overwrite the result.
+
+        Args:
+            prepare: the same function in every step, which draws nothing and never asks the host.
+            batches: those of the step, one per domain.
+        """
+        if not self.captured:
+            return prepare(batches)
+        if self._preparation is None:
+            self._preparation = _Preparation(prepare, batches)
+        return self._preparation(batches)
 
     def optimize(
         self, optimizer: Optimizer, objective: str, prepared: Sequence[Any]
@@ -200,7 +218,8 @@ class Engine:
         if getattr(optimizer, "draws", False):
             self._stop_capturing("the optimizer draws noise, which a replayed graph would repeat")
             return None
-        static = [_mapped(part, lambda t: t.clone()) for part in prepared]
+        standing = self._preparation is not None and prepared is self._preparation.standing
+        static = prepared if standing else [_mapped(p, lambda t: t.clone()) for p in prepared]
         steps = optimizer.steps if isinstance(optimizer, FlatnessOptimizer) else 0
         module, scaler = self._passes.module, self._passes.scaler
         module.zero_grad()  # the graph must allocate gradients in its own memory
@@ -233,8 +252,7 @@ class Engine:
         return _Graph(graph, static, losses, gradients, whole)
 
     def _replay(self, graph: _Graph, optimizer: Optimizer, prepared: Sequence[Any]) -> list[Losses]:
-        for mine, given in zip(_tensors(graph.prepared), _tensors(prepared), strict=True):
-            mine.copy_(given)
+        _copy(graph.prepared, prepared)
         graph.graph.replay()
         if isinstance(optimizer, FlatnessOptimizer):
             optimizer.steps += 1
@@ -248,6 +266,7 @@ class Engine:
 
     def _stop_capturing(self, why: str) -> None:
         self.captured = False
+        self._preparation = None
         self.forget()
         self._note(f"not captured: {why}")
 
@@ -269,6 +288,28 @@ class _Graph:
     """Whether it includes the optimizer's step."""
 
 
+class _Preparation:
+    """The preparation of steps whose batches are all alike; others are prepared one by one."""
+
+    def __init__(
+        self, prepare: Callable[[Sequence[Batch]], list[Any]], batches: Sequence[Batch]
+    ) -> None:
+        self._prepare, self._kind = prepare, _kind(batches)
+        self._batches = _mapped(batches, Tensor.clone)
+        self._replay = Replay(lambda: prepare(self._batches))
+        self.standing: list[Any] | None = None
+        """What every replay writes to."""
+
+    def __call__(self, batches: Sequence[Batch]) -> list[Any]:
+        if _kind(batches) != self._kind:
+            return self._prepare(batches)
+        _copy(self._batches, batches)
+        prepared = self._replay()
+        if self._replay.captured:
+            self.standing = prepared
+        return prepared
+
+
 def _settings(optimizer: Optimizer) -> Hashable:
     """Everything about an optimizer that a captured graph holds as constants.
 
@@ -278,15 +319,18 @@ def _settings(optimizer: Optimizer) -> Hashable:
         return id(optimizer)
     step = optimizer.steps + 1 if isinstance(optimizer, FlatnessOptimizer) else 0
     visits = optimizer.planned()[1] if isinstance(optimizer, FlatnessOptimizer) else None
-    groups = [
-        tuple(
-            (name, scheduled(value, step, group))
-            for name, value in group.items()
-            if name != "params" and not isinstance(value, Tensor)
-        )
+    groups = tuple(
+        (name, _hashable(scheduled(value, step, group)))
         for group in optimizer.param_groups
-    ]
-    return id(optimizer), visits, repr(groups)
+        for name, value in group.items()
+        if name != "params" and not isinstance(value, Tensor)
+    )
+    return id(optimizer), visits, groups
+
+
+def _hashable(value: Any) -> Hashable:
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return value if plain else repr(value)
 
 
 def _kind(tree: Any) -> Hashable:
@@ -305,6 +349,12 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
         yield tree
     for _, value in _inside(tree) or ():
         yield from _tensors(value)
+
+
+def _copy(ours: Any, given: Any) -> None:
+    """Copy a tree's tensors into those of another, which may be itself."""
+    if given is not ours:
+        torch._foreach_copy_([*_tensors(ours)], [*_tensors(given)])
 
 
 def _inside(tree: Any) -> list[tuple[Any, Any]] | None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,7 @@ class Trainer:
             config.workers,
             processes.world,
             compiled=gears.compiled,
+            captured=gears.captured,
         )
         self._build(len(sources))
         self.objectives = tuple(self.algorithm.objectives())
@@ -103,6 +105,9 @@ class Trainer:
             deterministic=config.deterministic,
             say=lambda line: log.info("engine: %s", line) if processes.first else None,
         )
+        own = type(self.algorithm).prepare is not Algorithm.prepare
+        self._draws = own or self.algorithm.network.dropout > 0
+        """Whether preparing a step may draw random numbers or decide on the host."""
         self.averaging = build_averaging(
             config.averaging.name, self.algorithm, **config.averaging.options
         )
@@ -244,9 +249,10 @@ class Trainer:
 
     def step(self, batches: Sequence[Batch]) -> None:
         """Make one update from one batch per source domain."""
-        parts = cut([self.laid_out(batch) for batch in batches], self.config.accumulate)
-        with self._autocast():
-            prepared = [self.algorithm.prepare(part) for part in parts]
+        if self._draws:
+            prepared = self._prepare(batches)
+        else:
+            prepared = self.engine.prepare(self._prepare, batches)
         firsts: list[dict[str, Losses]] = [{} for _ in prepared]
         for objective in self.objectives:
             if not objective.active(self.done):
@@ -266,6 +272,11 @@ class Trainer:
         share_statistics(self.algorithm, self.processes)
         self.averaging.update()
         self.done += 1
+
+    def _prepare(self, batches: Sequence[Batch]) -> list[Any]:
+        parts = cut([self.laid_out(batch) for batch in batches], self.config.accumulate)
+        with self._autocast():
+            return [self.algorithm.prepare(part) for part in parts]
 
     def laid_out(self, batch: Batch) -> Batch:
         """A batch in the network's memory format."""

@@ -36,6 +36,7 @@ def open_store(
     workers: int | None,
     processes: int = 1,
     compiled: bool = False,
+    captured: bool = False,
 ) -> Store:
     """Open a store for the images of a run.
 
@@ -48,6 +49,7 @@ def open_store(
         workers: the number of reading processes; None chooses it.
         processes: the number of training processes on this machine.
         compiled: whether to compile the transforms on the device.
+        captured: whether to capture those of images on the device in a CUDA graph.
     """
     known = all(isinstance(domain.images, Packed | Arrays) for domain in domains)
     in_memory = all(isinstance(domain.images, Arrays) for domain in domains)
@@ -59,7 +61,7 @@ def open_store(
             free, _ = torch.cuda.mem_get_info(to)
             place = "device" if size(domains) <= SHARE * free else "stream"
     if place == "device":
-        return Resident(to, domains, compiled)
+        return Resident(to, domains, compiled, captured)
     if workers is None:
         # On a CPU, workers would compete with the training for cores; arrays need no reading.
         few = to.type == "cpu" or in_memory

@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from steppe.domains import device
 from steppe.domains.augment import crop_boxes
-from steppe.domains.batches import Batch, Drawn, Plan, Reading, View, read_ahead
+from steppe.domains.batches import Batch, Drawn, Plan, Reading, Sampling, View, read_ahead
 from steppe.domains.dataset import Arrays, Domain, Images, Indices
 from steppe.domains.device import Stack, stacked
 from steppe.domains.pack import Packed
@@ -23,7 +24,12 @@ from steppe.domains.pool import cores
 from steppe.errors import UserError
 
 from .host import Store
+from .replay import Replay
 
+BLOCK = 64
+"""The maximum number of steps whose images are drawn and transformed at once."""
+BLOCK_VALUES = 25_000_000
+"""The maximum number of values in memory after the first pass of their resampling."""
 _READERS = 8
 """The maximum number of threads that fill the device's memory."""
 log = logging.getLogger("steppe")
@@ -87,17 +93,14 @@ class OnDevice(Store):
     def made(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
         """Yield the batches of a plan, each made on demand."""
 
-    def transformed(self, stack: Stack, work: _Work, view: View) -> list[Batch]:
-        """Transform images of a stack into batches, one per domain."""
-        work = _Work(*map(self.moved, work))
+    def transformed(self, stack: Stack, work: _Work, view: View) -> Tensor:
+        """Transform images of a stack; both it and the work are on the device."""
         if len(work.chosen) > 1:  # one compilation for all batch sizes
             _mark_dynamic(work)
         if work.draws is None or work.boxes is None:
-            images = self._resize(stack, work.chosen, view.size, self._whole_reach(view.size))
-        else:
-            reach = self._crop_reach(view.size)
-            images = self._augment(stack, work.chosen, work.draws, work.boxes, view.size, reach)
-        return list(map(Batch, images.split(work.sizes), work.labels.split(work.sizes)))
+            return self._resize(stack, work.chosen, view.size, self._whole_reach(view.size))
+        reach = self._crop_reach(view.size)
+        return self._augment(stack, work.chosen, work.draws, work.boxes, view.size, reach)
 
     def moved(self, value: Any) -> Any:
         """Copy a tensor to the device through pinned memory; return anything else unchanged."""
@@ -123,14 +126,27 @@ class Stream(OnDevice):
         for pixels, work in read_ahead(Reading(plan, _read), numbers, self.workers, pin):
             stack = Stack(*map(self.moved, pixels))
             _mark_dynamic(stack)  # its length differs between batches
-            yield self.transformed(stack, work, plan.view)
+            work = _Work(*map(self.moved, work))
+            yield _split(self.transformed(stack, work, plan.view), work.labels, work.sizes)
 
 
 class Resident(OnDevice):
-    """Images, packed or in memory, that all fit on the device."""
+    """Images, packed or in memory, that all fit on the device.
 
-    def __init__(self, to: torch.device, domains: Sequence[Domain], compiled: bool = False) -> None:
+    Training batches are drawn and transformed in blocks of steps, because the transforms of a small
+    batch take the device no longer than their launches take the host. If `captured`, a block is one
+    launch of a CUDA graph.
+    """
+
+    def __init__(
+        self,
+        to: torch.device,
+        domains: Sequence[Domain],
+        compiled: bool = False,
+        captured: bool = False,
+    ) -> None:
         super().__init__(to, domains, compiled)
+        self._captured = captured
         sizes = self._heights * self._widths * self._depth
         begins = np.cumsum(sizes) - sizes
         pixels = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=to)
@@ -149,11 +165,56 @@ class Resident(OnDevice):
         self.where = f"on the device ({pixels.nbytes / 2**30:.2f} GiB), transformed there"
 
     def made(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
+        if isinstance(plan, Sampling):
+            yield from self._in_blocks(plan, numbers)
+            return
         for number in numbers:
-            drawn = plan.drawn(number)
-            positions = np.concatenate([self._first[d.name] + chosen for d, chosen, _ in drawn])
-            work = _work(drawn, positions, self._heights[positions], self._widths[positions])
-            yield self.transformed(self._stack, work, plan.view)
+            work = _Work(*map(self.moved, self._described(plan.drawn(number))))
+            images = self.transformed(self._stack, work, plan.view)
+            yield _split(images, work.labels, work.sizes)
+
+    def _in_blocks(self, sampling: Sampling, numbers: range) -> Iterator[list[Batch]]:
+        standing: _Work | None = None
+        for drawn in self._drawn_ahead(sampling, numbers):
+            work = _Work(*map(self.moved, drawn))
+            if not self._captured:
+                images = self.transformed(self._stack, work, sampling.view)
+            else:
+                if standing is None:
+                    standing = deepcopy(work)
+                    replay = Replay(partial(self.transformed, self._stack, standing, sampling.view))
+                _overwrite(standing, work)
+                images = replay()[: len(work.chosen)].clone()  # the next replay overwrites it
+            batches = _split(images, work.labels, work.sizes)
+            domains = len(sampling.sources)
+            for first in range(0, len(batches), domains):
+                yield batches[first : first + domains]
+
+    def _drawn_ahead(self, sampling: Sampling, numbers: range) -> Iterator[_Work]:
+        """Yield the work of each block of steps, drawn while the block before it is in use."""
+
+        def draw(block: range) -> _Work:
+            return self._described([drawn for n in block for drawn in sampling.drawn(n)])
+
+        images = sampling.batch_size // sampling.world * len(sampling.sources)
+        steps = self._steps_at_once(images, sampling.view)
+        with ThreadPoolExecutor(1) as thread:
+            ahead = None
+            for start in range(0, len(numbers), steps):
+                now, ahead = ahead, thread.submit(draw, numbers[start : start + steps])
+                if now is not None:
+                    yield now.result()
+            if ahead is not None:
+                yield ahead.result()
+
+    def _steps_at_once(self, images: int, view: View) -> int:
+        reach = (self._crop_reach if view.augment else self._whole_reach)(view.size)
+        each = images * reach.rows * view.size * self._depth
+        return max(1, min(BLOCK, BLOCK_VALUES // each))
+
+    def _described(self, drawn: Sequence[Drawn]) -> _Work:
+        positions = np.concatenate([self._first[d.name] + chosen for d, chosen, _ in drawn])
+        return _work(drawn, positions, self._heights[positions], self._widths[positions])
 
 
 def _read_all(images: Images, ends: Indices) -> Tensor:
@@ -188,6 +249,17 @@ def _work(drawn: Sequence[Drawn], positions: Indices, heights: Indices, widths: 
     draws = np.concatenate(found)
     boxes = crop_boxes(heights, widths, draws)
     return _Work(where, classes, torch.from_numpy(draws), torch.from_numpy(boxes), sizes)
+
+
+def _overwrite(ours: _Work, new: _Work) -> None:
+    """Copy work into the tensors of other work, which may be longer."""
+    for a, b in zip(ours, new, strict=True):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            a[: len(b)].copy_(b)
+
+
+def _split(images: Tensor, labels: Tensor, sizes: tuple[int, ...]) -> list[Batch]:
+    return list(map(Batch, images.split(sizes), labels.split(sizes)))
 
 
 def _mark_dynamic(values: Sequence[Any]) -> None:
