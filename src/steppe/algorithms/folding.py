@@ -1,10 +1,8 @@
-r"""Frozen batch norm, folded into the convolution before it.
+"""Frozen batch norm, folded into the convolution before it, in compiled code.
 
-With fixed statistics, batch norm is a linear map of each channel:
-$\gamma\,(\mathrm{conv}(x, w) + c - \mu)/\sigma + \beta = \mathrm{conv}(x, s w) + b$ with
-$s = \gamma/\sigma$ and $b = \beta + s\,(c - \mu)$, where $c$ is the convolution's own bias. The
-folded weight is computed from the parameters in every pass, so each parameter gets the gradient it
-had, and neither pass reads or writes the activation between convolution and norm.
+With fixed statistics, batch norm scales and shifts each channel, and so can the weight and bias of
+the convolution. They are computed from all parameters in every pass, so each parameter gets the
+gradient it had, and no pass reads or writes the activation between convolution and norm.
 """
 
 from __future__ import annotations
@@ -18,7 +16,10 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from steppe.curvature.convolution import normalized
+
 _NORM = inspect.signature(F.batch_norm)
+_FIXED = ("running_mean", "running_var", "weight", "bias", "eps")
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
@@ -62,31 +63,19 @@ def fold(module: fx.GraphModule) -> int:
             or given["training"]
         ):
             continue
+        operands = _operands(convolution)
+        fixed = [operands["weight"], operands["bias"], *(given[name] for name in _FIXED)]
         with module.graph.inserting_before(norm):
-            nodes = (given, _operands(convolution))
-            found = fx.node.map_arg(nodes, lambda node: fx.Proxy(node, tracer))
-            norm.replace_all_uses_with(_folded(*found).node)
+            found = normalized(*fx.node.map_arg(fixed, lambda node: fx.Proxy(node, tracer)))
+            operands |= {"weight": found[0].node, "bias": found[1].node}
+            together = module.graph.call_function(torch.conv2d, kwargs=operands)
+        norm.replace_all_uses_with(together)
         module.graph.erase_node(norm)
         module.graph.erase_node(convolution)
         folded += 1
     if folded:
         module.recompile()
     return folded
-
-
-def _folded(norm: dict[str, Any], convolution: dict[str, Any]) -> Any:
-    """The norm's output, from tensors or from nodes of a graph."""
-    scale = torch.rsqrt(norm["running_var"] + norm["eps"])
-    if norm["weight"] is not None:
-        scale = scale * norm["weight"]
-    centre = norm["running_mean"]
-    if convolution["bias"] is not None:
-        centre = centre - convolution["bias"]
-    shift = -centre * scale
-    if norm["bias"] is not None:
-        shift = shift + norm["bias"]
-    weight = convolution["weight"] * scale[:, None, None, None]
-    return torch.conv2d(**{**convolution, "weight": weight, "bias": shift})
 
 
 def _arguments(norm: fx.Node) -> dict[str, Any]:

@@ -95,12 +95,10 @@ def _pointwise(by: int, shape: Sequence[int], x: Any, w: Any, g: Any) -> Tensor:
 
 
 class FastConvolutions(TorchFunctionMode):
-    r"""A context that replaces torch's convolutions with those of this module.
+    """A context that replaces torch's convolutions with those of this module.
 
-    It also folds a batch norm with fixed statistics into the convolution before it:
-    $\gamma (C(x, w) - \mu) / \sigma + \beta = C(x, w s) + \beta - \mu s$ with
-    $s = \gamma / \sigma$. This is the same function of all parameters, with fewer passes over
-    images in each of its derivatives.
+    It also folds a batch norm with fixed statistics into the convolution before it, which leaves
+    fewer passes over images in each derivative.
     """
 
     def __init__(self) -> None:
@@ -174,13 +172,35 @@ def _folded(
         or w.numel() > y.numel()  # scaling the kernel would take longer than scaling the images
     ):
         return None
-    scale = (running_var + eps).rsqrt()
-    if weight is not None:
-        scale = scale * weight
-    shift = -running_mean * scale if shift is None else (shift - running_mean) * scale
-    if bias is not None:
-        shift = shift + bias
-    return _make(x, w * scale.reshape(-1, *[1] * (w.ndim - 1)), shift, kernel).y
+    norm = (running_mean, running_var, weight, bias, eps)
+    return _make(x, *normalized(w, shift, *norm, dims=w.ndim - 1), kernel).y
+
+
+def normalized(
+    w: Any, bias: Any, mean: Any, var: Any, gamma: Any, beta: Any, eps: float, *, dims: int = 3
+) -> tuple[Any, Any]:
+    r"""Return the weight and bias of a convolution followed by a batch norm with fixed statistics.
+
+    $\gamma\,(C(x, w) + c - \mu) / \sigma + \beta = C(x, s w) + \beta + s\,(c - \mu)$ with
+    $s = \gamma / \sigma$: the same function of all parameters.
+
+    Args:
+        w: the weight; like the other values, a tensor or a node of a graph.
+        bias: $c$, or None.
+        mean: $\mu$.
+        var: $\sigma^2$, to which `eps` is added.
+        gamma: the norm's weight, or None.
+        beta: the norm's bias, or None.
+        eps: added to the variance.
+        dims: the dimensions of the weight after the first.
+    """
+    scale = (var + eps).rsqrt()
+    if gamma is not None:
+        scale = scale * gamma
+    shift = -mean * scale if bias is None else (bias - mean) * scale
+    if beta is not None:
+        shift = shift + beta
+    return w * scale.reshape(-1, *[1] * dims), shift
 
 
 _PLAIN = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
