@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -39,8 +39,8 @@ def backend(**options: Any) -> Backend:
 
         if torch.is_grad_enabled():
             fold(module)
-        compiled: Callable[..., Any] = compile_fx(module, list(examples), config_patches=options)
-        return compiled
+        compiled = compile_fx(module, list(examples), config_patches=options)
+        return cast(Callable[..., Any], compiled)
 
     return compile
 
@@ -66,7 +66,9 @@ def fold(module: fx.GraphModule) -> int:
         operands = _operands(convolution)
         fixed = [operands["weight"], operands["bias"], *(given[name] for name in _FIXED)]
         with module.graph.inserting_before(norm):
-            found = normalized(*fx.node.map_arg(fixed, lambda node: fx.Proxy(node, tracer)))
+            found = normalized(
+                *(fx.Proxy(x, tracer) if isinstance(x, fx.Node) else x for x in fixed)
+            )
             operands |= {"weight": found[0].node, "bias": found[1].node}
             together = module.graph.call_function(torch.conv2d, kwargs=operands)
         norm.replace_all_uses_with(together)
