@@ -412,6 +412,57 @@ def test_a_gpu_that_failed_hides_no_error(tmp_path: Path, monkeypatch) -> None:
     assert "device-side assert" in last.facts["error"]
 
 
+def test_after_a_fault_of_the_gpu_its_worker_ends(tmp_path: Path, monkeypatch) -> None:
+    """Through MPS it stops everybody on the GPU: who was not alone is taken over, not failed."""
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",), overrides=("steps=30",))
+    first, second, *_ = (Job(sweep.folder(name)) for name in sweep.names)
+    monkeypatch.setattr(store, "worker_name", lambda: "another")
+    taken = claim(first, [], memory=socket.gethostname())
+    monkeypatch.undo()
+    step = Trainer.step
+
+    def broken(*given) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    def faulty(self, batches):
+        step(self, batches)
+        if self.done == 10:
+            broken()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    monkeypatch.setattr(Trainer, "step", faulty)
+    with pytest.raises(RunError, match=r"illegal memory access was encountered$"):
+        Worker(sweep, "cpu").work()
+    assert [event.kind for event in second.events()] == ["claim"]
+    taken.release()
+    old = time.time() - 100
+    for path in (second.path / "events/00001.json", second.attempt(1) / "heartbeat"):
+        os.utime(path, (old, old))
+    with pytest.raises(RunError, match="illegal memory access"):
+        Worker(sweep, "cpu").work()  # alone, so the fault is its own
+    assert [event.kind for event in first.events()] == ["claim", "released", "claim", "failed"]
+    monkeypatch.undo()
+    assert Worker(sweep, "cpu").work() == 6
+    assert_complete(sweep)
+
+
+def test_a_run_that_diverges_harms_none_beside_it(tmp_path: Path) -> None:
+    grids = [
+        Grid(**{**vars(GRID), "optimizers": ("sgd",), "targets": "0,15", **changes})
+        for changes in ({}, {"overrides": (*GRID.overrides, "optimizer.lr=1e30"), "tag": "wild"})
+    ]
+    sweep = write_plan(grids, tmp_path / "sweep")
+    status = run_sweep(sweep, crew=Crew(2))
+    assert (status.counts["done"], status.counts["failed"]) == (2, 2)
+    assert all("diverged" in failure.error for failure in status.failures)
+    for name in sweep.names:
+        if "wild" not in name:
+            alone = tmp_path / "alone" / name
+            train(Job(sweep.folder(name)).config().model_copy(update={"device": "cpu"}), alone)
+            assert_same_run(Job(sweep.folder(name)).result, alone)
+
+
 def test_the_memory_of_a_gpu_is_named_by_its_serial(tmp_path: Path, monkeypatch) -> None:
     sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
     monkeypatch.setattr("steppe.sweeps.worker.find_device", torch.device)
@@ -428,7 +479,7 @@ def test_what_is_done_starts_no_workers_and_what_is_left_does(tmp_path: Path, mo
     left = SimpleNamespace(over=False, counts={"planned": 1, "done": 5})
     looks = iter([left, left, over, over, over, over])
 
-    def start(command, log):
+    def start(command, log, sharing):
         started.append(log)
         return SimpleNamespace(poll=lambda: 0, wait=lambda: 0, returncode=0)
 
@@ -446,7 +497,7 @@ def test_workers_that_die_at_once_are_given_up(tmp_path: Path, monkeypatch) -> N
     sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
     started = []
 
-    def start(command, log):
+    def start(command, log, sharing):
         started.append(log)
         return SimpleNamespace(poll=lambda: 1, wait=lambda: 1, returncode=1)
 

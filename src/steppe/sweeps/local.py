@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +18,12 @@ from steppe.domains.pool import cores
 from steppe.errors import UserError
 
 from .launch import Crew, Show, register_launcher
+from .mps import Sharing, sharing
 from .status import Status
 from .supervise import RESTARTS, kept_dying, supervise
 from .sweep import Sweep
+
+log = logging.getLogger("steppe")
 
 
 @register_launcher("local")
@@ -26,12 +31,16 @@ class Local:
     """Run workers on this machine, one per GPU or core, and restart those that die."""
 
     def start(self, sweep: Sweep, crew: Crew, show: Show) -> Status:
-        logs = sweep.path / "workers"
-        slots = [
-            _Slot(crew.command(sweep.path, device), logs / f"local-{os.getpid()}-{number}.log")
-            for number, device in enumerate(devices(crew))
-        ]
-        return supervise(sweep, crew, show, _Slots(sweep, slots))
+        logs, places = sweep.path / "workers", devices(crew)
+        crowded = len(set(places)) < len(places) and places[0] != "cpu"
+        with sharing() if crowded else nullcontext(Sharing()) as how:
+            if how.refused:
+                log.warning("workers take turns on a GPU, without MPS: %s", how.refused)
+            slots = [
+                _Slot(crew.command(sweep.path, place), logs / f"local-{os.getpid()}-{n}.log", how)
+                for n, place in enumerate(places)
+            ]
+            return supervise(sweep, crew, show, _Slots(sweep, slots))
 
 
 def devices(crew: Crew) -> list[str]:
@@ -51,6 +60,7 @@ def devices(crew: Crew) -> list[str]:
 class _Slot:
     command: Sequence[str]
     log: Path
+    sharing: Sharing
     process: subprocess.Popen[bytes] | None = None
     deaths: int = 0
     done: int = 0
@@ -83,7 +93,7 @@ class _Slots:
                         continue
                 elif slot.process is not None and slot.dead_for_good(status.counts["done"]):
                     continue
-                slot.process = _start(slot.command, slot.log)
+                slot.process = _start(slot.command, slot.log, slot.sharing)
             alive += 1
         if not alive and any(slot.process and slot.process.returncode for slot in self.slots):
             raise kept_dying(self.sweep, f" (see the logs in {self.sweep.path / 'workers'})")
@@ -101,9 +111,9 @@ class _Slots:
             process.wait()
 
 
-def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    log.parent.mkdir(exist_ok=True)
-    with log.open("ab") as file:
+def _start(command: Sequence[str], output: Path, sharing: Sharing) -> subprocess.Popen[bytes]:
+    output.parent.mkdir(exist_ok=True)
+    with output.open("ab") as file:
         # A session of its own, so that the worker gets Ctrl-C once, from this process.
         return subprocess.Popen(
             command,
@@ -111,4 +121,6 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env={**os.environ, **sharing.variables},
+            pass_fds=sharing.files,
         )
