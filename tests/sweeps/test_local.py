@@ -28,7 +28,6 @@ from steppe.sweeps import (
     Sweep,
     Worker,
     cancel,
-    local,
     look,
     read_plan,
     retry,
@@ -37,6 +36,7 @@ from steppe.sweeps import (
     supervise,
     write_plan,
 )
+from steppe.sweeps.copies import Copy, Original
 from steppe.sweeps.status import show
 from steppe.sweeps.store import Claim
 from steppe.sweeps.takeover import claim
@@ -479,11 +479,11 @@ def test_what_is_done_starts_no_workers_and_what_is_left_does(tmp_path: Path, mo
     left = SimpleNamespace(over=False, counts={"planned": 1, "done": 5})
     looks = iter([left, left, over, over, over, over])
 
-    def start(command, log, sharing):
+    def start(self, words, log, variables):
         started.append(log)
-        return SimpleNamespace(poll=lambda: 0, wait=lambda: 0, returncode=0)
+        return Copy(self, 0, 0)
 
-    monkeypatch.setattr(local, "_start", start)
+    monkeypatch.setattr(Original, "start", start)
     monkeypatch.setattr(supervise, "look", lambda *given: next(looks))
     monkeypatch.setattr(supervise, "LOOK_SECONDS", 0.0)
     run_sweep(sweep, crew=Crew(2))
@@ -497,11 +497,11 @@ def test_workers_that_die_at_once_are_given_up(tmp_path: Path, monkeypatch) -> N
     sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
     started = []
 
-    def start(command, log, sharing):
+    def start(self, words, log, variables):
         started.append(log)
-        return SimpleNamespace(poll=lambda: 1, wait=lambda: 1, returncode=1)
+        return Copy(self, 0, 1)
 
-    monkeypatch.setattr(local, "_start", start)
+    monkeypatch.setattr(Original, "start", start)
     monkeypatch.setattr(supervise, "LOOK_SECONDS", 0.0)
     with pytest.raises(RunError, match=r"keep dying .*workers\). Fix the cause and rerun: "):
         run_sweep(sweep, crew=Crew(2))

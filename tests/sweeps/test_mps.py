@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from steppe.sweeps import Crew, Grid, Job, local, look, mps, run_sweep, write_plan
+from steppe.sweeps.copies import Original
 from steppe.sweeps.mps import CONTROL, FOLDER, sharing
 from tests.limits import seconds
 
@@ -75,6 +76,7 @@ def test_a_daemon_of_its_own_that_stops_at_the_end(started: Path) -> None:
 
 LAUNCHER = """
 import os, subprocess, sys, time
+from steppe.sweeps.copies import Original
 from steppe.sweeps.mps import FOLDER, sharing
 with sharing() as how:
     worker = subprocess.Popen(["sleep", "1000"], pass_fds=how.files)
@@ -128,19 +130,19 @@ def test_workers_that_share_a_gpu_get_a_daemon(tmp_path, started, monkeypatch, c
     grid = Grid(("RotatedDigits",), trials=1, draws=1, targets="0,15", overrides=small)
     sweep = write_plan(grid, tmp_path / "sweep")
     given = []
-    start = local._start
+    start = Original.start
 
-    def noted(command, log, how):
-        given.append(how)
-        return start(command, log, how)
+    def noted(self, words, output, variables):
+        given.append(variables)
+        return start(self, words, output, variables)
 
     command = Crew.command
-    monkeypatch.setattr(local, "_start", noted)
+    monkeypatch.setattr(Original, "start", noted)
     monkeypatch.setattr(local, "devices", lambda crew: ["cuda:0"] * crew.per_gpu)
     monkeypatch.setattr(Crew, "command", lambda self, path, device: command(self, path, "cpu"))
     assert run_sweep(sweep, crew=Crew(per_gpu=crowd)).complete
     assert len(given) == crowd
-    assert started.exists() == bool(given[0].files) == bool(given[0].variables) == (crowd > 1)
+    assert started.exists() == bool(given[0]) == (crowd > 1)
     assert not started.exists() or not alive(int(started.read_text()))
     assert all(Job(sweep.folder(name)).result.exists() for name in sweep.names)
     assert look(sweep).complete

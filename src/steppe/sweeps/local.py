@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
+from functools import partial
 
 from steppe.domains.pool import cores
 from steppe.errors import UserError
 
+from .copies import Copy, Original
 from .launch import Crew, Show, register_launcher
 from .mps import Sharing, sharing
 from .status import Status
@@ -31,19 +28,32 @@ class Local:
     """Run workers on this machine, one per GPU or core, and restart those that die."""
 
     def start(self, sweep: Sweep, crew: Crew, show: Show) -> Status:
-        logs, places = sweep.path / "workers", devices(crew)
-        crowded = len(set(places)) < len(places) and places[0] != "cpu"
-        with sharing() if crowded else nullcontext(Sharing()) as how:
-            if how.refused:
-                log.warning("workers take turns on a GPU, without MPS: %s", how.refused)
+        logs = sweep.path / "workers"
+        logs.mkdir(exist_ok=True)
+        with (
+            sharing() if crew.per_gpu > 1 else nullcontext(Sharing()) as how,
+            Original(how.files) as original,
+        ):
+            places = devices(crew)
+            if how.refused and len(set(places)) < len(places) and "cpu" not in places:
+                log.warning("the workers on a GPU take turns, without MPS: %s", how.refused)
             slots = [
-                _Slot(crew.command(sweep.path, place), logs / f"local-{os.getpid()}-{n}.log", how)
-                for n, place in enumerate(places)
+                _Slot(
+                    partial(
+                        original.start,
+                        crew.command(sweep.path, place)[3:],  # after `python -m steppe`
+                        logs / f"local-{os.getpid()}-{number}.log",
+                        how.variables,
+                    )
+                )
+                for number, place in enumerate(places)
             ]
             return supervise(sweep, crew, show, _Slots(sweep, slots))
 
 
 def devices(crew: Crew) -> list[str]:
+    import torch  # while the original imports it too
+
     gpus = torch.cuda.device_count()
     if not gpus:
         return ["cpu"] * (crew.workers or cores())
@@ -58,10 +68,8 @@ def devices(crew: Crew) -> list[str]:
 
 @dataclass
 class _Slot:
-    command: Sequence[str]
-    log: Path
-    sharing: Sharing
-    process: subprocess.Popen[bytes] | None = None
+    start: Callable[[], Copy]
+    process: Copy | None = None
     deaths: int = 0
     done: int = 0
     """Runs of the sweep that were done when the worker last died."""
@@ -93,7 +101,7 @@ class _Slots:
                         continue
                 elif slot.process is not None and slot.dead_for_good(status.counts["done"]):
                     continue
-                slot.process = _start(slot.command, slot.log, slot.sharing)
+                slot.process = slot.start()
             alive += 1
         if not alive and any(slot.process and slot.process.returncode for slot in self.slots):
             raise kept_dying(self.sweep, f" (see the logs in {self.sweep.path / 'workers'})")
@@ -105,22 +113,6 @@ class _Slots:
             time.sleep(0.05)
         started = [slot.process for slot in self.slots if slot.process is not None]
         for process in started:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
+            process.terminate()
         for process in started:
             process.wait()
-
-
-def _start(command: Sequence[str], output: Path, sharing: Sharing) -> subprocess.Popen[bytes]:
-    output.parent.mkdir(exist_ok=True)
-    with output.open("ab") as file:
-        # A session of its own, so that the worker gets Ctrl-C once, from this process.
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **sharing.variables},
-            pass_fds=sharing.files,
-        )
