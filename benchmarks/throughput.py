@@ -62,10 +62,10 @@ def measure(options: Options) -> Result:
 
         def carried_out(name: str, workers: int, *size: int) -> tuple[float, Sweep]:
             sweep = write_plan(options.grid(images, *size), Path(home) / name)
-            words = ("--workers", str(workers))
+            words = [sys.executable, "-m", "steppe", "sweep", "run", str(sweep.path)]
+            words += ["--workers", str(workers)]
             if options.where.type == "cuda":
-                words += ("--per-gpu", str(workers))
-            words = (sys.executable, "-m", "steppe", "sweep", "run", str(sweep.path), *words)
+                words += ["--per-gpu", str(workers)]
             once = partial(run, words, check=True, capture_output=True)
             return seconds(torch.device("cpu"), once), sweep
 

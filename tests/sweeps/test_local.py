@@ -14,6 +14,7 @@ import sys
 import time
 import weakref
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -243,6 +244,15 @@ def test_a_signal_between_runs_leaves_no_claim_behind(tmp_path: Path, monkeypatc
     assert [e.kind for e in Job(sweep.folder(sweep.names[0])).events()] == ["claim", "released"]
 
 
+def test_a_signal_just_before_a_run_is_not_lost(tmp_path: Path, monkeypatch) -> None:
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
+    stop = partial(signal.raise_signal, signal.SIGTERM)
+    monkeypatch.setattr("steppe.sweeps.worker.import_plugins", lambda plugins: stop())
+    with pytest.raises(Interrupted):
+        Worker(sweep, "cpu").work()
+    assert [e.kind for e in Job(sweep.folder(sweep.names[0])).events()] == ["claim", "released"]
+
+
 def test_a_run_that_kills_its_workers_has_failed(tmp_path: Path) -> None:
     """Out of memory, say: nobody is left to say so. Like any failure, it is tried once more."""
     sweep = plan(tmp_path / "sweep", optimizers=("sgd",), overrides=("steps=2",))
@@ -453,7 +463,9 @@ def test_a_run_that_diverges_harms_none_beside_it(tmp_path: Path) -> None:
         for changes in ({}, {"overrides": (*GRID.overrides, "optimizer.lr=1e30"), "tag": "wild"})
     ]
     sweep = write_plan(grids, tmp_path / "sweep")
-    status = run_sweep(sweep, crew=Crew(2))
+    words = ("sweep", "run", sweep.path, "--workers", 2)
+    assert processes.Steppe(*words, folder=tmp_path).wait() == 1
+    status = look(sweep)
     assert (status.counts["done"], status.counts["failed"]) == (2, 2)
     assert all("diverged" in failure.error for failure in status.failures)
     for name in sweep.names:

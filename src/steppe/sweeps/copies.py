@@ -6,7 +6,6 @@ what workers need, computes nothing, and copies itself for each worker. It answe
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -16,10 +15,15 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from runpy import run_module
 from typing import Any, Self
 
 from steppe.errors import RunError
+
+_IMPORTS = ("steppe.cli", "steppe.sweeps.worker", "torch._dynamo")
+"""What workers import sooner or later; the last for building an optimizer."""
 
 
 class Original:
@@ -93,13 +97,8 @@ def serve() -> None:
     """Be the original: answer requests until there are no more, and return, also in each copy."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing else may print among the answers
-    import torch._dynamo  # optimizers import it when they are built
-
-    from steppe import cli
-    from steppe.sweeps import worker  # noqa: F401
-
-    gc.collect()
-    gc.freeze()  # a collection in a copy would write to the pages that it shares
+    for name in _IMPORTS:
+        import_module(name)
     # Libraries may have started threads of their own, which they restart in copies.
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
     for line in requests:
@@ -111,9 +110,9 @@ def serve() -> None:
             answer = os.fork()
             if not answer:
                 requests.close()
-                os.close(answers.fileno())
+                answers.close()
                 _become(*facts)
-                cli.main()
+                run_module("steppe", run_name="__main__")
                 return
         print(json.dumps(answer), file=answers, flush=True)
 

@@ -105,4 +105,4 @@ def _failure(command: list[str], variables: Mapping[str, str], typed: str = "") 
             said = output.read().strip().rpartition("\n")[-1]
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{CONTROL}: {error}"
-    return done.returncode and (said or f"{CONTROL} exited with {done.returncode}") or ""
+    return (said or f"{CONTROL} exited with {done.returncode}") if done.returncode else ""
