@@ -44,7 +44,8 @@ class Original:
         self._process.communicate()
 
     def start(self, words: Sequence[str], output: Path, variables: Mapping[str, str]) -> Copy:
-        """Run `steppe WORDS` in a copy with additional environment variables."""
+        """Run `steppe WORDS` in a copy, with its output in a file and additional variables."""
+        output.parent.mkdir(exist_ok=True)
         return Copy(self, self.ask("start", list(words), str(output), dict(variables)))
 
     def ask(self, *request: object) -> Any:
@@ -112,6 +113,8 @@ def serve() -> None:
                 requests.close()
                 answers.close()
                 _become(*facts)
+                if sys.platform == "darwin":  # whose own libraries do not work in copies
+                    os.execv(sys.executable, [sys.executable, "-m", *sys.argv])
                 run_module("steppe", run_name="__main__")
                 return
         print(json.dumps(answer), file=answers, flush=True)

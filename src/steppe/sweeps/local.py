@@ -29,7 +29,6 @@ class Local:
 
     def start(self, sweep: Sweep, crew: Crew, show: Show) -> Status:
         logs = sweep.path / "workers"
-        logs.mkdir(exist_ok=True)
         with (
             sharing() if crew.per_gpu > 1 else nullcontext(Sharing()) as how,
             Original(how.files) as original,

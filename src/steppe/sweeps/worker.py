@@ -38,7 +38,7 @@ DEATHS = 3
 REFUSALS = 3
 """A worker stops after this many consecutive runs with a user error, such as missing data."""
 IDLE_SECONDS = 2.0
-"""Polling interval while other workers own all remaining runs."""
+"""Longest polling interval while other workers own all remaining runs; the first is a tenth."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Worker:
 
     def work(self) -> int:
         """Execute runs until none is left; return how many finished."""
-        finished = taken = 0
+        finished, taken, idle = 0, 0, IDLE_SECONDS / 10
         with Interrupts() as interrupts:  # for the time between runs; each run has its own
             while self.limit is None or taken < self.limit:
                 claim, left = self._next()
@@ -81,8 +81,10 @@ class Worker:
                     taken += 1
                     finished += self._carry_out(claim)
                     _free_memory()
+                    idle = IDLE_SECONDS / 10
                 elif left:
-                    time.sleep(min(IDLE_SECONDS, self.stale / 2))
+                    time.sleep(min(idle, self.stale / 2))
+                    idle = min(2 * idle, IDLE_SECONDS)
                 else:
                     break
         return finished
