@@ -24,7 +24,7 @@ from steppe.sweeps import Grid, Job, Sweep, write_plan
 from steppe.training import RunDirectory
 from steppe.training.directory import VOLATILE
 
-WARM_UP_STEPS = 10  # enough for every compilation and capture
+PER_CLASS = 40  # generated images per domain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,10 @@ class Options(harness.DeviceOptions):
     backbone: str = option("small-cnn", harness.KNOWN)
     image_size: int = option(32, "Height and width of the network's input.", min=1)
     batch: int = option(32, "Images per domain and update.", min=1)
-    alone: int = option(1, "Trials to repeat with one worker, for comparison.", min=0)
     overrides: list[str] | None = OVERRIDES
 
-    def grid(self, images: Path, targets: int, trials: int, steps: int) -> Grid:
-        own = {"steps": steps, "backbone": self.backbone, "image_size": self.image_size}
+    def grid(self, images: Path, targets: int, trials: int) -> Grid:
+        own = {"steps": self.steps, "backbone": self.backbone, "image_size": self.image_size}
         own |= {"weights": "none", "batch_size": self.batch}
         given = self.overrides or []
         refuse_own(own, given)
@@ -69,18 +68,16 @@ def measure(options: Options) -> Result:
             once = partial(run, words, check=True, capture_output=True)
             return seconds(torch.device("cpu"), once), sweep
 
-        carried_out("warm-up", 1, 1, 1, WARM_UP_STEPS)
-        if options.alone:
-            took, alone = carried_out("alone", 1, 1, options.alone, options.steps)
-            rows["alone"] = _row(took, alone)
+        # One worker and a few of the runs, for comparison; it also fills the compilers' caches.
+        took, alone = carried_out("alone", 1, 1, 1)
+        rows["1 worker, a part"] = _row(took, alone)
         for number in track(options.per_gpu or [16], "sweeps"):
-            size = (options.targets, options.trials, options.steps)
-            took, sweep = carried_out(f"{number} workers", number, *size)
-            rows[f"{number} workers"] = _row(took, sweep)
-            if options.alone:
-                pairs = [(_records(alone, name), _records(sweep, name)) for name in alone.names]
-                same = sum(a == b for a, b in pairs)
-                rows[f"{number} workers"]["records as alone"] = f"{same} of {len(pairs)}"
+            name = f"{number} workers"
+            took, sweep = carried_out(name, number, options.targets, options.trials)
+            rows[name] = _row(took, sweep)
+            for what, of in (("accuracies", _accuracies), ("records", _records)):
+                same = [of(alone, run) == of(sweep, run) for run in alone.names]
+                rows[name][f"{what} as alone"] = f"{sum(same)} of {len(same)}"
     return {
         "images": "doodles of mixed sizes" if options.images is None else name_of(options.images),
         "backbone": options.backbone,
@@ -109,6 +106,15 @@ def _records(sweep: Sweep, name: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if k not in VOLATILE} for record in records]
 
 
+def _accuracies(sweep: Sweep, name: str) -> list[Any]:
+    return [
+        (domain, part, scores["accuracy"])
+        for record in _records(sweep, name)
+        for domain, parts in record["domains"].items()
+        for part, scores in parts.items()
+    ]
+
+
 @contextmanager
 def _images(options: Options) -> Iterator[Path]:
     if options.images is not None:
@@ -122,7 +128,7 @@ def _images(options: Options) -> Iterator[Path]:
             for label, name in enumerate(doodles.classes):
                 folder = root / domain.name / name
                 folder.mkdir(parents=True)
-                for i in np.flatnonzero(domain.labels == label):
+                for i in np.flatnonzero(domain.labels == label)[:PER_CLASS]:
                     image = Image.fromarray(domain.images[int(i)]).convert("RGB")
                     height, width = rng.integers(32, 72, 2).tolist()
                     image.resize((width, height)).save(folder / f"{i}.png")

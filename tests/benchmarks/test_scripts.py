@@ -91,6 +91,7 @@ def test_throughput(carry_out, images):
     words += ("--images", images, "--device", "cpu", "--per-gpu", 2)
     sweeps = carry_out(throughput, *words)["sweeps"]
     assert [row["done"] for row in sweeps.values()] == [2, 2]
+    assert sweeps["2 workers"]["accuracies as alone"] == "2 of 2"
     assert sweeps["2 workers"]["records as alone"] == "2 of 2"
 
 
