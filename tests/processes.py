@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tests.limits import seconds
@@ -166,29 +165,50 @@ def fork(words: Sequence[str], log: Path | int, first: Callable[[], object] = la
 
 
 class _Forked:
-    """In place of `subprocess.Popen` for a launcher: its worker is forked from it."""
+    """In place of the `subprocess.Popen` of a launcher's original: it is forked from it."""
 
-    def __init__(self, command: Sequence[str], *, stdout: Any, **_: Any) -> None:
-        self.returncode: int | None = None
-        self.pid = fork(command[3:], stdout.fileno(), os.setsid)  # less `python -m steppe`
+    def __init__(self, files: Sequence[int]) -> None:
+        from steppe.sweeps import copies
 
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
+        (theirs, self._in), (self._out, answers) = os.pipe(), os.pipe()
+        self.stdin = os.fdopen(self._in, "wb")
+        self.stdout = os.fdopen(self._out, "rb")
+        self.pid = os.fork()
+        if self.pid:
+            os.close(theirs)
+            os.close(answers)
+            return
+        code = 70
+        try:
+            self.stdin.close()
+            self.stdout.close()
+            os.setsid()
+            os.dup2(theirs, 0)
+            os.dup2(answers, 1)
+            os.close(theirs)
+            os.close(answers)
+            copies.serve()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else bool(end.code)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
-    def wait(self) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
 
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+    def communicate(self) -> None:
+        self.stdin.close()
+        self.stdout.close()
+        os.waitpid(self.pid, 0)
 
 
 def fork_workers() -> None:
-    """Has a launcher in this process, which computes nothing itself, fork its workers."""
-    from steppe.sweeps import local
+    """Has a launcher in this process, which computes nothing itself, fork its original."""
+    from steppe.sweeps import copies
 
-    local.subprocess = SimpleNamespace(Popen=_Forked, DEVNULL=None, STDOUT=None)  # type: ignore[assignment]
+    copies._opened = _Forked  # type: ignore[assignment]

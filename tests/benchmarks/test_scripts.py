@@ -16,6 +16,7 @@ import predict
 import pytest
 import report
 import sweep
+import throughput
 from torch import nn
 
 SMALL = ("--set", "image_size=16", "--set", "batch_size=2")
@@ -83,6 +84,16 @@ def test_fidelity(carry_out, monkeypatch):
 def test_sweep(carry_out):
     result = carry_out(sweep, "--runs", 6, "--steps", 1)
     assert (result["runs"], result["done"]) == (6, 6)
+
+
+@pytest.mark.slow
+def test_throughput(carry_out, images):
+    words = ("--targets", 1, "--trials", 1, "--optimizers", "sgd,fad", "--steps", 2, "--batch", 2)
+    words += ("--images", images, "--device", "cpu", "--per-gpu", 2)
+    sweeps = carry_out(throughput, *words)["sweeps"]
+    assert [row["done"] for row in sweeps.values()] == [2, 2]
+    assert sweeps["2 workers"]["accuracies as alone"] == "2 of 2"
+    assert sweeps["2 workers"]["records as alone"] == "2 of 2"
 
 
 @pytest.mark.slow

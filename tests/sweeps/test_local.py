@@ -14,6 +14,7 @@ import sys
 import time
 import weakref
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,6 @@ from steppe.sweeps import (
     Sweep,
     Worker,
     cancel,
-    local,
     look,
     read_plan,
     retry,
@@ -37,6 +37,7 @@ from steppe.sweeps import (
     supervise,
     write_plan,
 )
+from steppe.sweeps.copies import Copy, Original
 from steppe.sweeps.status import show
 from steppe.sweeps.store import Claim
 from steppe.sweeps.takeover import claim
@@ -243,6 +244,15 @@ def test_a_signal_between_runs_leaves_no_claim_behind(tmp_path: Path, monkeypatc
     assert [e.kind for e in Job(sweep.folder(sweep.names[0])).events()] == ["claim", "released"]
 
 
+def test_a_signal_just_before_a_run_is_not_lost(tmp_path: Path, monkeypatch) -> None:
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
+    stop = partial(signal.raise_signal, signal.SIGTERM)
+    monkeypatch.setattr("steppe.sweeps.worker.import_plugins", lambda plugins: stop())
+    with pytest.raises(Interrupted):
+        Worker(sweep, "cpu").work()
+    assert [e.kind for e in Job(sweep.folder(sweep.names[0])).events()] == ["claim", "released"]
+
+
 def test_a_run_that_kills_its_workers_has_failed(tmp_path: Path) -> None:
     """Out of memory, say: nobody is left to say so. Like any failure, it is tried once more."""
     sweep = plan(tmp_path / "sweep", optimizers=("sgd",), overrides=("steps=2",))
@@ -412,6 +422,59 @@ def test_a_gpu_that_failed_hides_no_error(tmp_path: Path, monkeypatch) -> None:
     assert "device-side assert" in last.facts["error"]
 
 
+def test_after_a_fault_of_the_gpu_its_worker_ends(tmp_path: Path, monkeypatch) -> None:
+    """Through MPS it stops everybody on the GPU: who was not alone is taken over, not failed."""
+    sweep = plan(tmp_path / "sweep", optimizers=("sgd",), overrides=("steps=30",))
+    first, second, *_ = (Job(sweep.folder(name)) for name in sweep.names)
+    monkeypatch.setattr(store, "worker_name", lambda: "another")
+    taken = claim(first, [], memory=socket.gethostname())
+    monkeypatch.undo()
+    step = Trainer.step
+
+    def broken(*given) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    def faulty(self, batches):
+        step(self, batches)
+        if self.done == 10:
+            broken()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    monkeypatch.setattr(Trainer, "step", faulty)
+    with pytest.raises(RunError, match=r"illegal memory access was encountered$"):
+        Worker(sweep, "cpu").work()
+    assert [event.kind for event in second.events()] == ["claim"]
+    taken.release()
+    old = time.time() - 100
+    for path in (second.path / "events/00001.json", second.attempt(1) / "heartbeat"):
+        os.utime(path, (old, old))
+    with pytest.raises(RunError, match="illegal memory access"):
+        Worker(sweep, "cpu").work()  # alone, so the fault is its own
+    assert [event.kind for event in first.events()] == ["claim", "released", "claim", "failed"]
+    monkeypatch.undo()
+    assert Worker(sweep, "cpu").work() == 6
+    assert_complete(sweep)
+
+
+def test_a_run_that_diverges_harms_none_beside_it(tmp_path: Path) -> None:
+    grids = [
+        Grid(**{**vars(GRID), "optimizers": ("sgd",), "targets": "0,15", **changes})
+        for changes in ({}, {"overrides": (*GRID.overrides, "optimizer.lr=1e30"), "tag": "wild"})
+    ]
+    sweep = write_plan(grids, tmp_path / "sweep")
+    words = ("sweep", "run", sweep.path, "--workers", 2)
+    assert processes.Steppe(*words, folder=tmp_path).wait() == 1
+    status = look(sweep)
+    assert (status.counts["done"], status.counts["failed"]) == (2, 2)
+    assert all("diverged" in failure.error for failure in status.failures)
+    for name in sweep.names:
+        if "wild" not in name:
+            alone = tmp_path / "alone" / name
+            train(Job(sweep.folder(name)).config().model_copy(update={"device": "cpu"}), alone)
+            assert_same_run(Job(sweep.folder(name)).result, alone)
+
+
 def test_the_memory_of_a_gpu_is_named_by_its_serial(tmp_path: Path, monkeypatch) -> None:
     sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
     monkeypatch.setattr("steppe.sweeps.worker.find_device", torch.device)
@@ -428,11 +491,11 @@ def test_what_is_done_starts_no_workers_and_what_is_left_does(tmp_path: Path, mo
     left = SimpleNamespace(over=False, counts={"planned": 1, "done": 5})
     looks = iter([left, left, over, over, over, over])
 
-    def start(command, log):
+    def start(self, words, log, variables):
         started.append(log)
-        return SimpleNamespace(poll=lambda: 0, wait=lambda: 0, returncode=0)
+        return Copy(self, 0, 0)
 
-    monkeypatch.setattr(local, "_start", start)
+    monkeypatch.setattr(Original, "start", start)
     monkeypatch.setattr(supervise, "look", lambda *given: next(looks))
     monkeypatch.setattr(supervise, "LOOK_SECONDS", 0.0)
     run_sweep(sweep, crew=Crew(2))
@@ -446,11 +509,11 @@ def test_workers_that_die_at_once_are_given_up(tmp_path: Path, monkeypatch) -> N
     sweep = plan(tmp_path / "sweep", optimizers=("sgd",))
     started = []
 
-    def start(command, log):
+    def start(self, words, log, variables):
         started.append(log)
-        return SimpleNamespace(poll=lambda: 1, wait=lambda: 1, returncode=1)
+        return Copy(self, 0, 1)
 
-    monkeypatch.setattr(local, "_start", start)
+    monkeypatch.setattr(Original, "start", start)
     monkeypatch.setattr(supervise, "LOOK_SECONDS", 0.0)
     with pytest.raises(RunError, match=r"keep dying .*workers\). Fix the cause and rerun: "):
         run_sweep(sweep, crew=Crew(2))

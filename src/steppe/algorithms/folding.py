@@ -65,10 +65,9 @@ def fold(module: fx.GraphModule) -> int:
             continue
         operands = _operands(convolution)
         fixed = [operands["weight"], operands["bias"], *(given[name] for name in _FIXED)]
+        traced: list[Any] = [fx.Proxy(x, tracer) if isinstance(x, fx.Node) else x for x in fixed]
         with module.graph.inserting_before(norm):
-            found = normalized(
-                *(fx.Proxy(x, tracer) if isinstance(x, fx.Node) else x for x in fixed)
-            )
+            found = normalized(*traced)
             operands |= {"weight": found[0].node, "bias": found[1].node}
             together = module.graph.call_function(torch.conv2d, kwargs=operands)
         norm.replace_all_uses_with(together)

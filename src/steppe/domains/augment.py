@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
-from torchvision.transforms import functional as F
+from PIL import Image, ImageEnhance
 
 from .dataset import Indices, Pixels
 
@@ -39,11 +38,21 @@ _GREY = _FLIP + 1
 DRAWS = _GREY + 1
 
 Draws = NDArray[np.float64]
-_ADJUST: tuple[Callable[..., Image.Image], ...] = (
-    F.adjust_brightness,
-    F.adjust_contrast,
-    F.adjust_saturation,
-    F.adjust_hue,
+
+
+def _turned(image: Image.Image, turn: float) -> Image.Image:
+    hue, *others = image.convert("HSV").split()
+    # As torchvision does it (whose import takes seconds): toward zero, then around the circle.
+    shift = int(turn * 255)
+    hue = hue.point(lambda value: (value + shift) % 256)
+    return Image.merge("HSV", (hue, *others)).convert("RGB")
+
+
+_ADJUST: tuple[Callable[[Image.Image, float], Image.Image], ...] = (
+    lambda image, factor: ImageEnhance.Brightness(image).enhance(factor),
+    lambda image, factor: ImageEnhance.Contrast(image).enhance(factor),
+    lambda image, factor: ImageEnhance.Color(image).enhance(factor),
+    _turned,
 )
 
 
@@ -64,7 +73,7 @@ def augment(pixels: Pixels, draws: Draws, size: int) -> Pixels:
     for which in _ORDERS[int(draws[_ORDER] * len(_ORDERS))]:
         image = _ADJUST[which](image, factors[which])
     if draws[_GREY] < GREY:
-        image = F.rgb_to_grayscale(image, num_output_channels=3)
+        image = image.convert("L").convert("RGB")
     return np.asarray(image)
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import signal
-import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
+from functools import partial
 
 from steppe.domains.pool import cores
 from steppe.errors import UserError
 
+from .copies import Copy, Original
 from .launch import Crew, Show, register_launcher
+from .mps import Sharing, sharing
 from .status import Status
 from .supervise import RESTARTS, kept_dying, supervise
 from .sweep import Sweep
+
+log = logging.getLogger("steppe")
 
 
 @register_launcher("local")
@@ -27,14 +29,30 @@ class Local:
 
     def start(self, sweep: Sweep, crew: Crew, show: Show) -> Status:
         logs = sweep.path / "workers"
-        slots = [
-            _Slot(crew.command(sweep.path, device), logs / f"local-{os.getpid()}-{number}.log")
-            for number, device in enumerate(devices(crew))
-        ]
-        return supervise(sweep, crew, show, _Slots(sweep, slots))
+        with (
+            sharing() if crew.per_gpu > 1 else nullcontext(Sharing()) as how,
+            Original(how.files) as original,
+        ):
+            places = devices(crew)
+            if how.refused and len(set(places)) < len(places) and "cpu" not in places:
+                log.warning("the workers on a GPU take turns, without MPS: %s", how.refused)
+            slots = [
+                _Slot(
+                    partial(
+                        original.start,
+                        crew.command(sweep.path, place)[3:],  # after `python -m steppe`
+                        logs / f"local-{os.getpid()}-{number}.log",
+                        how.variables,
+                    )
+                )
+                for number, place in enumerate(places)
+            ]
+            return supervise(sweep, crew, show, _Slots(sweep, slots))
 
 
 def devices(crew: Crew) -> list[str]:
+    import torch  # while the original imports it too
+
     gpus = torch.cuda.device_count()
     if not gpus:
         return ["cpu"] * (crew.workers or cores())
@@ -49,9 +67,8 @@ def devices(crew: Crew) -> list[str]:
 
 @dataclass
 class _Slot:
-    command: Sequence[str]
-    log: Path
-    process: subprocess.Popen[bytes] | None = None
+    start: Callable[[], Copy]
+    process: Copy | None = None
     deaths: int = 0
     done: int = 0
     """Runs of the sweep that were done when the worker last died."""
@@ -83,7 +100,7 @@ class _Slots:
                         continue
                 elif slot.process is not None and slot.dead_for_good(status.counts["done"]):
                     continue
-                slot.process = _start(slot.command, slot.log)
+                slot.process = slot.start()
             alive += 1
         if not alive and any(slot.process and slot.process.returncode for slot in self.slots):
             raise kept_dying(self.sweep, f" (see the logs in {self.sweep.path / 'workers'})")
@@ -95,20 +112,6 @@ class _Slots:
             time.sleep(0.05)
         started = [slot.process for slot in self.slots if slot.process is not None]
         for process in started:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
+            process.terminate()
         for process in started:
             process.wait()
-
-
-def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    log.parent.mkdir(exist_ok=True)
-    with log.open("ab") as file:
-        # A session of its own, so that the worker gets Ctrl-C once, from this process.
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )

@@ -35,12 +35,13 @@ def supervise(sweep: Sweep, crew: Crew, show: Show, pool: Pool) -> Status:
     with Interrupts() as interrupts:
         try:
             while True:
-                began = time.monotonic()  # reading thousands of runs takes a while
+                began = time.monotonic()
                 status = look(sweep, crew.stale)
                 show(status)
+                took = time.monotonic() - began  # a while, for thousands of runs
                 if status.over or interrupts.number is not None or not pool.tend(status):
                     break
-                time.sleep(max(LOOK_SECONDS, 5 * (time.monotonic() - began)))
+                time.sleep(max(LOOK_SECONDS, 5 * took))
         finally:
             pool.stop(immediately=interrupts.number is not None)
         if interrupts.number is not None:

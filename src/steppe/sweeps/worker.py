@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from steppe.domains import import_plugins
-from steppe.errors import Diverged, Interrupted, UserError
+from steppe.errors import Diverged, Interrupted, RunError, UserError
 from steppe.strangers import command
 from steppe.training import train
 from steppe.training.interrupts import Interrupts
@@ -38,7 +38,7 @@ DEATHS = 3
 REFUSALS = 3
 """A worker stops after this many consecutive runs with a user error, such as missing data."""
 IDLE_SECONDS = 2.0
-"""Polling interval while other workers own all remaining runs."""
+"""Longest polling interval while other workers own all remaining runs; the first is a tenth."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Worker:
 
     def work(self) -> int:
         """Execute runs until none is left; return how many finished."""
-        finished = taken = 0
+        finished, taken, idle = 0, 0, IDLE_SECONDS / 10
         with Interrupts() as interrupts:  # for the time between runs; each run has its own
             while self.limit is None or taken < self.limit:
                 claim, left = self._next()
@@ -81,8 +81,10 @@ class Worker:
                     taken += 1
                     finished += self._carry_out(claim)
                     _free_memory()
+                    idle = IDLE_SECONDS / 10
                 elif left:
-                    time.sleep(min(IDLE_SECONDS, self.stale / 2))
+                    time.sleep(min(idle, self.stale / 2))
+                    idle = min(2 * idle, IDLE_SECONDS)
                 else:
                     break
         return finished
@@ -176,13 +178,21 @@ class Worker:
             wanting, refused = _out_of_memory(error), isinstance(error, UserError)
         if failure is not None:
             _free_memory()  # before another worker can take the run
+            fault = _fault(self.device)
             # Others since it began: those that also ran out of memory may have stopped by now.
-            if wanting and (others := len(self._beside(began)[0])):
+            others = len(self._beside(began)[0]) if wanting or fault else 0
+            if fault and others:
+                # Through MPS, one process's fault stops all that share the GPU, and does not say
+                # whose it was. So the run stays claimed, as by a worker that was killed.
+                raise RunError(f"{name}: {failure['error']}: {fault}")
+            if wanting and others:
                 claim.release()
                 self._crowd = others, time.time()
                 log.warning("%s: out of memory beside %d other runs: released", name, others)
             else:
                 self._fail(claim, refused, failure)
+            if fault:
+                raise RunError(f"{name}: {failure['error']}: {fault}")
             return False
         if not claim.commit():
             log.warning("%s: finished, but another worker took it over: result discarded", name)
@@ -240,6 +250,16 @@ def _out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _fault(device: str) -> str:
+    """Why this process can no longer use its GPU, as after an invalid access; or nothing."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize(None if device == "auto" else device)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
 
 
 def _free_memory() -> None:

@@ -28,6 +28,10 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():  # others cannot set handlers
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
+                outer = getattr(self._before[number], "__self__", None)
+                if isinstance(outer, Interrupts) and outer.number is not None:
+                    # It came after the outer one was last asked, and before this one began.
+                    self.number, self._noted = outer.number, outer._noted
         return self
 
     def __exit__(self, *_: object) -> None:

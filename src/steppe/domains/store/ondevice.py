@@ -32,6 +32,8 @@ BLOCK_VALUES = 25_000_000
 """The maximum number of values in memory after the first pass of their resampling."""
 _READERS = 8
 """The maximum number of threads that fill the device's memory."""
+_READ_AT_ONCE = 256
+"""Images per task of a thread: handing over one small image would take longer than to read it."""
 log = logging.getLogger("steppe")
 
 
@@ -221,12 +223,13 @@ def _read_all(images: Images, ends: Indices) -> Tensor:
     """Concatenate the pixels of all images, given where each ends."""
     buffer = np.empty(int(ends[-1]), np.uint8)
 
-    def read(index: int) -> None:
-        pixels = images[index]
-        buffer[ends[index] - pixels.size : ends[index]] = pixels.reshape(-1)
+    def read(start: int) -> None:
+        for index in range(start, min(start + _READ_AT_ONCE, len(images))):
+            pixels = images[index]
+            buffer[ends[index] - pixels.size : ends[index]] = pixels.reshape(-1)
 
     with ThreadPoolExecutor(min(_READERS, cores())) as threads:
-        for _ in threads.map(read, range(len(images))):
+        for _ in threads.map(read, range(0, len(images), _READ_AT_ONCE)):
             pass
     return torch.from_numpy(buffer)
 
