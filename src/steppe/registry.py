@@ -1,4 +1,7 @@
-"""The registry behind every axis. Names are case-insensitive, and plugins can add entries."""
+"""The registry behind every axis. Plugins can add entries.
+
+Names are case-insensitive, and a hyphen equals an underscore.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +43,20 @@ class Registry(Generic[E]):
 
     def add(self, entry: E) -> E:
         """Add an entry, or replace one that was added before, as when a notebook cell reruns."""
-        if entry.name in self and entry.name.lower() not in self._added:
+        if entry.name in self and _key(entry.name) not in self._added:
             raise UserError(f"{self.kind} {entry.name!r} already exists: choose another name")
-        self._added.add(entry.name.lower())
-        self._table[entry.name.lower()] = entry
+        self._added.add(_key(entry.name))
+        self._table[_key(entry.name)] = entry
         return entry
 
     def __getitem__(self, name: str) -> E:
         try:
-            return self._table[name.lower()]
+            return self._table[_key(name)]
         except KeyError:
             raise UserError(unknown(self.kind, name, self)) from None
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.lower() in self._table
+        return isinstance(name, str) and _key(name) in self._table
 
     def __iter__(self) -> Iterator[str]:
         return (entry.name for entry in self._table.values())
@@ -68,5 +71,9 @@ class Registry(Generic[E]):
     def _table(self) -> dict[str, E]:
         with self._lock:
             if self._entries is None:
-                self._entries = {entry.name.lower(): entry for entry in self._first()}
+                self._entries = {_key(entry.name): entry for entry in self._first()}
             return self._entries
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("_", "-")

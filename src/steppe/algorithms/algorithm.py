@@ -82,6 +82,7 @@ class Objective:
         reset: whether to clear the optimizer's state before a given step.
         options: optimizer options to override, ignored by optimizers that lack them.
         lr_factors: learning-rate multipliers of individual parameters.
+        lr_steps: factors that multiply the learning rate from a given step on.
         optimizer: the objective whose optimizer to share (default: its own).
     """
 
@@ -91,6 +92,7 @@ class Objective:
     reset: Callable[[int], bool] = lambda step: False
     options: Mapping[str, Any] = field(default_factory=dict)
     lr_factors: Mapping[nn.Parameter, float] = field(default_factory=dict)
+    lr_steps: Mapping[int, float] = field(default_factory=dict)
     optimizer: str | None = None
 
 
@@ -108,6 +110,8 @@ class Algorithm(nn.Module, ABC):
 
     differentiates: ClassVar[bool] = False
     """Whether `forward` differentiates through the network, which compiled code cannot do."""
+    independent: ClassVar[bool] = False
+    """Whether an overridden `predict` still predicts each image by itself."""
 
     def __init__(self, network: Network, n_domains: int) -> None:
         super().__init__()
@@ -177,6 +181,15 @@ class Algorithm(nn.Module, ABC):
     def predict(self, images: Tensor) -> Tensor:
         """Compute logits for images that may come from an unseen domain."""
         return self.network(images)
+
+    def predict_source(self, images: Tensor, domain: int) -> Tensor:
+        """Compute logits for images from a source domain; by default, as for any other."""
+        return self.predict(images)
+
+    @classmethod
+    def mixes_images(cls) -> bool:
+        """Whether a prediction may depend on the other images of the batch."""
+        return cls.predict is not Algorithm.predict and not cls.independent
 
 
 def trainable(*modules: nn.Module) -> Iterable[nn.Parameter]:

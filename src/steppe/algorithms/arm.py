@@ -18,6 +18,10 @@ from .registry import register_algorithm
 
 @register_algorithm(
     "ARM",
+    idea="context network that adapts to images of one domain",
+    differs="the context network is trained, as in the paper; DomainBed never passes it to the "
+    "optimizer",
+    processes="support sets consist of a process's own images",
     citation="Zhang et al., Adaptive Risk Minimization: Learning to Adapt to Domain Shift, "
     "NeurIPS 2021",
     cost=1.64,

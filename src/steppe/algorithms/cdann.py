@@ -13,6 +13,9 @@ from .registry import register_algorithm
 
 @register_algorithm(
     "CDANN",
+    idea="as DANN, conditioned on the class",
+    differs="classes are balanced over the number of classes, not over the highest label in the "
+    "batch",
     citation="Li et al., Deep Domain Generalization via Conditional Invariant Adversarial "
     "Networks, ECCV 2018",
     cost=0.67,

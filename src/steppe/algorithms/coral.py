@@ -12,6 +12,7 @@ from .registry import register_algorithm
 
 @register_algorithm(
     "CORAL",
+    idea="penalty on differing feature means and covariances",
     citation="Sun and Saenko, Deep CORAL: Correlation Alignment for Deep Domain Adaptation, "
     "ECCV Workshops 2016",
     cost=1.00,

@@ -44,6 +44,7 @@ class MLP(nn.Module):
 
 @register_algorithm(
     "DANN",
+    idea="discriminator that the features learn to mislead",
     citation="Ganin et al., Domain-Adversarial Training of Neural Networks, JMLR 2016",
     cost=0.71,
     min_domains=2,

@@ -8,6 +8,7 @@ from .registry import register_algorithm
 
 @register_algorithm(
     "ERM",
+    idea="nothing",
     citation="Vapnik, Statistical Learning Theory, Wiley 1998",
     cost=1.00,
     linear=True,

@@ -18,6 +18,7 @@ from .registry import register_algorithm
 
 @register_algorithm(
     "Fishr",
+    idea="penalty on differing gradient variances",
     citation="Rame et al., Fishr: Invariant Gradient Variances for Out-of-Distribution "
     "Generalization, ICML 2022",
     cost=1.06,

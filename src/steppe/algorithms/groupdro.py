@@ -15,6 +15,8 @@ from .registry import register_algorithm
 
 @register_algorithm(
     "GroupDRO",
+    idea="weights that grow with a domain's loss",
+    processes="each process weights domains by its own images; the weights are averaged",
     citation="Sagawa et al., Distributionally Robust Neural Networks for Group Shifts, ICLR 2020",
     cost=1.02,
     min_domains=2,

@@ -16,6 +16,7 @@ from .registry import register_algorithm
 
 @register_algorithm(
     "IRM",
+    idea="penalty: scaling a domain's logits should not lower its loss",
     citation="Arjovsky et al., Invariant Risk Minimization, arXiv 1907.02893",
     cost=0.98,
     min_domains=2,

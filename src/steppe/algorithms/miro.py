@@ -27,6 +27,8 @@ _VARIANCE, _EPS = 0.1, 1e-5
 
 @register_algorithm(
     "MIRO",
+    idea="penalty on leaving the pretrained features",
+    differs="not in DomainBed",
     citation="Cha et al., Domain Generalization by Mutual-Information Regularization with "
     "Pre-trained Models, ECCV 2022",
     cost=1.54,

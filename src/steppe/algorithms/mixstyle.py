@@ -29,6 +29,9 @@ class Mix(NamedTuple):
 
 @register_algorithm(
     "MixStyle",
+    idea="mixed feature statistics of different images",
+    differs="not in DomainBed",
+    processes="the same in distribution; images are mixed with others of the same process",
     citation="Zhou et al., Domain Generalization with MixStyle, ICLR 2021",
     cost=1.09,
 )

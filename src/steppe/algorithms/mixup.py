@@ -19,6 +19,8 @@ from .registry import register_algorithm
 
 @register_algorithm(
     "Mixup",
+    idea="images mixed across domains",
+    processes="the same as one process, except that each process draws its own shares",
     citation="Wang et al., Heterogeneous Domain Generalization via Domain Mixup, ICASSP 2020; "
     "Zhang et al., mixup, ICLR 2018",
     cost=1.08,

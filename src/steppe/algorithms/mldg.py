@@ -23,6 +23,10 @@ _SCALE = 1024.0
 
 @register_algorithm(
     "MLDG",
+    idea="loss on one domain after a gradient step on another",
+    differs="the inner step is a gradient step with its own `inner_lr`, as in the paper; "
+    "DomainBed's is a step of a new Adam",
+    processes="each process draws its own pairs and takes the inner step on its own images",
     citation="Li et al., Learning to Generalize: Meta-Learning for Domain Generalization, "
     "AAAI 2018",
     cost=1.59,

@@ -14,6 +14,9 @@ GAMMAS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)  # one Gaussian kernel eac
 
 @register_algorithm(
     "MMD",
+    idea="penalty on the kernel distance between the domains' features",
+    differs="squared distances come from differences, because expanding them into products rounds "
+    "away what narrow kernels resolve",
     citation="Li et al., Domain Generalization with Adversarial Feature Learning, CVPR 2018",
     cost=1.00,
     min_domains=2,

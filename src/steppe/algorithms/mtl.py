@@ -16,6 +16,10 @@ from .registry import register_algorithm
 
 @register_algorithm(
     "MTL",
+    idea="domain vector as another input of the classifier",
+    differs="a domain's vector is the mean of its features, as in the paper; DomainBed overwrites "
+    "it with random numbers",
+    processes="each process averages its own images; the domains' vectors are averaged",
     citation="Blanchard et al., Domain Generalization by Marginal Transfer Learning, JMLR 2021",
     cost=1.03,
 )

@@ -33,6 +33,19 @@ class Stage:
     dim: int = 1
 
 
+@dataclass
+class Domains:
+    """The domains of the images in a pass, for layers that treat domains differently.
+
+    Attributes:
+        sizes: images per source domain, in order; None if they are not known.
+        only: the one source domain that all images come from, if there is one.
+    """
+
+    sizes: tuple[int, ...] | None = None
+    only: int | None = None
+
+
 class Compiled:
     """A featurizer call compiled on first use, with frozen batch norm folded into convolutions.
 
@@ -103,6 +116,8 @@ class Network(nn.Module):
         self.dropout = dropout
         self.freeze_bn = freeze_bn
         self.stages = tuple(stages)
+        self.domains = Domains()
+        """Those of the current pass; layers may keep a reference."""
         self.compiled: Compiled | None = None
         """The compiled featurizer, if any."""
         # Constants of the data pipeline, so not saved in checkpoints.
@@ -126,7 +141,11 @@ class Network(nn.Module):
         return draw_mask(images, self.n_features, self.dropout)
 
     def features(
-        self, images: Tensor, keep: Tensor | None = None, tap: Tap | None = None
+        self,
+        images: Tensor,
+        keep: Tensor | None = None,
+        tap: Tap | None = None,
+        at: Sequence[Stage] | None = None,
     ) -> Tensor:
         """Compute the classifier's input.
 
@@ -134,6 +153,7 @@ class Network(nn.Module):
             images: uint8 pixels or normalized images.
             keep: dropout mask; None drops nothing.
             tap: called after every stage.
+            at: any modules of the featurizer to tap (default: its stages).
         """
         images = self.normalize(images)
         # Compiled code skips hooks, and the compiler specializes on a batch of one image. The
@@ -141,13 +161,25 @@ class Network(nn.Module):
         compiled = self.compiled
         if compiled is not None and (tap is not None or len(images) == 1):
             compiled = None
-        with tapped(self.featurizer, self.stages, tap):
+        with tapped(self.featurizer, self.stages if at is None else at, tap):
             features: Tensor = (compiled or _call)(self.featurizer, images)
         return features if keep is None else features * keep
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
         logits: Tensor = self.classifier(self.features(images, keep))
         return logits
+
+    @contextmanager
+    def of_domains(
+        self, sizes: tuple[int, ...] | None = None, only: int | None = None
+    ) -> Iterator[None]:
+        """Say in `domains` where the images of a pass come from, while the context is open."""
+        before = self.domains.sizes, self.domains.only
+        self.domains.sizes, self.domains.only = sizes, only
+        try:
+            yield
+        finally:
+            self.domains.sizes, self.domains.only = before
 
     def train(self, mode: bool = True) -> Network:
         super().train(mode)

@@ -16,6 +16,8 @@ from .registry import register_algorithm
 
 @register_algorithm(
     "RSC",
+    idea="dropping the features that help the most",
+    processes="each process drops features and selects images among its own",
     citation="Huang et al., Self-Challenging Improves Cross-Domain Generalization, ECCV 2020",
     cost=1.05,
 )

@@ -22,6 +22,10 @@ _EPS = 1e-5
 
 @register_algorithm(
     "SagNet",
+    idea="random styles, and features that do not reveal style",
+    differs="the first and the third update share an optimizer, because a separate Adam would "
+    "cancel `penalty`",
+    processes="the same in distribution; images are mixed with others of the same process",
     citation="Nam et al., Reducing Domain Gap by Reducing Style Bias, CVPR 2021",
     cost=2.20,
 )

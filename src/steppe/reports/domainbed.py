@@ -175,7 +175,7 @@ def _config(first: Mapping[str, Any], names: Sequence[str], steps: int) -> dict[
         "targets": [names[i] for i in args["test_envs"]],
         "trial_seed": args.get("trial_seed", 0),
         "seed": args["seed"] if type(args.get("seed")) is int else 0,
-        "algorithm": {"name": args["algorithm"], **_options(args["algorithm"], hparams)},
+        "algorithm": _algorithm(args["algorithm"], hparams),
         "optimizer": {
             "name": "adam",
             **{key: hparams[key] for key in ("lr", "weight_decay") if key in hparams},
@@ -189,17 +189,18 @@ def _config(first: Mapping[str, Any], names: Sequence[str], steps: int) -> dict[
     }
 
 
-def _options(algorithm: str, hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """The algorithm's options under steppe's names; none if steppe does not have it."""
-    from steppe.algorithms import algorithm_names, algorithm_spec  # needs torch
+def _algorithm(name: str, hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """The algorithm and its options under steppe's names; only the name if steppe lacks it."""
+    from steppe.algorithms.registry import algorithms
 
-    if algorithm not in algorithm_names():
-        return {}
-    found = {}
-    for name, option in algorithm_spec(algorithm).options.items():
-        if (own := option.drawn_as or name) in hparams:
+    if name not in algorithms:
+        return {"name": name}
+    spec = algorithms[name]
+    found: dict[str, Any] = {"name": spec.name}
+    for option_name, option in spec.options.items():
+        if (own := option.drawn_as or option_name) in hparams:
             whole = isinstance(option.default, int) and isinstance(hparams[own], float)
-            found[name] = int(hparams[own]) if whole else hparams[own]
+            found[option_name] = int(hparams[own]) if whole else hparams[own]
     return found
 
 

@@ -92,6 +92,9 @@ class RunConfig(BaseModel):
     seed: int = _seed_key(
         0, description="Seed of initial weights, batches, augmentation and dropout"
     )
+    init_seed: int | None = _seed_key(
+        None, description="Seed of initial weights (default: as seed)"
+    )
 
     draw: int | None = _seed_key(
         None, description="Use hyperparameter sample N; sample 0 is the defaults"

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from steppe.algorithms import Algorithm
 from steppe.curvature.float32 import full_float32
 from steppe.domains.augment import resize
 from steppe.domains.batches import Drawn, Evaluation, Reading, View, read_ahead
@@ -102,7 +101,7 @@ def predict_images(
     if batch_size < 1:
         raise UserError(f"batch_size must be at least 1, got {batch_size}")
     require_images(model)
-    if type(model.algorithm).predict is not Algorithm.predict:
+    if model.algorithm.mixes_images():
         log.warning(
             "%s uses statistics of the batch: predictions depend on which images share a batch",
             type(model.algorithm).__name__,

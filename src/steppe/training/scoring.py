@@ -54,7 +54,7 @@ class Scoring:
     """Scores the parts of every domain in use; each process evaluates its share.
 
     Args:
-        predict: maps raw images to logits.
+        predict: maps raw images, and the number of their source domain or None, to logits.
         watch: makes the `Watch` over an evaluation of that many images.
         batch: images per batch.
     """
@@ -65,7 +65,7 @@ class Scoring:
         splits: Sequence[Split],
         processes: Processes,
         store: Store,
-        predict: Callable[[Tensor], Tensor],
+        predict: Callable[[Tensor, int | None], Tensor],
         *,
         watch: Callable[[int], Watch],
         batch: int,
@@ -73,6 +73,8 @@ class Scoring:
         self._config, self._splits, self._processes = config, splits, processes
         self._store, self._predict, self._watch = store, predict, watch
         self._batch_size = batch
+        sources = [split.position for split in splits if split.source]
+        self._sources = {position: number for number, position in enumerate(sources)}
         self._known: dict[tuple[str, str], Scores] = {}
         self._known_after = -1
 
@@ -125,8 +127,12 @@ class Scoring:
             # Longer than training's seeds, so that the draws never coincide.
             seeds=(config.seed, split.position, done, rank),
         )
+        source = self._sources.get(split.position)
         return evaluate(
-            self._predict, watch.over(batches), self._processes.device, self._processes.sum
+            lambda images: self._predict(images, source),
+            watch.over(batches),
+            self._processes.device,
+            self._processes.sum,
         )
 
 

@@ -101,6 +101,13 @@ def optimizer(
     return build_optimizer(chosen.name, groups, model=model, **options)
 
 
+def change_lr(optimizer: Optimizer, objective: Objective, step: int) -> None:
+    """Multiply an optimizer's learning rates by the objective's factor for this step."""
+    if (factor := objective.lr_steps.get(step)) is not None:
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
+
+
 def describe(config: RunConfig, n_sources: int, resolved: Mapping[str, str]) -> str:
     """Summarize a run's settings in one line, with `auto` resolved.
 

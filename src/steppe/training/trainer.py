@@ -111,7 +111,10 @@ class Trainer:
         self.averaging = build_averaging(
             config.averaging.name, self.algorithm, **config.averaging.options
         )
-        alone = type(self.algorithm).predict is Algorithm.predict
+        main = next((o for o in self.objectives if o.name == "main"), self.objectives[0])
+        self._averages_from = next(filter(main.active, range(config.steps)), config.steps)
+        """The first step that changes the network, if something else is trained before it."""
+        alone = not self.algorithm.mixes_images()
         batch = LARGE_BATCH if alone and self.device.type == "cuda" else BATCH
         self.scoring = Scoring(
             config,
@@ -143,7 +146,8 @@ class Trainer:
     def _build(self, n_sources: int) -> None:
         """Build the seeded algorithm on its device, in its memory format."""
         config, processes = self.config, self.processes
-        randomness.seed_all(config.seed)
+        init_seed = config.seed if config.init_seed is None else config.init_seed
+        randomness.seed_all(init_seed)
         # A resumed run has its weights; the initial weights' file may be gone.
         begun = checkpoint.any_saved(self.dir.checkpoints)
         start = config.model_copy(update={"weights": "none"}) if begun else config
@@ -155,6 +159,8 @@ class Trainer:
         self.algorithm.to(memory_format=self.memory_format)
         if processes.rank:  # from here on, draw differently from process 0 (dropout)
             randomness.seed_all(seed_hash(config.seed, processes.rank))
+        elif init_seed != config.seed:
+            randomness.seed_all(config.seed)
 
     def run(self, interrupts: Interrupts) -> None:
         """Restore the last checkpoint, and train to the end or until interrupted."""
@@ -208,7 +214,8 @@ class Trainer:
             with _determinism_explained():
                 self.step(batches)
             step = self.done - 1
-            self.looked = not self.averaging.due(step, last=self._last)
+            due = self.averaging.due(step, last=self._last)
+            self.looked = not due or step < self._averages_from
             self.recorded = not self._due(step)
             self.display.step(self.done)
             self.check_divergence()
@@ -255,6 +262,8 @@ class Trainer:
             prepared = self.engine.prepare(self._prepare, batches)
         firsts: list[dict[str, Losses]] = [{} for _ in prepared]
         for objective in self.objectives:
+            if objective.optimizer is None:
+                setup.change_lr(self.optimizers[objective.name], objective, self.done)
             if not objective.active(self.done):
                 continue
             optimizer = self.optimizers[objective.optimizer or objective.name]
@@ -270,7 +279,8 @@ class Trainer:
                 self.losses.add(of_part.parts)
         self.algorithm.commit(prepared[0], mean_state(firsts, self.processes))
         share_statistics(self.algorithm, self.processes)
-        self.averaging.update()
+        if self.done >= self._averages_from:
+            self.averaging.update()
         self.done += 1
 
     def _prepare(self, batches: Sequence[Batch]) -> list[Any]:
@@ -379,13 +389,16 @@ class Trainer:
             reestimate(self.algorithm, self._predict, images())
             share_statistics(self.algorithm, self.processes)
 
-    def _predict(self, images: Tensor) -> Tensor:
+    def _predict(self, images: Tensor, source: int | None = None) -> Tensor:
+        """Logits of raw images, which may come from one of the sources."""
         images = images.contiguous(memory_format=self.memory_format)
         images = self.algorithm.network.normalize(images)
 
         def predict() -> Tensor:
             with self._autocast():
-                return self.algorithm.predict(images)
+                if source is None:
+                    return self.algorithm.predict(images)
+                return self.algorithm.predict_source(images, source)
 
         return self.engine.guarded(predict)
 
