@@ -359,8 +359,9 @@ ONLY_IN = {
         "domains/catalog.py",
         "lazy.py",
         "optim/frameworks.py",
+        "sweeps/copies.py",
     },
-    "subprocess": {"sweeps/local.py", "sweeps/slurm.py"},
+    "subprocess": {"sweeps/copies.py", "sweeps/mps.py", "sweeps/slurm.py"},
     "torch.load": {"training/backbones.py"},
     "urlopen": {"domains/fetch.py"},
 }

@@ -138,6 +138,34 @@ def test_a_tap_sees_the_stages_in_order_and_may_replace_what_they_give(kind):
     assert torch.equal(network.features(batch.images), plain)
 
 
+def test_any_module_can_be_tapped():
+    network, x = make_network(), torch.rand(2, 3, SIDE, SIDE, dtype=torch.float64)
+    linear = network.featurizer[1]
+    seen = []
+
+    def negate(number: int, output: Tensor) -> Tensor:
+        seen.append((number, output))
+        return -output
+
+    found = network.features(x, tap=negate, at=[Stage("1", linear.out_features), Stage("2", 6)])
+    assert [number for number, _ in seen] == [0, 1]
+    assert torch.equal(seen[0][1], linear(x.flatten(1)))
+    assert torch.equal(found, -(-linear(x.flatten(1))).tanh())
+    assert not hooks(network)
+
+
+def test_domains_of_a_pass():
+    network = make_network()
+    layer = network.domains  # what a layer keeps
+    with network.of_domains(sizes=(2, 3)):
+        assert (layer.sizes, layer.only) == ((2, 3), None)
+        with pytest.raises(KeyError), network.of_domains(only=1):
+            assert (layer.sizes, layer.only) == (None, 1)
+            raise KeyError
+        assert (layer.sizes, layer.only) == ((2, 3), None)
+    assert (layer.sizes, layer.only) == (None, None)
+
+
 def test_no_hook_stays_behind():
     network = make_staged()
     during = []
