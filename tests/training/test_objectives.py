@@ -187,7 +187,7 @@ def test_predictions_know_their_source_domain(
 
 def test_initial_weights_have_a_seed_of_their_own(tmp_path: Path) -> None:
     def weights(steps: int = 1, **values: Any) -> list[torch.Tensor]:
-        folder = tmp_path / repr(sorted(values.items())) / str(steps)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
         lr = 1e-30 if steps == 1 else 0.1  # as they were, or trained
         chosen = {"optimizer": {"name": "sgd", "lr": lr}, "dropout": 0.2, "steps": steps, **values}
         digits = {"dataset": "RotatedDigits", "targets": "75", "device": "cpu"}
