@@ -262,13 +262,19 @@ def test_a_draw_covers_its_distribution() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right"), [("adm", "adam"), ("FADD", "fad"), ("gam_exact", "gam-exact")]
+    ("wrong", "right"), [("adm", "adam"), ("FADD", "fad"), ("gamexact", "gam-exact")]
 )
 def test_an_unknown_optimizer_gets_a_suggestion(wrong: str, right: str) -> None:
     with pytest.raises(ValueError, match=f"{wrong}.*did you mean '{right}'.*adam, adamw, sgd"):
         build_optimizer(wrong, [nn.Parameter(torch.ones(1))])
     with pytest.raises(UserError):
         search_space(wrong)
+
+
+def test_a_hyphen_may_be_typed_as_an_underscore() -> None:
+    built = build_optimizer("GAM_exact", [nn.Parameter(torch.ones(1))])
+    assert type(built) is type(build_optimizer("gam-exact", [nn.Parameter(torch.ones(1))]))
+    assert search_space("gam_exact") == search_space("gam-exact")
 
 
 def test_an_unknown_space_gets_a_suggestion() -> None:

@@ -25,6 +25,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "ARM": {"support": 2},
     "MLDG": {"inner_lr": 0.1},
 }
+FIRST_UPDATE = {"CDANN": 1}
+"""The first step that changes the network, where others come before: an average has nothing yet."""
 STEPS = 7
 KILLED_AFTER = 5
 """The checkpoint before it is after 4 updates."""
