@@ -24,12 +24,14 @@ _WORDS = {bool: "true or false", str: "text", tuple: "a list"}
 
 @dataclass(frozen=True)
 class Like:
-    """The search distribution of the optimizer's option with this name."""
+    """The search distribution of the optimizer's option with this name, times a factor."""
 
     option: str
+    factor: float = 1.0
 
     def __repr__(self) -> str:
-        return f"as the optimizer's `{self.option}`"
+        times = "" if self.factor == 1 else f"{self.factor:g} times "
+        return f"{times or 'as '}the optimizer's `{self.option}`"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Option:
         high: the largest valid number.
         choices: the valid values, if it is not a number.
         drawn_as: the name with which DomainBed seeds its samples, if not the option's.
+        relative_to: the hyperparameter that DomainBed's value is divided by to get this one.
         default: the constructor's default, which also sets the type. None means the value of the
             optimizer's option with the same name.
         meaning: the description in the class's docstring.
@@ -54,6 +57,7 @@ class Option:
     high: float = math.inf
     choices: tuple[Any, ...] = ()
     drawn_as: str = ""
+    relative_to: str = ""
     default: Any = None
     meaning: str = ""
 

@@ -1,7 +1,6 @@
 """Algorithms that match the feature distributions of all domains."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Annotated
 
 from torch import Tensor
@@ -30,8 +29,8 @@ class FeatureMatching(Algorithm):
         self.penalty = penalty
 
     @abstractmethod
-    def distance(self, features: Sequence[Tensor]) -> Tensor:
-        """Compute the mean distance over pairs of domains from each domain's features."""
+    def distance(self, features: Tensor, prepared: Prepared) -> Tensor:
+        """Compute the mean distance over pairs of domains from the features of all images."""
 
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
         features = self.network.features(prepared.images, prepared.keep)
@@ -39,6 +38,6 @@ class FeatureMatching(Algorithm):
         risk = domain_risks(logits, prepared).mean()
         features, exact = full_precision(features, self.network)
         with exact:
-            penalty = self.distance(prepared.split(features))
+            penalty = self.distance(features, prepared)
         parts = {"risk": risk, "penalty": penalty}
         return Losses(risk + self.penalty * penalty, parts, logits=logits)

@@ -6,19 +6,15 @@ from itertools import cycle
 from typing import Annotated
 
 import torch
-from torch.func import functional_call
-from torch.nn import functional as F
 
 from steppe.domains.batches import Batch
 from steppe.options import Option
 from steppe.search import Choice, LogUniform
 
 from .algorithm import Algorithm, First, Losses, Prepared
+from .inner import detached_gradients, risk_at, trainable_weights
 from .network import Network
 from .registry import register_algorithm
-
-_SCALE = 1024.0
-"""Loss scale against underflow of the inner gradient in half precision; exact, as a power of 2."""
 
 
 @register_algorithm(
@@ -29,7 +25,7 @@ _SCALE = 1024.0
     processes="each process draws its own pairs and takes the inner step on its own images",
     citation="Li et al., Learning to Generalize: Meta-Learning for Domain Generalization, "
     "AAAI 2018",
-    cost=1.59,
+    cost=0.90,
     min_domains=2,
 )
 class MLDG(Algorithm):
@@ -75,23 +71,16 @@ class MLDG(Algorithm):
         return replace(super().prepare(batches), draws={"pairs": pairs})
 
     def forward(self, prepared: Prepared, objective: str = "main", first: First = None) -> Losses:
-        images, labels = prepared.split(prepared.images), prepared.split(prepared.labels)
-        keep = [None] * len(images) if prepared.keep is None else prepared.split(prepared.keep)
-        weights = {n: p for n, p in self.network.named_parameters() if p.requires_grad}
+        domains = [prepared.only(d) for d in range(len(prepared.sizes))]
+        weights = trainable_weights(self.network)
         train_risks, test_risks = [], []
         for i, j in prepared.draws["pairs"]:
             with torch.enable_grad():  # the loss contains a gradient, even under no_grad
-                risk = F.cross_entropy(self.network(images[i], keep[i]), labels[i])
-                inner = torch.autograd.grad(
-                    risk * _SCALE, list(weights.values()), retain_graph=True, materialize_grads=True
-                )
-            moved = {
-                name: weight - self.inner_lr / _SCALE * g
-                for (name, weight), g in zip(weights.items(), inner, strict=True)
-            }
-            logits = functional_call(self.network, moved, (images[j], keep[j]))
+                risk = risk_at(self.network, weights, domains[i])
+                inner = detached_gradients(risk, weights, retain=True)
+            moved = {name: w - self.inner_lr * inner[name] for name, w in weights.items()}
             train_risks.append(risk)
-            test_risks.append(F.cross_entropy(logits, labels[j]))
+            test_risks.append(risk_at(self.network, moved, domains[j]))
         training, testing = (torch.stack(risks).sum() for risks in (train_risks, test_risks))
         pairs = len(train_risks)
         return Losses(

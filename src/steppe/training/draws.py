@@ -61,7 +61,8 @@ def draw_hparams(
         for name, hyper in hypers.items():
             found = hyper.distribution
             if isinstance(found, Like):
-                found = own[found.option].distribution
+                like, factor = own[found.option], found.factor
+                found = (like if factor == 1 else like.scaled(factor)).distribution
             drawn[name] = _sample(found, hparams_seed, trial_seed, names.get(name, name))
         return drawn
 
