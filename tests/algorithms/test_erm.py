@@ -84,5 +84,5 @@ def test_one_objective_over_every_parameter():
 def test_names():
     assert "ERM" in algorithm_names()
     assert algorithm("erm").n_domains == len(SIZES)
-    with pytest.raises(UserError, match="unknown algorithm 'EMR', did you mean 'ERM'"):
-        build_algorithm("EMR", algorithm().network, 1)
+    with pytest.raises(UserError, match="unknown algorithm 'ERMS', did you mean 'ERM'"):
+        build_algorithm("ERMS", algorithm().network, 1)

@@ -110,7 +110,8 @@ def _optimizer(spec: OptimizerSpec) -> Facts:
 
 def _algorithm(spec: Any) -> Facts:
     own = {"cost": spec.cost, "min_domains": spec.min_domains}
-    return {**_axis(spec), **own, "options": _options(spec)}
+    options = {name: _told(option) for name, option in spec.options.items()}
+    return {**_axis(spec), **own, "options": options}
 
 
 def _averaging(spec: AxisSpec) -> Facts:

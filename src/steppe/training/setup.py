@@ -62,7 +62,8 @@ def build(config: RunConfig, n_classes: int, channels: int, n_sources: int) -> A
         dropout=config.dropout,
         freeze_bn=config.freeze_bn,
     )
-    return build_algorithm(config.algorithm.name, network, n_sources, **config.algorithm.options)
+    chosen = config.algorithm
+    return build_algorithm(chosen.name, network, n_sources, steps=config.steps, **chosen.options)
 
 
 def optimizer(
