@@ -124,14 +124,17 @@ def test_what_the_result_looks_like() -> None:
 
 
 # What a loss does not differentiate, weights of domains for instance, comes from the first pass.
-DETACHED = {"GroupDRO", "RSC"}
-NEED_STAGES = {"ARM", "MixStyle", "MIRO"}  # and get none from a small network
+DETACHED = {"GroupDRO", "RSC", "SelfReg", "EISNet"}
+NEED_STAGES = {"ARM", "MixStyle", "MIRO", "pAdaIN", "DSON"}  # or convolutions or batch norms
+# Losses that contain gradients as constants, or whose gradient is not their derivative.
+NO_SECOND = {"MLDG", "MASF", "Fish", "ANDMask", "SANDMask", "DMG", "TRM"}
 
 
-@pytest.mark.parametrize("name", sorted({*algorithm_names()} - NEED_STAGES - {"MLDG"}))
+@pytest.mark.parametrize("name", sorted({*algorithm_names()} - NEED_STAGES - NO_SECOND))
 def test_losses_of_algorithms(name: str) -> None:
-    """Against finite differences of the gradient, whose error is about 1e-10 / 1e-5 and 1e-5 ** 2.
+    """Against finite differences of the gradient, whose error falls with the square of the step.
 
+    At 1e-5, that of RDM's narrow kernels is 6e-6; at 1e-6, rounding still costs others only 1e-9.
     The algorithm is in the middle of its training: penalties are on, and its buffers filled.
     """
     torch.manual_seed(0)
@@ -153,7 +156,7 @@ def test_losses_of_algorithms(name: str) -> None:
 
     op = HessianOperator(algorithm.train(), loss_fn, [(prepared.images, prepared)])
     at = HessianOperator(algorithm, loss_fn, op.batches, keep_graphs=False)
-    v, step = block(op.shape[0]), 1e-5
+    v, step = block(op.shape[0]), 1e-6
     found = op @ v
     sides = []
     for sign in (1, -2, 1):  # there, to the other side, back

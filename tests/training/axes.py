@@ -1,8 +1,7 @@
-"""The axes crossed: every algorithm with every optimizer, and pairwise with every averaging.
+"""The axes crossed: every algorithm with FAD and two other optimizers, and with every averaging.
 
-Algorithm number i and optimizer number j go with averaging i + j, so that each pair of values of
-any two axes occurs. Options are such that something happens within a few steps: penalties are
-annealed, averages begin and end, an adversary has its turns.
+Every optimizer also meets every averaging. Options are such that something happens within a few
+steps: penalties are annealed, averages begin and end, an adversary has its turns.
 """
 
 from steppe.algorithms import algorithm_names
@@ -24,17 +23,34 @@ OPTIONS: dict[str, dict[str, object]] = {
     "CDANN": {"grad_penalty": 0.1, "dropout": 0.2, "d_steps": 2, "width": 16},
     "ARM": {"support": 2},
     "MLDG": {"inner_lr": 0.1},
+    "EQRM": {"burn_in_steps": 3},
+    "IB-ERM": {"anneal_steps": 3, "penalty": 2.0},
+    "IB-IRM": {"anneal_steps": 3, "penalty": 2.0, "ib_anneal_steps": 5, "ib_penalty": 2.0},
+    "IGA": {"penalty": 0.1},
+    "RDM": {"anneal_steps": 3},
+    "Fish": {"inner_lr": 0.1},
+    "ADRMX": {"d_steps": 1, "depth": 3, "width": 16},
+    "TRM": {"anneal_steps": 2, "penalty": 0.1},
+    "Transfer": {"d_steps": 3, "delta": 0.1, "inner_lr": 0.1},
+    "DMG": {"stages": 1},
+    "pAdaIN": {"p": 0.5},
+    "EISNet": {"in_order": 0.5, "queue": 32, "negatives": 4, "ema": 0.5},
+    "DSON": {"lr_factor": 10.0},
+    "ER": {"width": 16},
+    "MASF": {"inner_lr": 0.1},
+    "MetaReg": {"inner_steps": 3, "inner_lr": 0.1, "lr_factor": 1.0},
 }
-FIRST_UPDATE = {"CDANN": 1}
+FIRST_UPDATE = {"CDANN": 1, "MetaReg": 3}
 """The first step that changes the network, where others come before: an average has nothing yet."""
 STEPS = 7
 KILLED_AFTER = 5
 """The checkpoint before it is after 4 updates."""
 
+_OTHER = [name for name in OPTIMIZERS if name != "fad"]
 COMBINATIONS = [
-    (algorithm, optimizer, AVERAGINGS[(i + j) % 3])
+    (algorithm, optimizer, AVERAGINGS[(i + j) % len(AVERAGINGS)])
     for i, algorithm in enumerate(NAMES)
-    for j, optimizer in enumerate(OPTIMIZERS)
+    for j, optimizer in enumerate(("fad", _OTHER[i % len(_OTHER)], _OTHER[(i + 2) % len(_OTHER)]))
 ]
 OTHERS = [
     ("ERM", optimizer, AVERAGINGS[0])

@@ -34,11 +34,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_pair_occurs() -> None:
-    names = [(a, o, w["name"]) for a, o, w in COMBINATIONS]
-    axes = (NAMES, OPTIMIZERS, [w["name"] for w in AVERAGINGS])
-    for i, j in itertools.combinations(range(3), 2):
-        assert {(name[i], name[j]) for name in names} == set(itertools.product(axes[i], axes[j]))
+def test_every_algorithm_meets_every_averaging_and_fad() -> None:
+    names = [(algorithm, optimizer, own["name"]) for algorithm, optimizer, own in COMBINATIONS]
+    averagings = [own["name"] for own in AVERAGINGS]
+    assert {(a, w) for a, _, w in names} == set(itertools.product(NAMES, averagings))
+    assert {(o, w) for _, o, w in names} == set(itertools.product(OPTIMIZERS, averagings))
+    assert {a for a, o, _ in names if o == "fad"} == set(NAMES)
+    assert {a for a, o, _ in names if o != "fad"} == set(NAMES)
 
 
 @pytest.mark.parametrize("combination", [*COMBINATIONS, *OTHERS], ids=lambda c: title(*c))

@@ -131,6 +131,68 @@ ALGORITHMS = {
         "anneal_steps": ("penalty_anneal_iters", 1500, lambda r: int(r.uniform(0, 5000))),
         "ema": ("ema", 0.95, lambda r: r.uniform(0.9, 0.99)),
     },
+    "CausIRL-CORAL": {"penalty": ("mmd_gamma", 1.0, lambda r: 10 ** r.uniform(-1, 1))},
+    "CausIRL-MMD": {"penalty": ("mmd_gamma", 1.0, lambda r: 10 ** r.uniform(-1, 1))},
+    "EQRM": {
+        "quantile": ("eqrm_quantile", 0.75, lambda r: r.uniform(0.5, 0.99)),
+        "burn_in_steps": ("eqrm_burnin_iters", 2500, lambda r: int(10 ** r.uniform(2.5, 3.5))),
+    },
+    "IB-ERM": {
+        "penalty": ("ib_lambda", 1e2, lambda r: 10 ** r.uniform(-1, 5)),
+        "anneal_steps": ("ib_penalty_anneal_iters", 500, lambda r: int(10 ** r.uniform(0, 4))),
+    },
+    "IB-IRM": {
+        "penalty": ("irm_lambda", 1e2, lambda r: 10 ** r.uniform(-1, 5)),
+        "anneal_steps": ("irm_penalty_anneal_iters", 500, lambda r: int(10 ** r.uniform(0, 4))),
+        "ib_penalty": ("ib_lambda", 1e2, lambda r: 10 ** r.uniform(-1, 5)),
+        "ib_anneal_steps": ("ib_penalty_anneal_iters", 500, lambda r: int(10 ** r.uniform(0, 4))),
+    },
+    "IGA": {"penalty": ("penalty", 1000, lambda r: 10 ** r.uniform(1, 5))},
+    "RDM": {
+        "penalty": ("rdm_lambda", 5.0, lambda r: r.uniform(1.0, 10.0)),
+        "variance": ("variance_weight", 0.004, lambda r: r.uniform(0.001, 0.007)),
+        "anneal_steps": ("rdm_penalty_anneal_iters", 1500, lambda r: int(r.uniform(800, 2700))),
+    },
+    "SD": {"penalty": ("sd_reg", 0.1, lambda r: 10 ** r.uniform(-5, -1))},
+    "ANDMask": {"tau": ("tau", 1.0, lambda r: r.uniform(0.5, 1))},
+    "SANDMask": {
+        "tau": ("tau", 0.5, lambda r: r.uniform(0, 1)),  # not its 1.0, which masks everything
+        "k": ("k", 10.0, lambda r: 10 ** r.uniform(-3, 5)),
+    },
+    "CAD": {
+        "penalty": ("lmbda", 0.1, lambda r: r.choice([1e-4, 1e-3, 1e-2, 1e-1, 1, 1e1, 1e2])),
+        "temperature": ("temperature", 0.1, lambda r: r.choice([0.05, 0.1])),
+    },
+    "CondCAD": {
+        "penalty": ("lmbda", 0.1, lambda r: r.choice([1e-4, 1e-3, 1e-2, 1e-1, 1, 1e1, 1e2])),
+        "temperature": ("temperature", 0.1, lambda r: r.choice([0.05, 0.1])),
+    },
+    "ADRMX": {
+        "penalty": ("disc_lambda", 0.75, lambda r: r.choice([0.75])),
+        "domain_weight": ("dclf_lambda", 1.0, lambda r: r.choice([1.0])),
+        "contrast": ("cnt_lambda", 1.0, lambda r: r.choice([1.0])),
+        "remix": ("rmxd_lambda", 1.0, lambda r: r.choice([1.0])),
+        "d_steps": ("d_steps_per_g_step", 2, lambda r: r.choice([2])),
+        "beta1": ("beta1", 0.5, lambda r: r.choice([0.5])),
+        "width": ("mlp_width", 256, lambda r: r.choice([256])),
+        "depth": ("mlp_depth", 9, lambda r: int(r.choice([8, 9, 10]))),
+    },
+    "TRM": {
+        "penalty": ("cos_lambda", 1e-4, lambda r: 10 ** r.uniform(-5, 0)),
+        "anneal_steps": ("iters", 200, lambda r: int(10 ** r.uniform(0, 4))),
+        "eta": ("groupdro_eta", 1e-2, lambda r: 10 ** r.uniform(-3, -1)),
+    },
+    "Transfer": {
+        "penalty": ("t_lambda", 1.0, lambda r: 10 ** r.uniform(-2, 1)),
+        "delta": ("delta", 2.0, lambda r: r.uniform(0.1, 3.0)),
+        "d_steps": ("d_steps_per_g", 10, lambda r: int(r.choice([1, 2, 5]))),
+        "inner_lr": ("lr_d", 1e-3, lambda r: 10 ** r.uniform(-4.5, -2.5)),
+    },
+    "URM": {
+        "penalty": ("urm_adv_lambda", 0.1, lambda r: r.uniform(0, 0.2)),
+        "depth": ("urm_discriminator_hidden_layers", 1, lambda r: int(r.choice([1, 2, 3]))),
+        "lr": ("urm_discriminator_lr", None, lambda r: 10 ** r.uniform(-6, -4.5)),
+    },
 }
 
 
@@ -144,6 +206,35 @@ def test_algorithms_draw_as_in_domainbed(algorithm):
             drawn = draw_hparams(spec, "adam", "domainbed", *seeds, algorithm)["algorithm"]
             assert drawn[option] == by_definition(name, rule, *seeds)
             assert type(drawn[option]) in (int, float)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "default", "rule"),
+    [
+        ("EQRM", "eqrm_lr", 1e-6, lambda r: 10 ** r.uniform(-7, -5)),
+        ("RDM", "rdm_lr", 1.5e-5, lambda r: r.uniform(8e-6, 2e-5)),
+    ],
+)
+def test_later_learning_rates_are_domainbeds_at_its_default(algorithm, name, default, rule):
+    for seeds in ((0, 0), (1, 0), (7, 2), (19, 1)):
+        hparams = draw_hparams(dataset_spec("PACS"), "adam", "domainbed", *seeds, algorithm)
+        expected = default if seeds == (0, 0) else by_definition(name, rule, *seeds)
+        assert 5e-5 * hparams["algorithm"]["lr_factor"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_rdm_draws_a_batch_size_of_its_own():
+    rule = lambda r: int(r.uniform(70, 100))  # noqa: E731
+    for seeds in ((1, 0), (7, 2), (19, 1)):
+        drawn = draw_hparams(dataset_spec("PACS"), "adam", "domainbed", *seeds, "RDM")
+        assert drawn["batch_size"] == by_definition("batch_size", rule, *seeds)
+    config = configure({"dataset": "PACS", "targets": "sketch", "algorithm": "RDM"})
+    assert config.batch_size == 88
+
+
+def test_urms_second_learning_rate_is_scaled_for_small_images_too():
+    drawn = draw_hparams(dataset_spec("RotatedMNIST"), "adam", "domainbed", 3, 1, "URM")
+    rate = by_definition("urm_discriminator_lr", lambda r: 10 ** r.uniform(-5.5, -3.5), 3, 1)
+    assert drawn["algorithm"]["lr"] == rate
 
 
 def test_an_algorithm_changes_only_what_is_its_own():
