@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from steppe.algorithms import algorithm_names
 from steppe.errors import UserError
 from steppe.reports import (
     across_datasets,
@@ -266,3 +267,35 @@ def test_a_folder_without_results_is_an_error(tmp_path, make):
     make(tmp_path / "src")
     with pytest.raises(UserError, match="DomainBed's output"):
         import_domainbed(tmp_path / "src", tmp_path / "dst")
+
+
+DOMAINBED = (
+    *("ERM", "ERMPlusPlus", "Fish", "IRM", "GroupDRO", "Mixup", "MLDG", "CORAL", "MMD", "DANN"),
+    *("CDANN", "MTL", "SagNet", "ARM", "VREx", "RSC", "SD", "ANDMask", "SANDMask", "IGA"),
+    *("SelfReg", "Fishr", "TRM", "IB_ERM", "IB_IRM", "CAD", "CondCAD", "Transfer"),
+    *("CausIRL_CORAL", "CausIRL_MMD", "EQRM", "RDM", "ADRMX", "URM"),
+)
+"""All of its algorithms, as it spells them."""
+
+
+def test_every_name_of_domainbed_is_known(tmp_path):
+    for name in DOMAINBED:
+        found = line("PACS", name, [0], 0, 0, 0, lambda: 0.5, 4)
+        (tmp_path / "src" / name).mkdir(parents=True)
+        (tmp_path / "src" / name / "results.jsonl").write_text(json.dumps(found) + "\n")
+    assert import_domainbed(tmp_path / "src", tmp_path / "dst").n == len(DOMAINBED)
+    imported = {run.config["algorithm"]["name"] for run in load_runs(tmp_path / "dst").runs}
+    assert imported == {name.replace("_", "-") for name in DOMAINBED}
+    assert imported - set(algorithm_names()) == {"ERMPlusPlus"}  # a recipe
+
+
+def test_options_are_imported_in_steppes_units(tmp_path):
+    """DomainBed's second learning rate of EQRM is a number of its own, ours a factor."""
+    found = line("PACS", "EQRM", [0], 0, 0, 0, lambda: 0.5, 4)
+    found["hparams"] |= {"eqrm_lr": 2e-6, "eqrm_quantile": 0.9, "eqrm_burnin_iters": 700.5}
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/results.jsonl").write_text(json.dumps(found) + "\n")
+    import_domainbed(tmp_path / "src", tmp_path / "dst")
+    (run,) = load_runs(tmp_path / "dst").runs
+    expected = {"name": "EQRM", "quantile": 0.9, "burn_in_steps": 700}
+    assert run.config["algorithm"] == {**expected, "lr_factor": pytest.approx(0.04)}

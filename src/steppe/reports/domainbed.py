@@ -199,8 +199,11 @@ def _algorithm(name: str, hparams: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"name": spec.name}
     for option_name, option in spec.options.items():
         if (own := option.drawn_as or option_name) in hparams:
-            whole = isinstance(option.default, int) and isinstance(hparams[own], float)
-            found[option_name] = int(hparams[own]) if whole else hparams[own]
+            value = hparams[own]
+            if option.relative_to:
+                value /= hparams[option.relative_to]
+            whole = isinstance(option.default, int) and isinstance(value, float)
+            found[option_name] = int(value) if whole else value
     return found
 
 
