@@ -42,7 +42,7 @@ FULL = {
     # optimizers x targets of all datasets x trials x draws; NICO++ holds two domains out at a time
     "figure-1": 9 * (4 + 6) * 3 * 20,
     "table1": 9 * (4 + 4 + 4 + 4 + 6 + 3) * 3 * 20,
-    "table2": 5 * 4 * (4 + 4 + 4 + 4 + 6) * 3 * 20,
+    "table2": (5 * 4 + 7) * (4 + 4 + 4 + 4 + 6) * 3 * 20,
     "table3": 3 * 7 * (4 + 4 + 4 + 3) * 3 * 20,
     "figure-ratio": (5 + 4) * (4 + 3) * 3 * 20,
     "figure-hessian": 6 * 1 * 3 * 20,

@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 from steppe.reports import Row
 
+LITERATURE = "literature"
+"""The source of numbers that the paper copied from the methods' own papers."""
+
 
 class Printed(NamedTuple):
     """One number printed in the paper."""
@@ -66,6 +69,8 @@ class Beside(NamedTuple):
 
     value: float
     lines: tuple[int, ...]
+    copied: bool = False
+    """Whether the paper copied it from the method's own paper, which used another protocol."""
 
 
 def lookup(
@@ -90,9 +95,11 @@ def lookup(
 
     Examples:
         >>> lookup(["table1"], Row("ERM", "fad", "none"), "PACS")
-        Beside(value=88.2, lines=(332,))
+        Beside(value=88.2, lines=(332,), copied=False)
         >>> lookup(["table1-pacs"], Row("ERM", "fad", "none"), "PACS", "photo+sketch").value
         90.6
+        >>> lookup(["table2"], Row("DMG", "adam", "none"), "PACS").copied
+        True
     """
     known = []
     for target in targets.split("+"):
@@ -102,14 +109,20 @@ def lookup(
         if not found:
             return None
         known.append(found[0])
-    return Beside(fmean(n.value for n in known), tuple(dict.fromkeys(n.line for n in known)))
+    copied = any(n.source == LITERATURE for n in known)
+    lines = tuple(dict.fromkeys(n.line for n in known))
+    return Beside(fmean(n.value for n in known), lines, copied)
 
 
 @cache
 def _own(table: str) -> dict[tuple[Row, str, str, str], list[Printed]]:
-    """A table's numbers without those that the paper took from others, which we do not rerun."""
+    """A table's numbers, without those from DomainBed, which the paper reproduces itself.
+
+    The numbers from the literature name no optimizer. They go beside Adam's.
+    """
     found = defaultdict(list)
     for n in printed():
-        if n.table == table and n.source not in ("DomainBed", "literature"):
-            found[n.method, n.dataset, n.target, n.quantity].append(n)
+        if n.table == table and n.source != "DomainBed":
+            method = n.method._replace(optimizer="adam") if n.source == LITERATURE else n.method
+            found[method, n.dataset, n.target, n.quantity].append(n)
     return found

@@ -264,6 +264,7 @@ def to_json(results: Results) -> dict[str, Any]:
                 "trials": ours and ours.n,
                 "paper": paper and paper.value,
                 "paper's lines": paper and list(paper.lines),
+                **({"copied by the paper": True} if paper and paper.copied else {}),
             }
             for line in lines(results)
             for column, (ours, paper) in line.cells.items()

@@ -17,13 +17,18 @@ from steppe.reports.tables import ALL
 from .order import Case, Rate
 from .results import AVERAGE, Line, Results, TrainingCost, comparisons, lines, short
 
+COPIED = "*"
+"""Marks numbers that the paper copied from the methods' own papers."""
+
 
 class BesideColumn(Column[Line]):
     """Our accuracy, with the paper's in parentheses. The key names the cell."""
 
     def text(self, row: Line) -> str:
         paper = row.cells[self.key].paper if self.key in row.cells else None
-        return super().text(row) + (f" ({paper.value:.1f})" if paper else "")
+        if paper is None:
+            return super().text(row)
+        return super().text(row) + f" ({paper.value:.1f}{COPIED * paper.copied})"
 
 
 def _seconds(spent: TrainingCost) -> str:
@@ -81,6 +86,11 @@ def _table(results: Results, dataset: str, rows: Sequence[Line]) -> TextTable:
     beside = [row for row in rows if any(cell.paper for cell in row.cells.values())]
     if beside:
         said.append("in parentheses: the paper's (ResNet-50, its own updates and search)")
+    if any(cell.paper and cell.paper.copied for row in beside for cell in row.cells.values()):
+        said.append(
+            f"{COPIED} copied by the paper from the method's own, which used another protocol: not "
+            "comparable"
+        )
     if any(row.method.averaging == "sma" for row in beside):
         said.append("without the ensemble of averages that EoA adds ('steppe sweep ensemble')")
     said += filter(None, [order.experiment.note])
