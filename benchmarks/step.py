@@ -94,7 +94,8 @@ class Runner:
             self.trainer = trainer = Trainer(config, RunDirectory(out), processes, self._precision)
             self._batches = trainer.store.training(trainer.sampling, 0, 10**9)
             # Each objective of an adversarial algorithm needs its own warm-up before capture.
-            for _ in range((WARM_UP + 2) * (1 if len(trainer.objectives) == 1 else 4)):
+            turns = 1 if len(trainer.objectives) == 1 else 4
+            for _ in range((WARM_UP + 2) * turns if trainer.engine.captured else 2):
                 trainer.step(next(self._batches))
             self.ready = next(self._batches)
         if not parts:

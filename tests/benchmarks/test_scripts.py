@@ -15,6 +15,7 @@ import optim
 import predict
 import pytest
 import report
+import sanity
 import sweep
 import throughput
 from torch import nn
@@ -72,6 +73,18 @@ def test_learning(carry_out, images, tmp_path):
     assert all(0 <= pair["engine"] == pair["plain"] <= 1 for pair in result["pairs"])
     assert "pack in images.pack" in result["said"]["engine"][0]
     assert "files in images" in result["said"]["plain"][0]
+
+
+def test_sanity(carry_out, images, tmp_path):
+    words = ("--algorithms", "irm", "--steps", 8, "--batch", 2, "--targets", 1, "--trials", 2)
+    words += ("--image-size", 16, "--workers", 1, "--out", tmp_path / "out")
+    result = carry_out(sanity, "--images", images, *words)
+    assert list(result["algorithms"]) == ["ERM", "IRM"]
+    irm = result["algorithms"]["IRM"]
+    assert (irm["runs"], irm["diverged"]) == (2, 0)
+    assert all(0 <= irm[part] <= 100 for part in ("validation", "target"))
+    (config, *_) = (tmp_path / "out").rglob("*IRM*/config.json")
+    assert json.loads(config.read_text())["algorithm"]["anneal_steps"] == 2  # a quarter
 
 
 def test_fidelity(carry_out, monkeypatch):
