@@ -77,6 +77,7 @@ figures: $(STAMP) ## draw the figures of the documentation again (minutes)
 results: $(STAMP) ## make the tables of published results from their records again
 	$(BIN)/python docs/results/publish.py
 	$(BIN)/python docs/defaults.py
+	$(BIN)/python docs/algorithms.py
 
 bench: $(STAMP) ## measure the optimizers; benchmarks/README.md lists the other measurements
 	$(BIN)/python benchmarks/optim.py

@@ -5,10 +5,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from pages import fill
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 GUIDE = Path(__file__).parent / "guide"
 PAGES = (GUIDE / "defaults-measured.md", GUIDE / "rho-measured.md")
-BEGIN, END = "<!-- {name}: made by docs/defaults.py -->", "<!-- end of {name} -->"
 
 Row = dict[str, list[float | None]]
 """Validation accuracies in percent by learning rate, one for each seed; None: it diverged."""
@@ -77,17 +78,7 @@ def shown(row: Row) -> dict[str, str]:
     return {lr: "diverged" if None in row[lr] else f"{fmean(v):.1f}" for lr, v in means.items()}
 
 
-def write_tables(page: str, tables: dict[str, str]) -> str:
-    """The page, with tables in the places it has for them."""
-    for name, text in tables.items():
-        begin, end = BEGIN.format(name=name), END.format(name=name)
-        before, _, rest = page.partition(begin)
-        if rest:
-            page = f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
-    return page
-
-
 if __name__ == "__main__":
     made = {name: table(name, found) for name, found in stored().items()}
     for page in PAGES:
-        page.write_text(write_tables(page.read_text(), made))
+        page.write_text(fill(page.read_text(), made, Path(__file__).name))

@@ -13,7 +13,7 @@ from tests import processes
 DOCS = Path(__file__).parents[1] / "docs/guide"
 PAGES = {  # page, and the words that the example's code has
     "my_methods": ("new-methods.md", "class CRSAM"),
-    "my_algorithms": ("algorithms.md", "class Confident"),
+    "my_algorithms": ("new-algorithms.md", "class Confident"),
     "my_data": ("data.md", "def stripes"),
     "my_launchers": ("sweeps.md", "class Ssh"),
     "my_columns": ("reports.md", "register_column("),

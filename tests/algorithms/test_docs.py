@@ -1,41 +1,26 @@
-"""The tables of options and step times are what the registry says."""
+"""The tables of the pages on algorithms are what the registry and the records say."""
 
-import json
 from pathlib import Path
 
-from steppe.algorithms import AlgorithmSpec, algorithm_names, algorithm_spec
-from steppe.options import Like, Option
+from pages import fill
 
-NAMES = algorithm_names()
-"""Now, before the guide's own example adds one."""
+from tests.scripts import load_script
+
 ROOT = Path(__file__).parents[2]
-REFERENCE = ROOT / "docs/reference/algorithms.md"
+SCRIPT = load_script(ROOT / "docs/algorithms.py")
+TABLES = SCRIPT.tables()
+"""Now, before the guide's own example adds an algorithm."""
 
 
-def described(name: str, option: Option) -> str:
-    default = "as the optimizer's" if option.default is None else f"{option.default:.4g}"
-    drawn = "as its `lr`" if isinstance(option.search, Like) else repr(option.distribution)
-    return f"`{name}` {default}" + ("" if drawn == repr(option.default) else f" ({drawn})")
+def test_the_pages_have_the_tables() -> None:
+    texts = [page.read_text() for page in SCRIPT.PAGES]
+    for name, table in TABLES.items():
+        (text,) = (t for t in texts if fill(t, {name: "gone"}, "algorithms.py") != t)
+        assert fill(text, {name: table}, "algorithms.py") == text, "run 'make results'"
 
 
-def row(spec: AlgorithmSpec) -> str:
-    options = [described(name, option) for name, option in spec.options.items()]
-    return f"| {spec.name} | {', '.join(options) or 'none'} |"
-
-
-def test_table() -> None:
-    lines = REFERENCE.read_text().splitlines()
-    start = lines.index("| algorithm | options |") + 2
-    rows = [row(algorithm_spec(name)) for name in NAMES]
-    assert lines[start : start + len(rows) + 1] == [*rows, ""]
-
-
-def test_step_times() -> None:
-    """The registry's are those of the record, and the guide's are the registry's."""
-    record = json.loads((ROOT / "benchmarks/algorithms-h200-fp16.json").read_text())["algorithms"]
-    guide = (ROOT / "docs/guide/algorithms.md").read_text().splitlines()
-    for name in NAMES:
-        cost = algorithm_spec(name).cost
-        assert cost == round(record[name]["over ERM"]["median"], 2)
-        (line,) = (line for line in guide if line.startswith(f"| {name} |"))
-        assert line.endswith(f"| {cost:.2f} |")
+def test_the_registrys_costs_are_those_of_the_record() -> None:
+    found = SCRIPT.measured("algorithms-cpu.json")
+    costs = {name: SCRIPT.algorithm_spec(name).cost for name in found}
+    assert costs == {name: round(ratio, 2) for name, ratio in found.items()}
+    assert costs.keys() == set(SCRIPT.algorithm_names())

@@ -1,25 +1,20 @@
 """The default learning rates hold against the grids that were measured, and the pages show them."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import defaults
 import pytest
+from pages import fill
 
 from steppe.optim import optimizer_spec
+from tests.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     """The script that makes the tables of the docs."""
-    path = Path(__file__).parents[2] / "docs" / "defaults.py"
-    spec = importlib.util.spec_from_file_location("docs_defaults", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(Path(__file__).parents[2] / "docs/defaults.py")
 
 
 def test_every_default_is_within_two_points_of_the_best_of_its_grid(script):
@@ -43,5 +38,5 @@ def test_every_default_is_within_two_points_of_the_best_of_its_grid(script):
 def test_the_pages_have_the_tables_of_what_is_stored(script):
     texts = [page.read_text() for page in script.PAGES]
     for name, found in script.stored().items():
-        (text,) = (text for text in texts if script.write_tables(text, {name: "gone"}) != text)
-        assert script.write_tables(text, {name: script.table(name, found)}) == text
+        (text,) = (text for text in texts if fill(text, {name: "gone"}, "defaults.py") != text)
+        assert fill(text, {name: script.table(name, found)}, "defaults.py") == text

@@ -24,7 +24,7 @@ from .registry import register_algorithm
     processes="support sets consist of a process's own images",
     citation="Zhang et al., Adaptive Risk Minimization: Learning to Adapt to Domain Shift, "
     "NeurIPS 2021",
-    cost=1.64,
+    cost=6.58,
     run={"batch_size": Hyperparameter(8, Fixed(8))},
 )
 class ARM(Algorithm):

@@ -18,7 +18,7 @@ from .registry import register_algorithm
     "batch",
     citation="Li et al., Deep Domain Generalization via Conditional Invariant Adversarial "
     "Networks, ECCV 2018",
-    cost=0.67,
+    cost=0.68,
     min_domains=2,
     drawn_as={"lr": "lr_g", "weight_decay": "weight_decay_g"},
 )

@@ -46,7 +46,7 @@ class MLP(nn.Module):
     "DANN",
     idea="discriminator that the features learn to mislead",
     citation="Ganin et al., Domain-Adversarial Training of Neural Networks, JMLR 2016",
-    cost=0.71,
+    cost=0.67,
     min_domains=2,
     linear=True,
     drawn_as={"lr": "lr_g", "weight_decay": "weight_decay_g"},

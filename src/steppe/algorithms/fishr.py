@@ -21,7 +21,7 @@ from .registry import register_algorithm
     idea="penalty on differing gradient variances",
     citation="Rame et al., Fishr: Invariant Gradient Variances for Out-of-Distribution "
     "Generalization, ICML 2022",
-    cost=1.06,
+    cost=0.99,
     min_domains=2,
     min_batch=2,
 )

@@ -18,7 +18,7 @@ from .registry import register_algorithm
     idea="weights that grow with a domain's loss",
     processes="each process weights domains by its own images; the weights are averaged",
     citation="Sagawa et al., Distributionally Robust Neural Networks for Group Shifts, ICLR 2020",
-    cost=1.02,
+    cost=1.05,
     min_domains=2,
 )
 class GroupDRO(Algorithm):

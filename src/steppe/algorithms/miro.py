@@ -31,7 +31,7 @@ _VARIANCE, _EPS = 0.1, 1e-5
     differs="not in DomainBed",
     citation="Cha et al., Domain Generalization by Mutual-Information Regularization with "
     "Pre-trained Models, ECCV 2022",
-    cost=1.54,
+    cost=1.57,
     linear=True,
 )
 class MIRO(Algorithm):

@@ -19,7 +19,7 @@ from .registry import register_algorithm
     idea="dropping the features that help the most",
     processes="each process drops features and selects images among its own",
     citation="Huang et al., Self-Challenging Improves Cross-Domain Generalization, ECCV 2020",
-    cost=1.05,
+    cost=1.04,
 )
 class RSC(Algorithm):
     r"""Representation self-challenging (Huang et al., ECCV 2020).

@@ -15,7 +15,7 @@ from .registry import register_algorithm
     "VREx",
     idea="penalty on the variance of the domains' losses",
     citation="Krueger et al., Out-of-Distribution Generalization via Risk Extrapolation, ICML 2021",
-    cost=0.98,
+    cost=1.01,
     min_domains=2,
 )
 class VREx(Annealed):
