@@ -30,7 +30,7 @@ class Registry(Generic[E]):
     Examples:
         >>> from steppe.search import spaces
         >>> list(spaces)
-        ['fair', 'fad', 'domainbed']
+        ['fair', 'fad', 'domainbed', 'yu2024']
         >>> spaces["fiar"]
         Traceback (most recent call last):
         steppe.errors.UserError: unknown search space 'fiar', did you mean 'fair'? Known: ...

@@ -1,9 +1,9 @@
-"""Search distributions, and the three search spaces.
+"""Search distributions, and the search spaces.
 
 A space has a default and a distribution for each hyperparameter. `fair`, the default, is tuned per
-optimizer; `fad` is the FAD paper's (appendix B); `domainbed` is DomainBed's. Each has one version
-for fine-tuning and one for training from scratch. This file has the hyperparameters that methods
-share; each method declares its own in its file.
+optimizer; `fad` is the FAD paper's (appendix B); `domainbed` is DomainBed's; `yu2024` is that of
+its successor DomainBed-v2. Each has one version for fine-tuning and one for training from scratch.
+This file has the hyperparameters that methods share; each method declares its own in its file.
 """
 
 from __future__ import annotations
@@ -227,12 +227,23 @@ _SMALL_IMAGES = replace(  # DomainBed's; its network for small images has no dro
     dropout=_NO_DROPOUT,
 )
 
+# DomainBed-v2's (Yu et al., CVPR 2024; pretrain.json). It has no defaults: its samples are all
+# drawn. It reuses the range whether or not the network is pretrained.
+_YU_LR = Hyperparameter(5e-5, LogUniform(-5, math.log10(3e-4)))
+_YU = replace(
+    _DOMAINBED,
+    lr=_YU_LR,
+    batch_size=Hyperparameter(32, Fixed(32)),
+    dropout=_NO_DROPOUT,
+)
+
 spaces = Registry(
     "search space",
     lambda: (
         Spaces("fair", _FAIR, _FAIR),
         Spaces("fad", _PAPER, replace(_PAPER, lr=ADAM_LR.scaled(FROM_SCRATCH))),
         Spaces("domainbed", _DOMAINBED, _SMALL_IMAGES),
+        Spaces("yu2024", _YU, replace(_YU, lr=_YU_LR.scaled(FROM_SCRATCH))),
     ),
 )
 

@@ -19,7 +19,7 @@ from steppe.paper.results import to_json
 from steppe.paper.tables import rates_table
 from steppe.reports import Row
 from steppe.reports.render import to_markdown
-from steppe.sweeps import Job, Sweep, look, read_plan, work
+from steppe.sweeps import Job, Sweep, growing, look, read_plan, work
 from steppe.training.trainer import Trainer
 from tests import processes
 from tests.limits import seconds
@@ -65,7 +65,7 @@ def test_rates_are_tuned_first(tmp_path: Path) -> None:
 def test_workers_go_on_when_a_rate_is_known(tmp_path: Path, monkeypatch) -> None:
     """What has its learning rate is run beside what still tunes, by workers that are there."""
     order = on_digits("sgd", factors=(0.5, 1.0), share=0.02, only=3)
-    monkeypatch.setattr(run, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(growing, "LOOK_SECONDS", 0.05)
     done = []
 
     def in_two_goes(sweep: Sweep) -> None:

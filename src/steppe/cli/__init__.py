@@ -23,7 +23,7 @@ try:
 except ModuleNotFoundError as error:  # a plain `pip install steppe` installs only torch
     raise SystemExit(missing(error)) from None
 
-from . import curvature, data, listing, predict, reports, reproduce, runs, sweep
+from . import curvature, data, listing, predict, protocol, reports, reproduce, runs, sweep
 from .suggest import Commands
 
 app = typer.Typer(
@@ -65,6 +65,7 @@ app.command()(reproduce.reproduce)
 for name, group in (
     ("data", data.app),
     ("sweep", sweep.app),
+    ("protocol", protocol.app),
     ("import", reports.import_app),
     ("curvature", curvature.app),
 ):

@@ -19,6 +19,7 @@ from steppe.errors import UserError, shown
 from steppe.optim.registry import OptimizerSpec, optimizers
 from steppe.options import Option
 from steppe.paper.experiment import EXPERIMENTS
+from steppe.protocols.protocol import protocols
 from steppe.registry import Registry
 from steppe.strangers import printable
 from steppe.training.zoo import BACKBONES
@@ -152,6 +153,10 @@ def _experiment(spec: Any) -> Facts:
     }
 
 
+def _protocol(spec: Any) -> Facts:
+    return {"name": spec.name, "summary": spec.about, "citation": spec.citation}
+
+
 _NAMED = {"name": "name", "summary": "what it does", "citation": "citation"}
 KINDS = Registry(
     "list",
@@ -215,6 +220,15 @@ KINDS = Registry(
             {**_NAMED, "summary": "what it shows", "datasets": "datasets"},
             "steppe reproduce NAME ('--plan' adds its number of runs)",
         ),
+        Kind(
+            "protocols",
+            "",
+            protocols,
+            _protocol,
+            {**_NAMED, "summary": "what distinguishes it"},
+            "steppe sweep plan DIR --protocol NAME --datasets ... ('steppe protocol show NAME' "
+            "has all that it fixes)",
+        ),
     ),
 )
 
@@ -224,8 +238,8 @@ def list_names(
         str,
         typer.Argument(
             metavar="KIND",
-            help="optimizers, algorithms, averaging, datasets, backbones or experiments "
-            "(default: show the number of each).",
+            help="optimizers, algorithms, averaging, datasets, backbones, experiments or "
+            "protocols (default: show the number of each).",
         ),
     ] = "",
     name: Annotated[

@@ -13,8 +13,12 @@ from steppe.strangers import command, printable
 from .common import Json, Plugins, remark, writable
 
 Selection = Annotated[
-    Literal["train-val", "leave-one-out", "oracle"],
-    typer.Option(help="Model selection: how to choose the step and hyperparameters."),
+    Literal["train-val", "pooled-val", "leave-one-out", "oracle"] | None,
+    typer.Option(
+        help="Model selection: how to choose the step and hyperparameters (default: the "
+        "protocol's, or train-val).",
+        show_default=False,
+    ),
 ]
 import_app = typer.Typer(help="Import results of other programs.")
 
@@ -23,7 +27,7 @@ def report(
     paths: Annotated[
         list[Path], typer.Argument(metavar="DIR", help="Sweeps, runs, or folders of runs.")
     ],
-    selection: Selection = "train-val",
+    selection: Selection = None,
     form: Annotated[
         Literal["terminal", "markdown", "latex", "csv", "json", "html"],
         typer.Option("--format", help="Output format."),
@@ -78,7 +82,7 @@ def compare(
             help="Two or more runs or sweeps; the others are compared with the first.",
         ),
     ],
-    selection: Selection = "train-val",
+    selection: Selection = None,
     as_json: Json = False,
 ) -> None:
     """Compare runs or sweeps, paired by target and trial seed."""

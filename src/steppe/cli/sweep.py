@@ -54,30 +54,51 @@ def sweep_plan(
     extend: Annotated[
         bool, typer.Option("--extend", help="Add runs to the existing sweep in DIR.")
     ] = False,
+    protocol: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Plan exactly the runs of a protocol, such as domainbed or yu2024 ('steppe "
+            "protocol list').",
+        ),
+    ] = None,
     estimate: Annotated[
         bool, typer.Option(help="Time a pass on this machine to estimate the cost.")
     ] = True,
     as_json: Json = False,
 ) -> None:
     """Plan a sweep: one run per target, algorithm, optimizer, averaging, trial and draw."""
+    from steppe.protocols.winners import reruns_left
     from steppe.sweeps import write_plan
 
     texts = tuple(overriding(options, shortcuts, overrides))
-    wanted = Grid(names(datasets), **grid, overrides=texts, options=options)
-    typed = command("steppe", *sys.argv[1:])
-    plan = write_plan(wanted, path, retries=retries, command=typed, extend=extend)
-    show_plan(plan, estimate, as_json)
+    wanted = {"datasets": names(datasets), **grid, "overrides": texts, "options": options}
+    more: Any = {
+        "retries": retries,
+        "command": command("steppe", *sys.argv[1:]),
+        "extend": extend,
+    }
+    if protocol is None:
+        plan = write_plan(Grid(**wanted), path, **more)
+    else:
+        from steppe import protocols
+
+        plan = protocols.plan(protocol, wanted, path, **more)
+    show_plan(plan, estimate, as_json, reruns_left(plan))
 
 
-def show_plan(plan: "Sweep", estimate: bool, as_json: bool = False) -> None:
+def show_plan(plan: "Sweep", estimate: bool, as_json: bool = False, later: int = 0) -> None:
+    """Print the cost of a plan; `later` is the number of runs that its results will add."""
     from steppe.console import stdout
     from steppe.sweeps import cost
 
     found = cost.estimate(plan, measured=estimate)
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps({**asdict(found), "later": later}, indent=2))
         return
     stdout().print(cost.table(found))
+    if later:
+        print(f"When a search is done, its winner runs on more splits: up to {later:,} more runs.")
     if hint := cost.hint(found):
         print(hint)
     start = command("steppe", "sweep", "run", plan.path)
@@ -99,9 +120,13 @@ def sweep_run(
     ] = None,
 ) -> None:
     """Run a sweep: start workers and wait until all runs are done (Slurm: only submit)."""
+    from steppe.protocols import carry_on
     from steppe.sweeps import launch
 
-    if launch.run(path, launcher, Crew(**crew), **context.obj) is False:
+    def run() -> bool | None:
+        return launch.run(path, launcher, Crew(**crew), **context.obj)
+
+    if carry_on(path, run) is False:
         raise typer.Exit(1)
 
 

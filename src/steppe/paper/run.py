@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +14,13 @@ from steppe.measure.measuring import RHO
 from steppe.reports import build_report, compare, draw, load_runs, write
 from steppe.reports.render import to_markdown
 from steppe.reports.spectra import save_figure
-from steppe.sweeps import Grid, Job, Sweep, jobs, look, write_plan
+from steppe.sweeps import Grid, Sweep, jobs, look, write_plan
+from steppe.sweeps.growing import diverged, growing
 
 from .order import Case, Order, Rate, cases, choose_rates, default_rates, grids, tuning_grids
 from .results import Results, gather, look_at, made, result_folders, short, to_json
 from .tables import tables
 
-LOOK_SECONDS = 2.0
-"""Interval at which the plan checks for newly tuned learning rates."""
 CarryOut = Callable[[Sweep], object]
 """Executes the remaining runs of a sweep."""
 
@@ -50,14 +46,9 @@ def plan(order: Order, out: Path, command: str = "") -> tuple[Sweep, dict[Case, 
 
 
 def _diverged(sweep: Sweep, tries: Sequence[Grid]) -> list[Grid]:
-    """Tuning runs that failed by divergence, which counts as a result."""
-    found = []
-    for grid in tries:
-        ((name, _),) = jobs(grid)
-        last = Job(sweep.folder(name)).last()
-        if last is not None and last.kind == "failed" and last.facts.get("diverged"):
-            found.append(grid)
-    return found
+    """Tuning runs that diverged."""
+    by_name = {name: grid for grid in tries for name, _ in jobs(grid)}
+    return [by_name[name] for name in diverged(sweep, by_name)]
 
 
 def reproduce(
@@ -81,7 +72,7 @@ def reproduce(
     if rates is None:
         tries = len(tuning_grids(order))
         say(f"tuning learning rates with {tries:,} short runs in {out}; full runs follow")
-        with _planning(order, out, command):
+        with growing(lambda: plan(order, out, command)[1] is not None):
             carry_out(sweep)
         sweep, rates = plan(order, out, command)
     if rates is None:
@@ -99,28 +90,6 @@ def reproduce(
     ]
     found = replace(found, problems=(*found.problems, *lost))
     return _measured(found, say) if order.experiment.curvature and found.variants else found
-
-
-@contextmanager
-def _planning(order: Order, out: Path, command: str) -> Iterator[None]:
-    """Add runs to the plan as soon as their learning rates are known, so that no worker waits."""
-    over = threading.Event()
-
-    def add() -> None:
-        took = 0.0
-        while not over.wait(max(LOOK_SECONDS, 5 * took)):  # planning hundreds of runs is slow
-            began = time.monotonic()
-            if plan(order, out, command)[1] is not None:
-                return
-            took = time.monotonic() - began
-
-    thread = threading.Thread(target=add, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def _measured(found: Results, say: Callable[[str], None]) -> Results:

@@ -18,6 +18,7 @@ from .cells import MISSING, points_text
 from .columns import CONTRASTS, Column, table_columns, values
 from .contrasts import Contrast, Contrasts, by_method, contrast, corrected
 from .differences import ROUNDING
+from .followed import shared_protocol
 from .remarks import remarks
 from .render import TextTable, contrasts_text, text_table, to_terminal
 from .report import rerunnable
@@ -109,10 +110,11 @@ _COST: list[Column[TableRow]] = [
 """Cost of a row's runs."""
 
 
-def compare_runs(paths: Sequence[Path | str], selection: str = "train-val") -> Beside:
+def compare_runs(paths: Sequence[Path | str], selection: str | None = None) -> Beside:
     """Compare each run or sweep with the first one.
 
-    Model selection is applied to each separately. Methods are paired by name; a folder with a
+    Model selection is applied to each separately, and must be the same (default: that of their
+    protocols, or `train-val`). Methods are paired by name; a folder with a
     single method is paired with every method of the others.
     """
     if len(paths) < 2:
@@ -122,7 +124,21 @@ def compare_runs(paths: Sequence[Path | str], selection: str = "train-val") -> B
     for path, one in zip(paths, loaded, strict=True):
         if not one.runs:
             raise UserError(f"{path}: none of the runs has a record yet")
+    protocols = [shared_protocol(one.runs) for one in loaded]
+    several = len(set(protocols)) > 1
+    if several and selection is not None:  # which then holds for all, whatever they fix
+        loaded = [
+            replace(one, runs=tuple(replace(run, protocol=None) for run in one.runs))
+            for one in loaded
+        ]
     chosen = [select_runs(one.runs, selection) for one in loaded]
+    by = {one.selection: side for side, one in zip(sides, chosen, strict=True)}
+    if len(by) > 1:
+        told = ", ".join(f"{side} by {name}" for name, side in by.items())
+        raise UserError(
+            f"the protocols of these runs select models differently ({told}): pass --selection to "
+            "compare them by the same"
+        )
     rows = [
         {row: _label(side, row, len(one.rows()) == 1) for row in one.rows()}
         for side, one in zip(sides, chosen, strict=True)
@@ -134,7 +150,11 @@ def compare_runs(paths: Sequence[Path | str], selection: str = "train-val") -> B
         tuple(problem for one in loaded for problem in one.problems),
         tuple(path for one in loaded for path in one.pending),
     )
-    said = (*everything.problems, *remarks(everything, merged))
+    differing = [
+        f"{side}: {one.name if one else 'none'}" for side, one in zip(sides, protocols, strict=True)
+    ]
+    mixed = [f"the protocols differ ({', '.join(differing)})"] if several else []
+    said = (*everything.problems, *mixed, *remarks(everything, merged))
     return Beside(merged, pairs, _settings(merged), tuple(unpaired), said)
 
 

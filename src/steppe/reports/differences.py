@@ -88,7 +88,7 @@ def paired(
     runs: Runs,
     a: str | Row,
     b: str | Row,
-    selection: str = "train-val",
+    selection: str | None = None,
     level: float = 0.95,
     over: Unit = "targets",
 ) -> Paired:
@@ -104,7 +104,7 @@ def paired(
         a: an optimizer, compared under every algorithm and averaging that both have; or a method,
             as a `Row` or by name.
         b: the optimizer or method to compare with.
-        selection: one of `SELECTIONS`.
+        selection: one of `SELECTIONS` (default: the protocol's, or `train-val`).
         level: confidence level of the interval.
         over: the independent units.
     """

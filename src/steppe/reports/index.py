@@ -13,7 +13,7 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +42,8 @@ class Contents(NamedTuple):
     state: str
     records: Sequence[Sequence[Any]]
     """The fields of its records, each with its accuracies as a list of ((domain, part), value)."""
+    images: Mapping[tuple[str, str], int]
+    """Number of images by domain and part."""
 
 
 class Index:
@@ -86,7 +88,8 @@ class Index:
                 (step, dict(zip(keys[which], values, strict=False)), *others)
                 for step, which, *others in found["records"]
             ]
-            contents = Contents(found["config"].encode(), found["state"], records)
+            images = {(domain, part): n for domain, part, n in found["images"]}
+            contents = Contents(found["config"].encode(), found["state"], records, images)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error):
             return None
         self._kept.append(line)
@@ -113,6 +116,7 @@ class Index:
             # Read three times as fast as numbers in JSON, and most of what there is to read.
             "accuracy": base64.b64encode(struct.pack(f"<{len(values)}d", *values)).decode(),
             "records": records,
+            "images": [(*key, n) for key, n in contents.images.items()],
         }
         with suppress(TypeError, ValueError):  # not JSON: numbers above 64 bits, other encodings
             facts["config"] = contents.config.decode()

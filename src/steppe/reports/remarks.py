@@ -38,7 +38,12 @@ def remarks(loaded: Loaded, selected: Selected) -> list[str]:
         )
     for dataset, sets in selected.columns.items():
         own = [run for run in runs if run.dataset == dataset]
-        said = [*_left_out(selected, dataset, sets, own), *_mixed(own)]
+        said = [
+            *_left_out(selected, dataset, sets, own),
+            *_uncounted(selected, own),
+            *_not_rerun(selected, dataset, own),
+            *_mixed(own),
+        ]
         found += [f"{dataset}: {text}" for text in said]
     return found
 
@@ -60,6 +65,35 @@ def _left_out(
         "with 'steppe sweep plan ... --targets pairs'"
     )
     return [f"{missing:,} of {len(places):,} results are missing, {because}"] if missing else []
+
+
+def _uncounted(selected: Selected, runs: Sequence[Run]) -> list[str]:
+    without = [run.path for run in runs if not run.images]
+    if selected.selection != "pooled-val" or not without:
+        return []
+    return [
+        f"{_runs(len(without))} left out, because the records lack the number of images "
+        f"({_first(without)}), which pooled-val needs; use --selection train-val"
+    ]
+
+
+def _not_rerun(selected: Selected, dataset: str, runs: Sequence[Run]) -> list[str]:
+    """Report searches of a protocol whose winner has not been run on the other splits."""
+    protocol = runs[0].protocol
+    if protocol is None or not protocol.reruns:
+        return []
+    trials: dict[tuple[object, str], set[int]] = defaultdict(set)
+    for place in selected.chosen:
+        if place.dataset == dataset:
+            trials[place.row, place.column].add(place.trial)
+    missing = sum(len(found) <= protocol.reruns for found in trials.values())
+    if not missing:
+        return []
+    return [
+        f"{missing:,} of {len(trials):,} searches lack results of their winner on other splits "
+        f"(the protocol {protocol.name} has {protocol.reruns} more); 'steppe sweep run' plans and "
+        "runs them when the search is done"
+    ]
 
 
 def _mixed(runs: Sequence[Run]) -> list[str]:

@@ -22,6 +22,7 @@ from .tables import ALL, Matrix, StepCost, Table
 T = TypeVar("T")
 _SELECTED_BY = {
     "train-val": "validation on the training domains",
+    "pooled-val": "validation on the pooled images of the training domains",
     "leave-one-out": "leave-one-domain-out validation",
     "oracle": "validation on the test domain (oracle)",
 }

@@ -24,6 +24,7 @@ from .cells import Cell
 from .chosen import chosen_values
 from .columns import CONTRASTS, COSTS, METHODS, cost_columns, in_files, values
 from .contrasts import Contrast, Contrasts, contrasts
+from .followed import Followed, shared_protocol
 from .measured import FLATNESS, MeasuredRun, find_measured
 from .page import render_page
 from .page.figures import curves, sensitivity
@@ -41,6 +42,7 @@ from .tables import (
     dataset_tables,
     optimizer_by_algorithm,
     select_runs,
+    set_tables,
     target_names,
 )
 from .values import dumps, plain
@@ -64,6 +66,15 @@ class Report:
     @cached_property
     def tables(self) -> list[Table]:
         return dataset_tables(self.selected)
+
+    @cached_property
+    def target_tables(self) -> list[Table]:
+        """A table per set of several targets."""
+        return set_tables(self.selected)
+
+    @cached_property
+    def protocol(self) -> Followed | None:
+        return shared_protocol(self.selected.runs)
 
     @cached_property
     def across(self) -> Table | None:
@@ -100,6 +111,8 @@ class Report:
     def answer(self) -> list[str]:
         """Sentences: who leads, by how much, how certainly, at what cost and with what values."""
         said = answer(self.selected, self.ranking, self.contrasts, self.cost)
+        if said and self.protocol:
+            said.append(f"All runs follow the protocol {self.protocol.name}.")
         return said + chosen_values(self.selected, self.ranking[0].name) if self.ranking else said
 
     @cached_property
@@ -112,6 +125,7 @@ class Report:
         chosen_by = self.selected.selection
         found = [render.contrasts_text(self.contrasts, chosen_by)] if self.comparisons else []
         found += [render.accuracy_text(table) for table in (*self.tables, self.across) if table]
+        found += map(render.accuracy_text, self.target_tables)
         found += map(render.matrix_text, self.matrices)
         if self.cost:
             found.append(render.cost_text(self.cost, chosen_by))
@@ -124,6 +138,8 @@ class Report:
             "answer": self.answer,
             "tables": [_table_json(table) for table in self.tables],
             "selection": self.selected.selection,
+            "protocol": self.protocol and self.protocol.facts,
+            "target_sets": [_table_json(table) for table in self.target_tables],
             "across": _table_json(self.across) if self.across else None,
             "matrices": [_matrix_json(matrix) for matrix in self.matrices],
             "comparisons": [values(CONTRASTS, pair) for pair in self.comparisons],
@@ -208,7 +224,7 @@ def _cell_json(cell: Cell | None) -> dict[str, Any] | None:
     return {key: value for key, value in cell._asdict().items() if key != "partial" or value}
 
 
-def best_configs(runs: Runs, selection: str = "train-val") -> list[dict[str, Any]]:
+def best_configs(runs: Runs, selection: str | None = None) -> list[dict[str, Any]]:
     """The selected run and step for every dataset, method, target and trial.
 
     All values are plain, and non-finite numbers are None. Save ``config`` to a file to pass it to
@@ -245,7 +261,7 @@ def rerunnable(run: Run) -> dict[str, Any]:
 
 def build_report(
     loaded: Loaded,
-    selection: str = "train-val",
+    selection: str | None = None,
     command: str = "",
     title: str = "steppe report",
     references: Sequence[str] = (),
@@ -254,7 +270,7 @@ def build_report(
 
     Args:
         loaded: from `load_runs`.
-        selection: one of `SELECTIONS`.
+        selection: one of `SELECTIONS` (default: that of the runs' protocol, or `train-val`).
         command: the command line to show in the report.
         title: the report's title.
         references: methods to compare all others with: method names, `best` or `cheapest`

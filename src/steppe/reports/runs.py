@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +23,7 @@ from steppe.errors import UserError, reason
 from steppe.sealed import broken
 from steppe.strangers import LIMIT, read
 
+from .followed import PLAN, Followed, Followers
 from .index import Contents, Index
 from .values import finite, finite_or_none, parse
 
@@ -32,8 +34,6 @@ Key = tuple[str, str]
 _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
 _Axis = tuple[str, dict[str, Any]]
 """A name and its options."""
-PLAN = "sweep.json"
-"""The file that makes a folder a sweep."""
 MEASUREMENTS = "curvature"
 """The subfolder of a run where `steppe curvature` stores its results."""
 _LINES_NAMED = 5
@@ -103,6 +103,10 @@ class Run:
     """`planned`, `running`, `done` or `failed`."""
     config: Mapping[str, Any]
     records: tuple[Record, ...]
+    images: Mapping[Key, int] = field(default_factory=dict)
+    """Number of images by domain and part; empty if the records do not say it."""
+    protocol: Followed | None = None
+    """The protocol of its sweep."""
 
     @cached_property
     def target_set(self) -> frozenset[str]:
@@ -166,6 +170,7 @@ def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
         raise UserError(f"no run (config.json) found at or below {where}")
     runs: list[Run] = []
     problems: list[str] = []
+    followers = Followers(problems)
     pending: list[Path] = []
     # Millions of new objects, none of them garbage: the collector would double the loading time.
     collecting = gc.isenabled()
@@ -174,7 +179,8 @@ def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
         for folder in sorted(folders.values(), key=str):
             before = len(problems)
             if (run := _read_run(folder, indexes.get(folder), problems)) is not None:
-                runs.append(run)
+                protocol = followers.of(folder)
+                runs.append(run if protocol is None else replace(run, protocol=protocol))
             elif len(problems) == before and not (folder / "result" / "config.json").exists():
                 pending.append(folder)
         for index in set(indexes.values()):
@@ -226,6 +232,7 @@ def _read_run(folder: Path, index: Index | None, problems: list[str]) -> Run | N
         return None
     if known:
         state, records = known.state, tuple(map(Record._make, known.records))
+        images = known.images
     else:
         before = len(problems)
         data = _read_if_there(folder / "records.jsonl", problems)
@@ -239,10 +246,12 @@ def _read_run(folder: Path, index: Index | None, problems: list[str]) -> Run | N
         if not by_step:
             return None
         records = tuple(by_step[step] for step in sorted(by_step))
+        images = _images(data)
         if index is not None and len(problems) == before:
-            index.add(str(folder), Contents(text, state, records))
+            index.add(str(folder), Contents(text, state, records, images))
     steps = facts.pop("steps") or records[-1].step + 1
-    return Run(path=folder, steps=steps, state=state, config=config, records=records, **facts)
+    facts |= {"steps": steps, "state": state, "config": config, "records": records}
+    return Run(path=folder, images=images, **facts)
 
 
 def _read_if_there(file: Path, problems: list[str], limit: int = LIMIT) -> bytes | None:
@@ -310,6 +319,21 @@ def _record(line: bytes) -> Record:
         finite_or_none(data.get("memory_gb")),
         finite_or_none(data.get("evaluation_seconds")),
     )
+
+
+def _images(data: bytes) -> dict[Key, int]:
+    """The number of images of each part, which all records of a run share."""
+    for line in io.BytesIO(data):  # the first that is readable
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            found = parse(line)["domains"].items()
+            counts = {
+                (domain, part): scores["images"]
+                for domain, parts in found
+                for part, scores in parts.items()
+            }
+            if all(type(n) is int and n > 0 for n in counts.values()):
+                return counts
+    return {}
 
 
 def step_of(data: Mapping[str, Any]) -> int:

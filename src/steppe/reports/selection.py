@@ -1,10 +1,11 @@
-"""Model selection: three rules that pick a run and a step, as pure functions.
+"""Model selection: rules that pick a run and a step, as pure functions.
 
-All rules report the mean ``test`` accuracy (DomainBed's ``in``) over a run's targets; they differ
-in the data they select by. A rule takes the runs of one group (a dataset, a method, a trial) and
-the final target domains. It returns its choice, or None if no run has the required records. Sums
-are taken in DomainBed's order, so that the same runs tie. As in DomainBed, the highest draw wins a
-tie.
+DomainBed's three rules report the mean ``test`` accuracy (its ``in``) over a run's targets; they
+differ in the data they select by. The fourth, of Yu et al. (CVPR 2024), counts images instead of
+averaging over domains, and reports all images of the targets. A rule takes the runs of one group (a
+dataset, a method, a trial) and the final target domains. It returns its choice, or None if no run
+has the required records. Sums are taken in DomainBed's order, so that the same runs tie. As in
+DomainBed, the highest draw wins a tie.
 
 For runs with weight averaging, only records of the averaged weights are candidates. A run without
 such a record is left out.
@@ -13,8 +14,9 @@ such a record is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from steppe.validation import first_best, mean
 
@@ -42,7 +44,23 @@ def train_validation(runs: Iterable[Run], targets: frozenset[str]) -> Chosen | N
     Takes the first step of each run with the highest mean ``val`` accuracy over its source domains,
     then the best run.
     """
-    found = [best for run in _ordered(runs, targets) if (best := best_step(run)) is not None]
+    return _by_validation(runs, targets, best_step)
+
+
+def pooled_validation(runs: Iterable[Run], targets: frozenset[str]) -> Chosen | None:
+    """Select by validation images of the source domains, all in one pool.
+
+    A large domain counts more than a small one. The reported accuracy is that on all images of the
+    targets, ``test`` and ``oracle``, in one pool too. Runs whose records lack the number of images
+    are left out.
+    """
+    return _by_validation(runs, targets, best_pooled_step)
+
+
+def _by_validation(
+    runs: Iterable[Run], targets: frozenset[str], best_of: Callable[[Run], Chosen | None]
+) -> Chosen | None:
+    found = [best for run in _ordered(runs, targets) if (best := best_of(run)) is not None]
     validated = [chosen for chosen in found if chosen.validation is not None]
     if not validated:  # a single run needs no validation
         return found[0] if len(found) == 1 else None
@@ -51,17 +69,30 @@ def train_validation(runs: Iterable[Run], targets: frozenset[str]) -> Chosen | N
 
 def best_step(run: Run) -> Chosen | None:
     """The step that training-domain validation selects, or the last if there is no validation."""
-    tests = _tests(run)
+    return _best_step(run, _tests(run), mean_of)
+
+
+def best_pooled_step(run: Run) -> Chosen | None:
+    """The same for validation images in one pool; None if their numbers are unknown."""
+    tests = [(target, part) for target in _in_order(run) for part in ("test", "oracle")]
+    if not run.images.keys() >= {*tests, *validation_keys(run)}:
+        return None
+    return _best_step(run, tests, partial(pooled, run.images))
+
+
+def _best_step(
+    run: Run, tests: Sequence[Key], score: Callable[[Record, Sequence[Key]], float | None]
+) -> Chosen | None:
     needed = set(tests)
     records = [record for record in candidates(run) if record.accuracy.keys() >= needed]
     if not records:
         return None
     keys = validation_keys(run)
-    values = [mean_of(record, keys) for record in records]
+    values = [score(record, keys) for record in records]
     best = first_best(values) if keys else len(records) - 1
-    if best is None:
+    test = None if best is None else score(records[best], tests)
+    if best is None or test is None:
         return None
-    test = mean([records[best].accuracy[key] for key in tests])
     return Chosen(run, records[best].step, values[best], test)
 
 
@@ -140,9 +171,18 @@ def last_step(run: Run) -> Chosen | None:
 
 SELECTIONS: dict[str, Selection] = {
     "train-val": train_validation,
+    "pooled-val": pooled_validation,
     "leave-one-out": leave_one_out,
     "oracle": oracle,
 }
+
+
+STEP_RULES: dict[str, Callable[[Run], Chosen | None]] = {
+    "train-val": best_step,
+    "pooled-val": best_pooled_step,
+    "oracle": last_step,
+}
+"""The rules that look at one run at a time: the step that each picks."""
 
 
 def candidates(run: Run) -> Sequence[Record]:
@@ -158,6 +198,32 @@ def mean_of(record: Record, keys: Sequence[Key]) -> float | None:
         return mean([accuracy[key] for key in keys]) if keys else None
     except KeyError:
         return None
+
+
+def pooled(images: Mapping[Key, int], record: Record, keys: Sequence[Key]) -> float | None:
+    """The accuracy over all images of several parts; None if the record lacks one."""
+    try:
+        # Accuracies are right / images, so this recovers the whole number.
+        right = sum(round(record.accuracy[key] * images[key]) for key in keys)
+    except KeyError:
+        return None
+    return right / sum(images[key] for key in keys) if keys else None
+
+
+def by_target(chosen: Chosen, selection: str) -> dict[str, float]:
+    """The accuracies that a rule reports, for each target of the run alone."""
+    record = next(one for one in reversed(chosen.run.records) if one.step == chosen.step)
+    found = {}
+    for target in _in_order(chosen.run):
+        parts = [(target, part) for part in ("test", "oracle")]
+        value = (
+            pooled(chosen.run.images, record, parts)
+            if selection == "pooled-val"
+            else record.accuracy.get(parts[0])
+        )
+        if value is not None:
+            found[target] = value
+    return found
 
 
 def _in_order(run: Run) -> list[str]:

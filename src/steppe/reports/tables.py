@@ -17,8 +17,9 @@ from steppe.optim import optimizer_names, optimizer_spec
 from steppe.validation import mean
 
 from .cells import Cell, cell_of
+from .followed import selection_of, shared_protocol
 from .runs import Row, Run
-from .selection import SELECTIONS, Chosen
+from .selection import SELECTIONS, Chosen, by_target
 from .spent import hours, step_time
 
 ALL = "all"
@@ -112,16 +113,19 @@ Runs = Sequence[Run] | Selected
 """Runs to select from, or the result of an earlier selection."""
 
 
-def select_runs(runs: Runs, selection: str) -> Selected:
+def select_runs(runs: Runs, selection: str | None = None) -> Selected:
     """Apply a selection rule to every method, target set and trial.
 
     A dataset's target sets are those of the smallest size among its runs. Runs with more targets
     are used only for leave-one-out validation.
+
+    Args:
+        runs: in any order. They must follow the same protocol, or none.
+        selection: one of `SELECTIONS` (default: the protocol's, or `train-val`).
     """
     if isinstance(runs, Selected):
         return runs
-    if selection not in SELECTIONS:
-        raise UserError(unknown("selection", selection, SELECTIONS))
+    selection = selection_of(shared_protocol(runs), selection, SELECTIONS)
     rule = SELECTIONS[selection]
     by_dataset: dict[str, list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: str(run.path)):
@@ -188,7 +192,7 @@ def _label(spec: DatasetSpec | None, column: str, short: bool) -> str:
     return "+".join(label if short or name in label else name for name, label in labels)
 
 
-def dataset_tables(runs: Runs, selection: str = "train-val") -> list[Table]:
+def dataset_tables(runs: Runs, selection: str | None = None) -> list[Table]:
     """One table per dataset: targets as columns, methods as rows."""
     selected = select_runs(runs, selection)
     tables = []
@@ -204,7 +208,33 @@ def dataset_tables(runs: Runs, selection: str = "train-val") -> list[Table]:
     return tables
 
 
-def across_datasets(runs: Runs, selection: str = "train-val") -> Table:
+def set_tables(runs: Runs, selection: str | None = None) -> list[Table]:
+    """One table for every set of several targets: each of them as a column."""
+    selected = select_runs(runs, selection)
+    tables = []
+    for dataset, sets in selected.columns.items():
+        for column, targets in sets.items():
+            if len(targets) == 1:
+                continue
+            names = tuple(column.split("+"))
+            rows = []
+            for row in selected.rows(dataset):
+                scores = [
+                    by_target(chosen, selected.selection)
+                    for place, chosen in selected.chosen.items()
+                    if place[:3] == (dataset, row, column)
+                ]
+                cells = {n: cell_of(one[n] for one in scores if n in one) for n in names}
+                own = selected.by_method[dataset, row]
+                rows.append(
+                    TableRow(row, cells, tuple(run for run in own if run.target_set == targets))
+                )
+            title, labels = f"{dataset}, {column} held out", target_labels(dataset, names)
+            tables.append(Table(title, selected.selection, names, labels, tuple(rows)))
+    return tables
+
+
+def across_datasets(runs: Runs, selection: str | None = None) -> Table:
     """Average each trial over its targets, then report mean and error over trials per dataset.
 
     As in DomainBed's "Averages", a trial that lacks a target is averaged over the targets it has;
@@ -248,13 +278,13 @@ class Matrix:
 
 
 def optimizer_by_algorithm(
-    runs: Runs, selection: str = "train-val", dataset: str | None = None
+    runs: Runs, selection: str | None = None, dataset: str | None = None
 ) -> Matrix:
     """Accuracy of every optimizer under every algorithm and averaging, as in the paper's Table 2.
 
     Args:
         runs: in any order.
-        selection: one of `SELECTIONS`.
+        selection: one of `SELECTIONS` (default: the protocol's, or `train-val`).
         dataset: average over the targets of this dataset (default: over all datasets, using only
             trials that have every target).
     """
@@ -317,7 +347,7 @@ class StepCost:
         return max((memory for memory in found if memory is not None), default=None)
 
 
-def cost_table(runs: Runs, selection: str = "train-val") -> list[StepCost]:
+def cost_table(runs: Runs, selection: str | None = None) -> list[StepCost]:
     """Time, memory and accuracy of every method, as in the paper's Table 3."""
     selected = select_runs(runs, selection)
     costs = []

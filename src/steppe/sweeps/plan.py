@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -42,11 +42,12 @@ class Grid:
         trials: number of trial seeds, which set the train/validation splits.
         draws: hyperparameter samples per method; sample 0 is the space's defaults. 0 uses the
             settings of 'steppe train'.
+        default_draw: whether the samples start with sample 0. Otherwise they start with sample 1.
         targets: held-out domains: `single` holds out each target of the dataset, `pairs` also each
             target with one more domain, which leave-one-out selection needs. Or comma-separated
             domains, each held out alone; join several with ``+`` to hold them out together.
-        space: search space for defaults and samples: fair (tuned per optimizer), fad (the paper's)
-            or domainbed.
+        space: search space for defaults and samples: fair (tuned per optimizer), fad (the paper's),
+            domainbed or yu2024.
         overrides: ``key=value`` settings for every run.
         options: other config keys for every run, such as `root`.
         tag: suffix of the runs' names, so that a sweep can have several grids of the same axes.
@@ -63,6 +64,7 @@ class Grid:
     overrides: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     tag: str = ""
+    default_draw: bool = True
 
 
 def target_sets(spec: DatasetSpec, targets: str) -> list[tuple[str, ...]]:
@@ -115,7 +117,6 @@ def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
             range(grid.trials), algorithms, optimizers, averaging, target_sets(spec, grid.targets)
         )
         for trial, algorithm, optimizer, average, held_out in axes:
-            numbers = [spec.domains.index(domain) for domain in held_out]
             values = {
                 **grid.options,
                 "dataset": dataset,
@@ -124,16 +125,29 @@ def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
                 "optimizer": optimizer,
                 "averaging": average,
                 "trial_seed": trial,
-                "seed": seed_hash(spec.name, algorithm, numbers, 0, trial),
+                "seed": _seed(spec, algorithm, held_out, 0, trial),
                 "space": grid.space,
             }
             config = configure(values, grid.overrides)
             if not grid.draws:
                 yield _name(config, grid.tag), config
-            for draw in range(grid.draws):
-                seed = seed_hash(spec.name, algorithm, numbers, draw, trial)
+            first = 0 if grid.default_draw else 1
+            for draw in range(first, first + grid.draws):
+                seed = _seed(spec, algorithm, held_out, draw, trial)
                 drawn = redraw(config, draw, {**values, "seed": seed}, grid.overrides)
                 yield _name(drawn, grid.tag), drawn
+
+
+def _seed(spec: DatasetSpec, algorithm: str, held_out: Sequence[str], draw: int, trial: int) -> int:
+    numbers = [spec.domains.index(domain) for domain in held_out]
+    return seed_hash(spec.name, algorithm, numbers, draw, trial)
+
+
+def on_trial(config: RunConfig, trial: int) -> RunConfig:
+    """A run's hyperparameters on the split of another trial, with the seed of its place there."""
+    import_plugins(config.plugins)
+    seed = _seed(config.spec(), config.algorithm.name, config.targets, config.draw or 0, trial)
+    return config.model_copy(update={"trial_seed": trial, "seed": seed})
 
 
 def _known(names: Sequence[str], find: Callable[[str], Entry]) -> list[str]:
@@ -177,6 +191,7 @@ def write_plan(
     retries: int | None = None,
     command: str = "",
     extend: bool = False,
+    protocol: Mapping[str, Any] | None = None,
 ) -> Sweep:
     """Write a plan: `sweep.json`, and a folder with `config.json` for every run.
 
@@ -186,41 +201,85 @@ def write_plan(
         retries: how often to retry a failed run (default: once).
         command: the command line, for the record.
         extend: add to an existing plan; its runs stay as they are.
+        protocol: the protocol that the runs follow, as plain values. A sweep has at most one.
     """
     old = _plan_so_far(path, extend)
+    _check_protocol(old, protocol)
     seen: set[str] = set()
-    new: dict[str, RunConfig] = {}
-    axes: dict[str, Any] = {}
+    new = _New(path, old)
     used = []
     for one in [grid] if isinstance(grid, Grid) else grid:
-        before = len(new)
+        before = len(new.configs)
         for name, config in jobs(one):
             if name in seen:
                 raise UserError(f"two runs would be named {name}: plan them in separate sweeps")
             seen.add(name)
-            if name in old.axes:
-                _check_same(path, name, config)
-            else:
-                new[name], axes[name] = config, {**_axes(config), "tag": one.tag}
-        used += [asdict(one)] if len(new) > before else []
-    if old.axes and not new and retries in (None, old.retries):
+            new.add(name, config, one.tag)
+        used += [asdict(one)] if len(new.configs) > before else []
+    if old.axes and not new.configs and retries in (None, old.retries):
         return old
-    with full_disk_explained(path, _AGAIN):
-        (path / "runs").mkdir(parents=True, exist_ok=True)
-    for name, config in new.items():
-        _write_config(path, name, config)
-    os.sync()  # once: syncing thousands of files one by one would take minutes
     commands = old.facts["commands"]
-    facts = {
-        "version": VERSION,
-        "steppe": __version__,
-        "grids": [*old.facts["grids"], *used],
-        "commands": commands if commands[-1:] == [command] else [*commands, command],
-        "retries": old.retries if retries is None else retries,
-    }
-    with full_disk_explained(path / FILE, _AGAIN):  # last, so that an interrupted plan is not one
-        replace(path / FILE, seal(_text(facts, {**old.axes, **axes})) + b"\n")
-    return read_plan(path)
+    return new.write(
+        grids=[*old.facts["grids"], *used],
+        commands=commands if commands[-1:] == [command] else [*commands, command],
+        retries=old.retries if retries is None else retries,
+        **({} if protocol is None else {"protocol": protocol}),
+    )
+
+
+def rerun(sweep: Sweep, names: Iterable[str], trials: Sequence[int]) -> Sweep:
+    """Add runs of a sweep to its plan again, with the same hyperparameters on other trials."""
+    new = _New(sweep.path, sweep)
+    for name in names:
+        config, tag = read_config(sweep.folder(name) / "config.json"), sweep.axes[name].get("tag")
+        for trial in trials:
+            moved = on_trial(config, trial)
+            new.add(_name(moved, tag or ""), moved, tag or "")
+    return new.write() if new.configs else sweep
+
+
+class _New:
+    """Runs to add to a plan."""
+
+    def __init__(self, path: Path, old: Sweep) -> None:
+        self.path, self.old = path, old
+        self.configs: dict[str, RunConfig] = {}
+        self.axes: dict[str, Any] = {}
+
+    def add(self, name: str, config: RunConfig, tag: str) -> None:
+        """Add a run, unless the plan has it."""
+        if name in self.old.axes:
+            _check_same(self.path, name, config)
+        else:
+            self.configs[name], self.axes[name] = config, {**_axes(config), "tag": tag}
+
+    def write(self, **changes: Any) -> Sweep:
+        """Write the runs' folders, then the plan."""
+        with full_disk_explained(self.path, _AGAIN):
+            (self.path / "runs").mkdir(parents=True, exist_ok=True)
+        for name, config in self.configs.items():
+            _write_config(self.path, name, config)
+        os.sync()  # once: syncing thousands of files one by one would take minutes
+        own = {"version": VERSION, "steppe": __version__, "retries": self.old.retries}
+        facts = {**self.old.facts, **own, **changes}
+        file = self.path / FILE
+        with full_disk_explained(file, _AGAIN):  # last, so that an interrupted plan is not one
+            replace(file, seal(_text(facts, {**self.old.axes, **self.axes})) + b"\n")
+        return read_plan(self.path)
+
+
+def _check_protocol(old: Sweep, protocol: Mapping[str, Any] | None) -> None:
+    """Raise an error if a sweep would have runs of two protocols, or of one and of none."""
+    had = old.facts.get("protocol")
+    if not old.axes or had == protocol:
+        return
+    name, other = (None if one is None else one.get("name") for one in (had, protocol))
+    if name == other:
+        text = f"{old.path} was planned with another version of the protocol {name!r}"
+    else:
+        does, should = (f"the protocol {one!r}" if one else "no protocol" for one in (name, other))
+        text = f"{old.path} follows {does}, and the new runs would follow {should}"
+    raise UserError(f"{text}: plan them in another folder")
 
 
 def _text(facts: Mapping[str, Any], runs: Mapping[str, Any]) -> str:

@@ -102,7 +102,7 @@ class RunConfig(BaseModel):
     space: str | None = _run_key(
         None,
         description="Search space for defaults and samples: fair (tuned per optimizer), "
-        "fad (the paper's) or domainbed",
+        "fad (the paper's), domainbed or yu2024",
     )
 
     algorithm: Named = Field(Named(name="ERM"), description="Domain-generalization algorithm")

@@ -12,7 +12,7 @@ from steppe.algorithms import algorithm_spec
 from steppe.domains import DatasetSpec, seed_hash
 from steppe.optim import search_space
 from steppe.options import Like, Option
-from steppe.search import Distribution, Hyperparameter, LogUniform, run_space
+from steppe.search import Distribution, Fixed, Hyperparameter, LogUniform, run_space
 
 _SEED_NAMES = {"dropout": "resnet_dropout"}
 """DomainBed's names for seeding a draw, where they differ from steppe's."""
@@ -46,10 +46,11 @@ def draw_hparams(
         pretrained = dataset.pretrained
     spec = algorithm_spec(algorithm)
     run = run_space(space, pretrained)
-    low, high = dataset.batch_exponents
-    run["batch_size"] = Hyperparameter(
-        dataset.batch_size, LogUniform(low, high, base=2.0, integer=True)
-    )
+    if not isinstance(run["batch_size"].distribution, Fixed):
+        low, high = dataset.batch_exponents
+        run["batch_size"] = Hyperparameter(
+            dataset.batch_size, LogUniform(low, high, base=2.0, integer=True)
+        )
     if dataset.pretrained:
         run |= spec.run
     own = search_space(optimizer, space, pretrained)

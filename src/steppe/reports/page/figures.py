@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from steppe.reports.runs import Row, Run
-from steppe.reports.selection import best_step, last_step, mean_of, validation_keys
+from steppe.reports.selection import STEP_RULES, best_step, mean_of, validation_keys
 from steppe.reports.tables import Selected, target_names
 from steppe.reports.values import finite
 
@@ -55,7 +55,7 @@ def _series(row: Row, runs: Sequence[Run]) -> dict[str, Any]:
 def sensitivity(selected: Selected) -> list[dict[str, Any]]:
     """Accuracy and hyperparameters of every candidate run."""
     # Leave-one-out does not validate single runs, so they use training-domain validation.
-    rule = last_step if selected.selection == "oracle" else best_step
+    rule = STEP_RULES.get(selected.selection, best_step)
     found = []
     for dataset, sets in selected.columns.items():
         columns = {targets: column for column, targets in sets.items()}

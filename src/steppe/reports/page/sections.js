@@ -13,11 +13,14 @@ function results() {
   }
   const parts = list(data.tables).flatMap((result) =>
     [h("h3", {}, text(result.dataset)), resultTable(result, text(result.dataset))]);
+  const sets = list(data.target_sets).flatMap((result) =>
+    [h("h3", {}, text(result.dataset)), resultTable(result, text(result.dataset))]);
   return [
     nothing(`Target accuracy in %, mean ${PLUS_MINUS} standard error over trials. ` +
       `The best of each column is bold. ${DASH}: missing. *: mean over some targets only.`),
     ...(data.across ? [h("h3", {}, "All datasets"), resultTable(data.across, "all datasets")] : []),
     ...parts,
+    ...sets,
     ...list(data.matrices).flatMap((matrix) => {
       const title = matrix.dataset === "all" ? "all datasets" : text(matrix.dataset);
       const label = `Optimizers by algorithm: ${title}`;
@@ -91,6 +94,8 @@ function comparisons() {
 const SELECTIONS = {
   "train-val": "training-domain validation: the step and hyperparameters with the best " +
     "accuracy on validation images of the source domains",
+  "pooled-val": "training-domain validation with all images in one pool: the step and " +
+    "hyperparameters with the best accuracy on validation images of the source domains",
   "leave-one-out": "leave-one-domain-out validation: the step and hyperparameters with the best " +
     "mean accuracy on left-out source domains",
   oracle: "oracle: hyperparameters selected at the last step with images of the target, which " +
@@ -102,6 +107,7 @@ function provenance() {
   const facts = [
     ["selection", Object.hasOwn(SELECTIONS, data.selection ?? "")
       ? SELECTIONS[data.selection] : text(data.selection)],
+    ...(data.protocol ? [["protocol", text(data.protocol.name)]] : []),
     ["made", text(data.made)],
     ...Object.entries(data.versions ?? {}).map(([name, version]) => [name, text(version)]),
   ];
