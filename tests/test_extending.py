@@ -1,4 +1,4 @@
-"""The six examples of how to add something, as they stand on their pages, used from outside."""
+"""The seven examples of how to add something, as they stand on their pages, used from outside."""
 
 import json
 import os
@@ -18,6 +18,7 @@ PAGES = {  # page, and the words that the example's code has
     "my_launchers": ("sweeps.md", "class Ssh"),
     "my_columns": ("reports.md", "register_column("),
     "my_experiments": ("reproduce.md", "register_experiment("),
+    "my_protocols": ("protocols.md", "register_protocol("),
 }
 SSH = """#!/bin/sh
 shift
@@ -64,3 +65,10 @@ def test_each_is_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "rho 0.05" in made
     one = next((tmp_path / "reproduce/radius-smoke/runs").glob("*/config.json"))
     assert json.loads(one.read_text())["plugins"] == ["my_experiments"]
+    own = ["--protocol=ours", "--plugin=my_protocols", "--datasets=RotatedDigits"]
+    steppe("sweep", "plan", "ours", *own, "--no-estimate")
+    assert json.loads((tmp_path / "ours/sweep.json").read_text())["protocol"]["name"] == "ours"
+    runs = list((tmp_path / "ours/runs").iterdir())
+    assert len(runs) == 6 * 5  # targets, samples on one split
+    steps = {json.loads((run / "config.json").read_text())["steps"] for run in runs}
+    assert steps == {201}

@@ -9,8 +9,20 @@ import pytest
 
 from steppe.reports import SELECTIONS, Row, Run
 from steppe.reports.runs import Record
-from steppe.reports.selection import leave_one_out, oracle, train_validation
+from steppe.reports.selection import (
+    leave_one_out,
+    oracle,
+    pooled_validation,
+    train_validation,
+)
 from tests.reports.trees import DOMAINS
+
+IMAGES = {
+    (domain, part): 10 * (1 + place) * (5 if part in ("train", "test") else 1)
+    for place, domain in enumerate(DOMAINS)
+    for part in ("train", "val", "test", "oracle")
+}
+"""Domains of different sizes, which only pooling minds."""
 
 
 def make_run(targets, draw, accuracies, averaged=(), domains=DOMAINS, name=""):
@@ -34,6 +46,7 @@ def make_run(targets, draw, accuracies, averaged=(), domains=DOMAINS, name=""):
         state="done",
         config={},
         records=records,
+        images=IMAGES,
     )
 
 
@@ -55,6 +68,15 @@ def sweep(seed, size, more=True, n_steps=4, draws=3):
     return runs
 
 
+def of_images(record, keys):
+    """The mean over images, each of which is right or wrong."""
+    right = []
+    for key in keys:
+        hits = round(IMAGES[key] * record.accuracy[key])
+        right += [1.0] * hits + [0.0] * (IMAGES[key] - hits)
+    return np.mean(right)
+
+
 def slow(selection, runs, targets):
     """Every (validation, draw, step, number) there is; the rule's words applied one by one."""
     found = []
@@ -63,7 +85,11 @@ def slow(selection, runs, targets):
             continue
         sources = [d for d in DOMAINS if d not in targets]
         for record in run.records:
-            if selection == "train-val":
+            test = np.mean([record.accuracy[t, "test"] for t in DOMAINS if t in targets])
+            if selection == "pooled-val":
+                value = of_images(record, [(d, "val") for d in sources])
+                test = of_images(record, itertools.product(targets, ("test", "oracle")))
+            elif selection == "train-val":
                 value = np.mean([record.accuracy[d, "val"] for d in sources])
             elif selection == "oracle":
                 if record.step != max(r.step for r in run.records):
@@ -79,7 +105,6 @@ def slow(selection, runs, targets):
                 if len(values) < len(sources):
                     continue
                 value = np.mean(values)
-            test = np.mean([record.accuracy[t, "test"] for t in DOMAINS if t in targets])
             found.append((value, run.draw, -record.step, test))
     return max(found, default=None)  # of equals: the highest draw, its first step
 
@@ -98,7 +123,7 @@ def test_rules_equal_the_slow_ones(selection, size):
             assert (chosen.run.choice, chosen.run.hparams) == (f"draw {draw}", {"lr": draw})
 
 
-@pytest.mark.parametrize("selection", ["train-val", "leave-one-out"])
+@pytest.mark.parametrize("selection", ["train-val", "pooled-val", "leave-one-out"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_nothing_of_the_targets_is_looked_at(selection, size):
     """Other accuracies on the targets change the number, and never the choice.
@@ -130,6 +155,28 @@ def test_nothing_of_the_targets_is_looked_at(selection, size):
             assert (before.run.choice, before.step) == (after.run.choice, after.step)
             assert before.validation == after.validation
             assert before.accuracy != after.accuracy
+
+
+def test_pooling_needs_the_numbers_of_images():
+    targets = frozenset({"sketch"})
+    known, other = sweep(0, 1, more=False)[:2]
+    runs = [dataclasses.replace(run, targets=("sketch",)) for run in (known, other)]
+    records = [
+        Record(
+            0,
+            {**scores(random.Random(n), {"sketch"}), ("photo", "val"): 0.1 * n},
+            {},
+            False,
+            *[None] * 2,
+        )
+        for n in (1, 9)
+    ]
+    runs = [
+        dataclasses.replace(run, records=(one,)) for run, one in zip(runs, records, strict=True)
+    ]
+    counted = dataclasses.replace(runs[1], images={})
+    assert pooled_validation([runs[0], counted], targets).run is runs[0]
+    assert pooled_validation([counted], targets) is None
 
 
 def test_leave_one_out_needs_every_run_at_the_step():
@@ -166,7 +213,7 @@ def test_only_averaged_records_are_candidates():
     assert oracle([plain], targets).step == 2
     assert oracle([averaged], targets).step == 1
     raw = dataclasses.replace(make_run(targets, 0, best_at(0)), row=Row("ERM", "adam", "swad"))
-    assert [rule([raw], targets) for rule in SELECTIONS.values()] == [None] * 3
+    assert [rule([raw], targets) for rule in SELECTIONS.values()] == [None] * 4
 
 
 def test_records_that_lack_a_part_are_passed_over():

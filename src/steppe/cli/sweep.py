@@ -120,7 +120,7 @@ def sweep_run(
     ] = None,
 ) -> None:
     """Run a sweep: start workers and wait until all runs are done (Slurm: only submit)."""
-    from steppe.protocols import carry_on
+    from steppe.protocols.winners import carry_on
     from steppe.sweeps import launch
 
     def run() -> bool | None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from steppe.lazy import attach
 
 if TYPE_CHECKING:
-    from .planning import grids as grids, plan as plan
+    from .planning import plan as plan
     from .protocol import (
         FILE as FILE,
         OWN as OWN,
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
         protocols as protocols,
         register_protocol as register_protocol,
     )
-    from .winners import carry_on as carry_on, plan_winners as plan_winners
+    from .winners import plan_winners as plan_winners
 else:  # hidden from type checkers, which would otherwise accept any attribute
     __getattr__, __dir__, __all__ = attach(__name__)

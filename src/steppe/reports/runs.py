@@ -323,8 +323,9 @@ def _record(line: bytes) -> Record:
 
 def _images(data: bytes) -> dict[Key, int]:
     """The number of images of each part, which all records of a run share."""
-    for line in io.BytesIO(data):  # the first that is readable
-        with suppress(ValueError, TypeError, KeyError, AttributeError):
+    for line in io.BytesIO(data):
+        with suppress(ValueError, TypeError, KeyError, AttributeError, IndexError):
+            _record(line)  # an error if the line is unreadable
             found = parse(line)["domains"].items()
             counts = {
                 (domain, part): scores["images"]
