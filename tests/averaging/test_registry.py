@@ -18,7 +18,7 @@ from steppe.errors import UserError
 def test_names_and_defaults():
     assert averaging_names() == ("none", "swad", "sma")
     assert averaging_spec("none").default_options == {}
-    assert averaging_spec("sma").default_options == {"start": 100}
+    assert averaging_spec("sma").default_options == {"start": 100, "refresh": False}
     assert averaging_spec("swad").default_options == {
         "every": 100,
         "n_converge": 3,

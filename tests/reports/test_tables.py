@@ -85,6 +85,7 @@ def test_cells_are_over_trials_and_the_average_over_cells(tmp_path):
         statistics.mean(c.mean for c in row.cells.values()), rel=1e-12
     )
     assert columns.values(columns.METHODS, row) == {
+        "raw": None,
         "steps": [5, 6, 7],
         "space": "fad, fair",
         "runs": 12,

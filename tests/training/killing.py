@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from steppe.domains.batches import Batch
-from steppe.training import RunConfig, make_config, train
+from steppe.training import RunConfig, make_config, probe, schedules, train
 from steppe.training.trainer import Trainer
 
 KILLS = 12
@@ -90,6 +90,30 @@ def kill_after(
     _, status = os.waitpid(fork(work), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     return True
+
+
+def kill_in_stages(
+    config: dict[str, object], folder: Path, kills: Sequence[tuple[int, int]]
+) -> None:
+    """Trains a run of two stages once undisturbed, and once killed in a stage after some updates.
+
+    Its learning rate drops at every look but the first, and its linear probe tries two values.
+    """
+    schedules.PATIENCE, schedules.THRESHOLD, probe.GRID = 0, 0.9, (1e-3, 1e-2)
+    resolved, step = make_config(config), Trainer.step
+    wait(fork(lambda: train(resolved, folder / "whole")))
+    for stage, updates in kills:
+
+        def dying(self: Trainer, batches: list[Batch], at: object = (stage, updates)) -> None:
+            step(self, batches)
+            if (1 + (self.first_stage is not None), self.done) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Trainer.step = dying  # type: ignore[method-assign]
+        _, status = os.waitpid(fork(lambda: train(resolved, folder / "broken", resume=True)), 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    Trainer.step = step  # type: ignore[method-assign]
+    wait(fork(lambda: train(resolved, folder / "broken", resume=True)))
 
 
 def kill_by_chance(config: RunConfig, out: Path, whole_seconds: float) -> list[str]:

@@ -96,6 +96,8 @@ class Objective:
     optimizer: str | None = None
 
 
+LINEAR = "linear"
+"""The objective of a warm start, which every algorithm has besides its own."""
 First = Mapping[str, Tensor] | None
 """The first pass's detached `aux`; None in the first pass itself."""
 
@@ -157,6 +159,24 @@ class Algorithm(nn.Module, ABC):
     def objectives(self) -> Sequence[Objective]:
         """List the losses to minimize; by default, one over all parameters."""
         return (Objective("main", tuple(trainable(self))),)
+
+    def __call__(self, prepared: Prepared, objective: str = "main", first: First = None) -> Any:
+        # Here, because every algorithm has this objective, and DDP calls nothing else.
+        if objective == LINEAR:
+            return self.linear(prepared)
+        return super().__call__(prepared, objective=objective, first=first)
+
+    def linear(self, prepared: Prepared) -> Losses:
+        """Compute the mean cross-entropy as a function of the network's classifier alone."""
+        kept = set(self.network.classifier.parameters())
+        fixed = [p for p in trainable(self) if p not in kept]
+        for p in fixed:
+            p.requires_grad_(False)
+        try:
+            return Losses(self.risks(prepared).mean())
+        finally:
+            for p in fixed:
+                p.requires_grad_(True)
 
     def risks(self, prepared: Prepared, logits: Tensor | None = None) -> Tensor:
         """Compute the mean cross-entropy of each source domain, for optimizers that compare them.

@@ -70,6 +70,9 @@ class ARM(Algorithm):
         logits = self._logits(prepared)
         return Losses(F.cross_entropy(logits, prepared.labels), logits=logits)
 
+    def risks(self, prepared: Prepared, logits: Tensor | None = None) -> Tensor:
+        return super().risks(prepared, self._logits(prepared) if logits is None else logits)
+
     def risk(self, prepared: Prepared, domain: int) -> Tensor:
         own = prepared.only(domain)
         return F.cross_entropy(self._logits(own), own.labels)

@@ -63,6 +63,11 @@ class MTL(Algorithm):
         state = {"embeddings": embeddings.detach()}
         return Losses(domain_risks(logits, prepared).sum(), state=state, logits=logits)
 
+    def risks(self, prepared: Prepared, logits: Tensor | None = None) -> Tensor:
+        if logits is None:
+            logits, _ = self._logits(prepared, self.embeddings)
+        return super().risks(prepared, logits)
+
     def risk(self, prepared: Prepared, domain: int) -> Tensor:
         own = prepared.only(domain)
         logits, _ = self._logits(own, self.embeddings[domain : domain + 1])

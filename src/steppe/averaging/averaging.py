@@ -65,6 +65,14 @@ class Averaging(ABC):
         """Whether to call `reestimate` inside `applied` before predicting."""
         return False
 
+    @property
+    def refreshes(self) -> bool:
+        """Whether to evaluate each step's images in training mode inside `applied`, after `update`.
+
+        The average then has batch-norm statistics of its own.
+        """
+        return False
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Swap the average into the module while the context is open, if it is `serving`.

@@ -49,7 +49,7 @@ def averaging_spec(name: str) -> AveragingSpec:
 
     Examples:
         >>> averaging_spec("SMA").default_options
-        {'start': 100}
+        {'start': 100, 'refresh': False}
     """
     return averages[name]
 

@@ -36,9 +36,15 @@ class SMA(Averaging):
     Validation and prediction always use the average. SMA also averages the running mean and
     variance of batch norms in training mode. It needs one buffer the size of the weights.
 
+    The average's activations differ from those whose statistics it averages. With `refresh`, one
+    more forward pass per step updates them for the averaged weights, as in ERM++ (Teterwak et al.,
+    WACV 2025).
+
     Args:
         module: the module to average, in training mode.
         start: first update in the mean.
+        refresh: update batch-norm statistics with a forward pass of the average after every step;
+            no effect if they are frozen.
 
     Examples:
         >>> import torch
@@ -55,14 +61,20 @@ class SMA(Averaging):
         4.0
     """
 
-    def __init__(self, module: nn.Module, start: Annotated[int, Option()] = 100) -> None:
-        averages["sma"].check({"start": start})
+    def __init__(
+        self,
+        module: nn.Module,
+        start: Annotated[int, Option()] = 100,
+        refresh: Annotated[bool, Option()] = False,
+    ) -> None:
+        averages["sma"].check({"start": start, "refresh": refresh})
         super().__init__(module)
         statistics = {
             id(x) for norm in unfrozen(module) for x in (norm.running_mean, norm.running_var)
         }
         self.tensors |= {name: x for name, x in module.named_buffers() if id(x) in statistics}
         self.start = start
+        self.refresh = refresh and bool(statistics)
         self.updates = 0
         self._mean = Mean()
 
@@ -75,6 +87,10 @@ class SMA(Averaging):
     @property
     def serving(self) -> bool:
         return self.updates > 0
+
+    @property
+    def refreshes(self) -> bool:
+        return self.refresh and self.updates > self.start
 
     def state_dict(self) -> dict[str, Any]:
         self._check_live("state_dict()")

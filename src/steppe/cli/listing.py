@@ -22,6 +22,7 @@ from steppe.paper.experiment import EXPERIMENTS
 from steppe.protocols.protocol import protocols
 from steppe.registry import Registry
 from steppe.strangers import printable
+from steppe.training.recipes import Recipe, recipes
 from steppe.training.zoo import BACKBONES
 
 from .common import Json, Plugins
@@ -143,6 +144,21 @@ def _backbone(spec: Any) -> Facts:
     }
 
 
+def _recipe(spec: Recipe) -> Facts:
+    own = {**spec.settings, **spec.pretrained}
+    plain = {
+        f"{key}.{name}".removesuffix(".name"): value
+        for key, values in own.items()
+        for name, value in (values if isinstance(values, Mapping) else {"name": values}).items()
+    }
+    return {
+        "name": spec.name,
+        "summary": spec.summary,
+        "citation": spec.citation,
+        "settings": [f"{key}={_cell(value)}" for key, value in plain.items()],
+    }
+
+
 def _experiment(spec: Any) -> Facts:
     return {
         "name": spec.name,
@@ -213,6 +229,14 @@ KINDS = Registry(
             numbers=1,
         ),
         Kind(
+            "recipes",
+            "recipe",
+            recipes,
+            _recipe,
+            {**_NAMED, "settings": "settings"},
+            "steppe train --recipe NAME",
+        ),
+        Kind(
             "experiments",
             "",
             EXPERIMENTS,
@@ -238,7 +262,7 @@ def list_names(
         str,
         typer.Argument(
             metavar="KIND",
-            help="optimizers, algorithms, averaging, datasets, backbones, experiments or "
+            help="optimizers, algorithms, averaging, datasets, backbones, recipes, experiments or "
             "protocols (default: show the number of each).",
         ),
     ] = "",

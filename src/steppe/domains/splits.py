@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +124,16 @@ def split_dataset(
         parts = dict(zip(keys, (larger, held_out), strict=True))
         splits.append(Split(domain, position, source, parts))
     return tuple(splits)
+
+
+def with_all_sources(splits: Sequence[Split]) -> tuple[Split, ...]:
+    """The same splits, with all images of every source domain for training."""
+    return tuple(
+        replace(split, parts={"train": np.concatenate(list(split.parts.values()))})
+        if split.source
+        else split
+        for split in splits
+    )
 
 
 def _listed(domain: Domain, spec: DatasetSpec, root: Path) -> tuple[Indices, Indices]:

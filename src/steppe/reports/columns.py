@@ -41,6 +41,7 @@ class Column(Generic[T]):
         better: mark the highest (`high`) or lowest (`low`) value as the best.
         marked: function of a row that decides whether to mark it, instead of `better`.
         word: whether the column holds text. Leading text columns name the row.
+        optional: leave the column out of displayed tables in which no row has a value.
 
     Examples:
         >>> loss = Column("loss", "final loss", lambda row: row["loss"], digits=2, better="low")
@@ -58,6 +59,7 @@ class Column(Generic[T]):
     better: Literal["high", "low", ""] = ""
     marked: Callable[[T], bool] | None = None
     word: bool = False
+    optional: bool = False
 
     def of(self, row: T) -> Any:
         return getattr(row, self.key) if self.value is None else self.value(row)
@@ -102,6 +104,13 @@ def values(columns: Iterable[Column[T]], row: T) -> dict[str, Any]:
 
 
 METHODS: list[Column[TableRow]] = [
+    Column(
+        "raw",
+        "raw weights",
+        digits=1,
+        meaning="mean accuracy of the raw weights, where an average is reported",
+        optional=True,
+    ),
     Column("steps", "steps", lambda row: sorted({run.steps for run in row.runs})),
     Column(
         "space",
@@ -233,5 +242,9 @@ def table_columns(table: Table) -> list[Column[TableRow]]:
         *(Column(axis, axis, attrgetter(f"row.{axis}"), word=True) for axis in axes),
         *map(cell, table.columns, table.labels),
         Column("", "Avg.", attrgetter("shown_average"), better="high"),
-        *METHODS,
+        *(own for own in METHODS if not own.optional or any(map(_has(own), table.rows))),
     ]
+
+
+def _has(column: Column[T]) -> Callable[[T], bool]:
+    return lambda row: column.of(row) is not None

@@ -36,6 +36,8 @@ _Axis = tuple[str, dict[str, Any]]
 """A name and its options."""
 MEASUREMENTS = "curvature"
 """The subfolder of a run where `steppe curvature` stores its results."""
+FIRST_STAGE = "first-stage"
+"""The subfolder of a run's first stage, which is a run itself, but not a result."""
 _LINES_NAMED = 5
 _LONGEST_STATE = 1000
 """Bytes; the file holds one word."""
@@ -80,6 +82,10 @@ class Record(NamedTuple):  # which is made five times as fast as a frozen datacl
     memory_gb: float | None
     """GiB."""
     evaluation_seconds: float | None = None
+    raw: Mapping[str, float] = {}
+    """Test accuracy of the raw weights by domain, if they were evaluated beside the average."""
+    first_stage: float | None = None
+    """Validation accuracy of the run's first stage, if it had one."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +154,8 @@ class Loaded:
 def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
     """Read every run below a folder, sorted by path.
 
-    Skips folders named ``attempt-*`` (unfinished work of a sweep), ``checkpoint`` and
-    ``curvature``.
+    Skips folders named ``attempt-*`` (unfinished work of a sweep), ``checkpoint``, and a run's
+    ``curvature`` and ``first-stage``.
 
     Args:
         root: one or several folders, or files of runs (`config.json`, `records.jsonl`).
@@ -206,7 +212,8 @@ def _run_folders(root: Path) -> Iterator[tuple[Path, Index | None]]:
         if PLAN in files:
             index = Index(Path(folder), __file__)
         # A measurement may be named config.json, after a domain called "config".
-        left_out = ("checkpoint", *(("events", MEASUREMENTS) if "config.json" in files else ()))
+        own = ("events", MEASUREMENTS, FIRST_STAGE)
+        left_out = ("checkpoint", *(own if "config.json" in files else ()))
         left += (
             (os.path.join(folder, name), index)
             for name in names
@@ -318,6 +325,8 @@ def _record(line: bytes) -> Record:
         finite_or_none(data.get("seconds_per_step")),
         finite_or_none(data.get("memory_gb")),
         finite_or_none(data.get("evaluation_seconds")),
+        _raw(data),
+        finite_or_none(data.get("first_stage_validation")),
     )
 
 
@@ -335,6 +344,11 @@ def _images(data: bytes) -> dict[Key, int]:
             if all(type(n) is int and n > 0 for n in counts.values()):
                 return counts
     return {}
+
+
+def _raw(data: Mapping[str, Any]) -> dict[str, float]:
+    raw = data.get("raw", {}).items()
+    return {name: share(parts["test"]["accuracy"]) for name, parts in raw if "test" in parts}
 
 
 def step_of(data: Mapping[str, Any]) -> int:
@@ -371,7 +385,7 @@ def _facts(config: Any) -> dict[str, Any]:
     return {
         "dataset": dataset,
         "targets": tuple(targets),
-        "row": Row(*(axes[axis][0] for axis in Row._fields)),
+        "row": _row(config, axes),
         "trial": trial,
         "choice": _choice(config, axes, targets),
         "draw": draw,
@@ -380,6 +394,14 @@ def _facts(config: Any) -> dict[str, Any]:
         "space": space if isinstance(space, str) else None,
         "split": str(config.get("split", "domainbed")),
     }
+
+
+def _row(config: Mapping[str, Any], axes: Mapping[str, _Axis]) -> Row:
+    """The run's method; a recipe counts as part of the algorithm."""
+    algorithm, optimizer, averaging = (axes[axis][0] for axis in Row._fields)
+    if isinstance(recipe := config.get("recipe"), str) and recipe:
+        algorithm = recipe if algorithm == "ERM" else f"{algorithm} {recipe}"
+    return Row(algorithm, optimizer, averaging)
 
 
 def _names(value: Any) -> Any:

@@ -34,6 +34,13 @@ class Chosen:
     accuracy: float
     """The test accuracy to report, in [0, 1]."""
 
+    @property
+    def raw(self) -> float | None:
+        """The test accuracy of the raw weights, if `accuracy` is an average's."""
+        found = next(record.raw for record in self.run.records if record.step == self.step)
+        values = [found.get(target) for target in _in_order(self.run)]
+        return None if None in values else mean([value for value in values if value is not None])
+
 
 Selection = Callable[[Iterable[Run], frozenset[str]], Chosen | None]
 
@@ -93,7 +100,9 @@ def _best_step(
     test = None if best is None else score(records[best], tests)
     if best is None or test is None:
         return None
-    return Chosen(run, records[best].step, values[best], test)
+    # A second stage has no validation images, but its hyperparameters were validated in the first.
+    validation = values[best] if keys else records[best].first_stage
+    return Chosen(run, records[best].step, validation, test)
 
 
 def validation_keys(run: Run) -> list[Key]:

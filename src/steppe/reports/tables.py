@@ -36,6 +36,8 @@ class TableRow:
     """Runs available to the selection, including those used only for validation."""
     overall: Cell | None = None
     """The mean over the targets that each trial has, as in the cost table."""
+    raw: float | None = None
+    """The mean accuracy of the raw weights where `cells` are of averages."""
 
     @property
     def shown_average(self) -> Cell | None:
@@ -107,6 +109,12 @@ class Selected:
             trials = found[place.dataset, place.row]
             trials.setdefault(place.trial, {})[place.column] = self.chosen[place].accuracy
         return found
+
+    def raw(self, dataset: str, row: Row) -> float | None:
+        """The mean accuracy of a method's raw weights, if its averages were chosen."""
+        own = [one for at, one in self.chosen.items() if (at.dataset, at.row) == (dataset, row)]
+        found = [one.raw for one in own if one.raw is not None]
+        return 100 * mean(found) if found and len(found) == len(own) else None
 
 
 Runs = Sequence[Run] | Selected
@@ -202,7 +210,8 @@ def dataset_tables(runs: Runs, selection: str | None = None) -> list[Table]:
             trials = selected.values.get((dataset, row), {}).values()
             cells = {c: cell_of(found[c] for found in trials if c in found) for c in sets}
             overall = _dataset_cell(selected, dataset, row)
-            rows.append(TableRow(row, cells, selected.by_method[dataset, row], overall))
+            raw = selected.raw(dataset, row)
+            rows.append(TableRow(row, cells, selected.by_method[dataset, row], overall, raw))
         labels = target_labels(dataset, sets)
         tables.append(Table(dataset, selected.selection, tuple(sets), labels, tuple(rows)))
     return tables

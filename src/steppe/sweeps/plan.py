@@ -128,6 +128,8 @@ def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
                 "seed": _seed(spec, algorithm, held_out, 0, trial),
                 "space": grid.space,
             }
+            if average == "none" and ("recipe" in grid.options or _sets(grid, "recipe")):
+                del values["averaging"]  # the recipe's
             config = configure(values, grid.overrides)
             if not grid.draws:
                 yield _name(config, grid.tag), config
@@ -148,6 +150,10 @@ def on_trial(config: RunConfig, trial: int) -> RunConfig:
     import_plugins(config.plugins)
     seed = _seed(config.spec(), config.algorithm.name, config.targets, config.draw or 0, trial)
     return config.model_copy(update={"trial_seed": trial, "seed": seed})
+
+
+def _sets(grid: Grid, key: str) -> bool:
+    return any(text.partition("=")[0].strip() == key for text in grid.overrides)
 
 
 def _known(names: Sequence[str], find: Callable[[str], Entry]) -> list[str]:

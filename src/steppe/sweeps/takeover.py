@@ -77,7 +77,11 @@ def _gone(claim: Event, events: list[Event]) -> bool:
 
 
 def newest_step(attempt: Path) -> str | None:
-    return max((path.name for path in (attempt / "checkpoint").glob("step-*")), default=None)
+    """The newest checkpoint of an attempt, or of its first stage."""
+    for folder, above in ((attempt, ""), (RunDirectory(attempt).first_stage, "first stage, ")):
+        if steps := sorted(path.name for path in (folder / "checkpoint").glob("step-*")):
+            return above + steps[-1]
+    return None
 
 
 def take_over(old: Path, new: Path, gone: bool) -> None:
@@ -126,11 +130,20 @@ def _copy(old: Path, copied: Path) -> None:
     for name in _FILES:
         with suppress(FileNotFoundError):
             shutil.copy2(old / name, copied / name)
+    if (first := RunDirectory(old).first_stage).is_dir():
+        # Its state too: a first stage that is done stays done.
+        (own := RunDirectory(copied).first_stage).mkdir()
+        with suppress(FileNotFoundError):
+            shutil.copy2(first / "state", own / "state")
+        _copy(first, own)
 
 
 def _check_files(attempt: Path) -> None:
     """Raise an error for links and devices where the run would write; they could lead anywhere."""
     own = [attempt / name for name in (*_FILES, "state", "heartbeat", ".lock", "checkpoint")]
+    own.append(first := RunDirectory(attempt).first_stage)
+    if store.is_folder(first):
+        _check_files(first)
     for path in (*own, *(attempt / "checkpoint").rglob("*")):
         with suppress(FileNotFoundError):
             mode = path.lstat().st_mode
@@ -151,5 +164,7 @@ def _check_run(attempt: Path) -> None:
             last = checkpoint.load_last(run.checkpoints)
             run.cut_records(last.state["records_size"] if last else 0)
         run.records()
+        if run.first_stage.exists():
+            _check_run(run.first_stage)
     except Exception as error:  # whatever is wrong, the run can start over
         raise ValueError(str(error) or type(error).__name__) from error

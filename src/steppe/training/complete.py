@@ -22,6 +22,7 @@ from steppe.strangers import parse
 from .config import AXES, Named, RunConfig, read_config, refuse_foreign
 from .draws import draw_hparams
 from .loggers import check_loggers
+from .recipes import recipes
 
 _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
 """As in DomainBed."""
@@ -73,6 +74,9 @@ def _complete(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> RunConfig:
     for key in ("targets", "sources"):
         if isinstance(value := given.get(key), str | list | tuple):
             given[key] = _domains([value] if isinstance(value, str) else value, spec)
+    if isinstance(given.get("recipe"), str):
+        recipe = recipes[given["recipe"]]
+        given = {**recipe.apply(given, spec.pretrained), "recipe": recipe.name}
     weights = given.setdefault("weights", "imagenet" if spec.pretrained else "none")
     if isinstance(weights, str | os.PathLike) and weights not in ("imagenet", "none"):
         given["weights"] = str(Path(weights).resolve())
@@ -88,6 +92,11 @@ def _complete(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> RunConfig:
     own = {"every": spec.validate_every, "tolerance": spec.validation_tolerance}
     known = {key: own.get(key, default) for key, default in average.default_options.items()}
     given["averaging"] = _completed(average, options, known)
+    if given.get("second_stage") is True and average.cls.follows_loss:
+        raise UserError(
+            f"averaging {average.name!r} needs the validation loss, which a second stage does not "
+            "have: choose sma, or leave out second_stage"
+        )
     given["optimizer"] = _complete_optimizer(
         given.get("optimizer", {}), space, _finetunes(space, spec, weights), drawn
     )
@@ -277,7 +286,7 @@ def configure(
         texts = [text for text in texts if text.replace(" ", "").lower() not in kept]
     elif file is not None:
         values = read_config(file).model_dump(exclude={"version", "resolved"})
-        for key in ("dataset", "weights"):
+        for key in ("dataset", "weights", "recipe"):
             if options.get(key, values[key]) != values[key]:
                 raise UserError(
                     f"{file} is for {key}={values[key]!r}, which determines other settings in it: "

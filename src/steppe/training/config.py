@@ -82,6 +82,9 @@ class RunConfig(BaseModel):
     targets: tuple[str, ...] = _run_key(
         min_length=1, description="Held-out domain, or several separated by commas; repeatable"
     )
+    recipe: str | None = _run_key(
+        None, description="Settings that belong together ('steppe list recipes'); others override"
+    )
     sources: tuple[str, ...] = _run_key(
         (), description="Domain to train on, or several separated by commas; repeatable"
     )
@@ -121,11 +124,33 @@ class RunConfig(BaseModel):
         False, description="Validate on augmented images, as DomainBed does"
     )
 
+    linear_probe: bool = Field(
+        False, description="Start from a classifier fitted to the features (LP-FT)"
+    )
+    linear_steps: int = Field(
+        0, ge=0, le=10**9, description="Train the classifier alone in the first N steps"
+    )
+    linear_lr: float = Field(
+        5e-5, gt=0, allow_inf_nan=False, description="Learning rate of these steps"
+    )
+    lr_schedule: Literal["constant", "plateau"] = Field(
+        "constant",
+        description="constant, or plateau: divide the learning rate by 10 when the source "
+        "validation loss stops falling; the third time, stop",
+    )
+    second_stage: bool = Field(
+        False,
+        description="Then train again, with the same learning rates, on all source images",
+    )
+
     steps: int = Field(
         gt=0, le=10**9, description="Number of updates; the last record is at steps - 1"
     )
     checkpoint_every: int = Field(
         gt=0, le=10**9, description="Steps between evaluations and checkpoints"
+    )
+    evaluate_both: bool = _run_key(
+        False, description="Also evaluate the raw weights where an average is evaluated"
     )
     batch_size: int = Field(gt=0, le=10**5, description="Images per source domain and step")
     accumulate: int = Field(
@@ -205,6 +230,11 @@ class RunConfig(BaseModel):
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of accumulate={self.accumulate}"
+            )
+        if self.linear_steps >= self.steps:
+            raise ValueError(
+                f"linear_steps={self.linear_steps} leaves none of steps={self.steps} for the whole "
+                "network: lower it, or raise steps"
             )
         for key in ("targets", "sources"):
             names: tuple[str, ...] = getattr(self, key)

@@ -24,6 +24,7 @@ from .config import RunConfig, read_config
 VOLATILE = ("seconds_per_step", "evaluation_seconds", "memory_gb")
 """Record fields that measure the machine and may differ between identical runs."""
 
+FIRST_STAGE = "first-stage"
 _LONGEST_STATE = 1000
 """Size limit of the `state` file in bytes; it holds one word."""
 
@@ -60,6 +61,11 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoint"
+
+    @property
+    def first_stage(self) -> Path:
+        """The folder of the first stage, if the run has two."""
+        return self.path / FIRST_STAGE
 
     def exists(self) -> bool:
         return self.config_file.exists()

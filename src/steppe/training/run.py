@@ -17,11 +17,13 @@ import torch
 from steppe.errors import Interrupted, RunError, UserError
 
 from . import precision
+from .complete import make_config
 from .config import MACHINE, RunConfig, keys
 from .directory import RunDirectory
 from .interrupts import Interrupts
 from .processes import Processes, join
 from .progress import Display
+from .second_stage import FirstStage, first_config
 from .trainer import Trainer
 
 log = logging.getLogger("steppe")
@@ -68,20 +70,27 @@ def train(
         if resume and run.state == "done":
             log.info("%s is already done", run.path)
             return run.records()
-        with Interrupts() as interrupts, _state_of(run, processes), _memory_explained(config):
-            Trainer(config, run, processes, number_format, display).run(interrupts)
+        with _state_of(run, processes):
+            first = None
+            if config.second_stage:
+                records = train(first_config(config), run.first_stage, resume=True, display=display)
+                first = FirstStage.of(records)
+            with Interrupts() as interrupts, _memory_explained(config):
+                trainer = Trainer(config, run, processes, number_format, display, first)
+                trainer.run(interrupts)
         return run.records()
 
 
 def _open(run: RunDirectory, config: RunConfig, resume: bool) -> None:
     """Write the config of a new run, or check that the folder's run has the same config."""
-    begun = run.data_file.exists()
+    begun = run.data_file.exists() or run.first_stage.exists()
     if not run.exists() or (run.state == "failed" and not begun):  # nothing to lose
         run.create(config)
         return
     if not resume:
         raise UserError(f"{run.path} already holds a run: add --resume, or choose another --out")
-    old, new = run.config().model_dump(), config.model_dump()
+    # Completed, because an older config lacks options that have been added since.
+    old, new = make_config(run.config().model_dump()).model_dump(), config.model_dump()
     may_change = keys(MACHINE)
     for key in old:
         if key not in may_change and old[key] != new[key]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from steppe.domains import Split
 from steppe.domains.batches import Batch, View
+from steppe.domains.dataset import Indices
 from steppe.domains.store import Store
 from steppe.errors import Interrupted
 
@@ -20,8 +21,8 @@ from .interrupts import Interrupts
 from .processes import Processes
 from .progress import Display
 
-VALIDATION = "val"
-"""The validation part of a source domain."""
+TRAIN, VALIDATION = "train", "val"
+"""The parts of a source domain."""
 
 
 @dataclass
@@ -76,26 +77,38 @@ class Scoring:
         sources = [split.position for split in splits if split.source]
         self._sources = {position: number for number, position in enumerate(sources)}
         self._known: dict[tuple[str, str], Scores] = {}
-        self._known_after = -1
+        self._known_for = (-1, False)
 
     @property
     def validates(self) -> bool:
         return any(len(split.parts.get(VALIDATION, ())) for split in self._splits)
 
+    def source_batches(self, part: str) -> Iterator[tuple[int, Iterator[Batch]]]:
+        """The number of each source domain, with its images of a part, never augmented."""
+        chosen = [s for s in self._splits if s.source and len(s.parts.get(part, ()))]
+        watch = self._watch(sum(len(split.parts[part]) for split in chosen))
+        view = View(self._config.image_size, augment=False)
+        for split in chosen:
+            images = _shuffled(split.parts[part])
+            batches = self._store.evaluation(split.domain, images, view, self._batch_size)
+            yield self._sources[split.position], watch.over(batches)
+
     def everything(self, done: int, averaged: bool) -> dict[str, Any]:
         """Scores of every part after `done` updates, in the format of records."""
-        known = {} if averaged or self._known_after != done else self._known
+        known = self._known if self._known_for == (done, averaged) else {}
         scores: dict[str, Any] = {split.domain.name: {} for split in self._splits}
         for (name, part), found in self._score_all(done, known).items():
             scores[name][part] = found.to_json()
         return scores
 
-    def validation_loss(self, done: int) -> float:
+    def validation_loss(self, done: int, averaged: bool) -> float:
         """Mean over source domains of the cross-entropy on their validation images.
 
         The scores are kept, in case everything is evaluated after the same update.
         """
-        self._known, self._known_after = self._score_all(done, {}, VALIDATION), done
+        if self._known_for != (done, averaged):
+            self._known = self._score_all(done, {}, VALIDATION)
+            self._known_for = (done, averaged)
         return sum(s.cross_entropy for s in self._known.values()) / len(self._known)
 
     def _score_all(
@@ -117,8 +130,7 @@ class Scoring:
     def _score(self, split: Split, part: str, done: int, watch: Watch) -> Scores:
         config, rank, world = self._config, self._processes.rank, self._processes.world
         augmented = config.augment and config.augment_validation and part == VALIDATION
-        # Shuffled: files come sorted by class, and some algorithms use statistics of the batch.
-        shuffled = np.random.default_rng(0).permutation(split.parts[part])
+        shuffled = _shuffled(split.parts[part])
         batches = self._store.evaluation(
             split.domain,
             shuffled[rank::world],
@@ -134,6 +146,11 @@ class Scoring:
             self._processes.device,
             self._processes.sum,
         )
+
+
+def _shuffled(images: Indices) -> Indices:
+    # Files come sorted by class, and some algorithms use statistics of the batch.
+    return np.random.default_rng(0).permutation(images)
 
 
 def worst(domains: dict[str, Any]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from steppe.algorithms import Algorithm, Objective, algorithm_spec, build_algorithm
 from steppe.domains import Dataset, Split, data_folder, load, split_dataset
+from steppe.domains.splits import with_all_sources
 from steppe.errors import UserError
 from steppe.optim import build_optimizer, optimizer_spec
 
@@ -24,7 +25,10 @@ from .processes import Processes
 
 
 def open_data(config: RunConfig) -> tuple[Dataset, tuple[Split, ...]]:
-    """Load a run's dataset, and split the domains that it uses."""
+    """Load a run's dataset, and split the domains that it uses.
+
+    A second stage trains on the validation images too.
+    """
     dataset = load(config.dataset, config.root, packed=config.packed)
     root = None
     if dataset.spec.folder is not None:
@@ -32,7 +36,7 @@ def open_data(config: RunConfig) -> tuple[Dataset, tuple[Split, ...]]:
     splits = split_dataset(
         dataset, config.targets, config.trial_seed, config.split, config.sources, root
     )
-    return dataset, splits
+    return dataset, with_all_sources(splits) if config.second_stage else splits
 
 
 def data_facts(dataset: Dataset, splits: Sequence[Split]) -> dict[str, Any]:
@@ -63,7 +67,8 @@ def build(config: RunConfig, n_classes: int, channels: int, n_sources: int) -> A
         freeze_bn=config.freeze_bn,
     )
     chosen = config.algorithm
-    return build_algorithm(chosen.name, network, n_sources, steps=config.steps, **chosen.options)
+    steps = config.steps - config.linear_steps
+    return build_algorithm(chosen.name, network, n_sources, steps=steps, **chosen.options)
 
 
 def optimizer(

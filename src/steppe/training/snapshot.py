@@ -33,6 +33,8 @@ def save(trainer: Trainer) -> None:
         "precision": trainer.precision,
         "scaler": trainer.scaler.state_dict() if trainer.scaler else None,
         "averaging": trainer.averaging.state_dict(),
+        "schedule": trainer.schedule.state_dict(),
+        "probe": trainer.probe,
         "best": trainer.recorder.best,
         "losses": losses,
         "generators": generators,
@@ -73,6 +75,8 @@ def restore(trainer: Trainer) -> None:
         trainer.averaging.load_state_dict(state["averaging"])
         trainer.looked = state["looked"]
         losses = losses[processes.rank]
+    trainer.schedule.load_state_dict(state.get("schedule", {}))
+    trainer.probe = state.get("probe")
     trainer.done, trainer.recorded = state["done"], state["recorded"]
     trainer.recorder.best = state["best"]
     trainer.losses.load_state_dict(losses, trainer.device)

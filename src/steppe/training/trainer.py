@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from steppe import __version__
 from steppe.algorithms import Algorithm, Losses
+from steppe.algorithms.algorithm import LINEAR
 from steppe.averaging import build_averaging, reestimate
 from steppe.domains import seed_hash
 from steppe.domains.batches import Batch, Sampling, View
@@ -28,11 +29,15 @@ from .evaluation import BATCH, LARGE_BATCH
 from .execution import Engine
 from .interrupts import Interrupts
 from .means import Means
+from .probe import probe_sources
 from .processes import Processes
 from .progress import Display
 from .recorder import Recorder, peak_memory, records_due
+from .schedules import SCHEDULES, drop
 from .scoring import Scoring, Watch, worst
+from .second_stage import FirstStage
 from .update import Passes, cut, forget, mean_state, share_statistics
+from .warm_start import with_warm_start
 
 log = logging.getLogger("steppe")
 
@@ -49,7 +54,8 @@ STATISTICS_STEPS = 500
 class Trainer:
     """The state of a run, and the steps that advance it.
 
-    `number_format` comes from `precision.resolve`; progress goes nowhere by default.
+    `number_format` comes from `precision.resolve`; progress goes nowhere by default. A second stage
+    repeats what `first_stage` chose.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Trainer:
         processes: Processes,
         number_format: str,
         display: Display | None = None,
+        first_stage: FirstStage | None = None,
     ) -> None:
         self.config, self.dir, self.processes = config, run, processes
         self.display = display if display is not None and processes.first else Display()
@@ -82,7 +89,7 @@ class Trainer:
             captured=gears.captured,
         )
         self._build(len(sources))
-        self.objectives = tuple(self.algorithm.objectives())
+        self.objectives = with_warm_start(self.algorithm, config.linear_steps, config.linear_lr)
         self.parallel = setup.parallel(self.algorithm, processes, len(self.objectives) > 1)
         self.optimizers = {
             objective.name: setup.optimizer(
@@ -111,7 +118,10 @@ class Trainer:
         self.averaging = build_averaging(
             config.averaging.name, self.algorithm, **config.averaging.options
         )
-        main = next((o for o in self.objectives if o.name == "main"), self.objectives[0])
+        named = {objective.name: objective for objective in reversed(self.objectives)}
+        main = named.get("main", self.objectives[0])
+        if config.linear_steps and not self.averaging.follows_loss:
+            main = named[LINEAR]  # which changes the network, but ends in no valley of its loss
         self._averages_from = next(filter(main.active, range(config.steps)), config.steps)
         """The first step that changes the network, if something else is trained before it."""
         alone = not self.algorithm.mixes_images()
@@ -125,11 +135,21 @@ class Trainer:
             watch=self._watch,
             batch=batch,
         )
-        if self.averaging.follows_loss and not self.scoring.validates:
-            raise UserError(
-                f"averaging {config.averaging.name!r} needs the validation loss, but the source "
-                "domains have no validation images: choose another split or averaging"
-            )
+        self.first_stage = first_stage
+        self.schedule = first_stage.schedule if first_stage else SCHEDULES[config.lr_schedule]()
+        needing = {
+            f"averaging {config.averaging.name!r}": self.averaging.follows_loss,
+            f"lr_schedule {config.lr_schedule!r}": self.schedule.needs_loss,
+            "linear_probe": config.linear_probe and not first_stage,
+        }
+        for name in (name for name, needs in needing.items() if needs):
+            if not self.scoring.validates:
+                raise UserError(
+                    f"{name} needs the validation loss, but the source domains have no validation "
+                    "images: choose another split, or leave it out"
+                )
+        self.probe: dict[str, float] | None = None
+        """What the linear probe chose, for the first record."""
         self.recorder = Recorder(config, run, processes, self.display)
 
         self.done = 0
@@ -172,14 +192,29 @@ class Trainer:
         axes = (config.algorithm.name, config.optimizer.name, config.averaging.name)
         method = ", ".join(name for name in axes if name not in ("ERM", "none"))
         title = f"{Path(config.dataset).name}, {'+'.join(config.targets)} held out, {method}"
+        title += ", second stage" if self.first_stage else ""
         first_due = self.done if self.recorded else self.done - 1
         due = records_due(first_due, config.steps, config.checkpoint_every)
         with self.recorder.recording(resumed=self.done > 0):
             self.display.start(title, self.done, config.steps, due)
             try:
+                if not self.done and config.linear_probe:
+                    self._start_from_probe()
                 self._train()
             finally:
                 self.display.stop()
+
+    def _start_from_probe(self) -> None:
+        """Fit the classifier to the features of the source images, in the first process."""
+        classifier, found = self.algorithm.network.classifier, None
+        if self.processes.first:
+            chosen = self.first_stage.probe if self.first_stage else None
+            with self._evaluation_mode():
+                batches = self.scoring.source_batches
+                found = probe_sources(classifier, self._predict, batches, chosen)
+        found = self.processes.gather(found)[0]
+        found.load_into(classifier)
+        self.probe = found.to_json()
 
     def _note_settings(self) -> None:
         """Write the run's data and resolved settings to its folder and log."""
@@ -208,29 +243,41 @@ class Trainer:
             raise Interrupted(self.interrupts.number)  # during setup: nothing to save
         self._start_clock()
         self._settle()
-        if self.averaging.finished:
+        if self._ended:
             return
         for batches in self.store.training(self.sampling, self.done, self.config.steps):
             with _determinism_explained():
                 self.step(batches)
             step = self.done - 1
-            due = self.averaging.due(step, last=self._last)
-            self.looked = not due or step < self._averages_from
+            self.looked = not self._averaging_due
             self.recorded = not self._due(step)
             self.display.step(self.done)
             self.check_divergence()
             self._stop_if_asked()
             self._settle()
-            if self.averaging.finished:
-                log.info("the average is complete after step %d: training stops", step)
+            if self._ended:
+                log.info("%s after step %d: training stops", self._ended, step)
                 return
 
     def _start_clock(self) -> None:
         self._clock, self._clocked = time.perf_counter(), self.done
 
     @property
+    def _ended(self) -> str:
+        """Why the run ends before it has made all steps; empty if it does not."""
+        if self.averaging.finished:
+            return "the average is complete"
+        return "the learning rate's schedule ends" if self.schedule.ends(self.done - 1) else ""
+
+    @property
     def _last(self) -> bool:
-        return self.done == self.config.steps or self.averaging.finished
+        return self.done == self.config.steps or bool(self._ended)
+
+    @property
+    def _averaging_due(self) -> bool:
+        """Whether averaging needs the validation loss after the last update."""
+        step = self.done - 1
+        return step >= self._averages_from and self.averaging.due(step, last=self._last)
 
     def _due(self, step: int) -> bool:
         """Whether a record is due after a step, as in DomainBed."""
@@ -238,13 +285,13 @@ class Trainer:
 
     def _settle(self) -> None:
         """Make the evaluations due after the last update."""
+        step = self.done - 1
         try:
+            if self._schedule_due:
+                self._look(step)
+                self.looked = not self._averaging_due
             if not self.looked:
-                with self._evaluation_mode():
-                    loss = self.scoring.validation_loss(self.done)
-                if not math.isfinite(loss):
-                    self._diverged(f"the validation loss became {loss} at step {self.done - 1}")
-                self.averaging.observe(self.done - 1, loss)
+                self.averaging.observe(step, self._validation_loss(averaged=False))
                 self.looked = True
                 self.recorded = self.recorded and not self.averaging.finished
             if not self.recorded:
@@ -253,6 +300,30 @@ class Trainer:
             # The resumed run starts with the evaluations of this update.
             snapshot.save(self)
             raise
+
+    @property
+    def _schedule_due(self) -> bool:
+        """Whether the learning rates may drop now: at a record, but not in the warm start."""
+        begun = self.done > max(self.config.linear_steps, self.schedule.last_look + 1)
+        return begun and not self.recorded and not self._last
+
+    def _look(self, step: int) -> None:
+        needs = self.schedule.needs_loss
+        loss = self._validation_loss(self.averaging.serving) if needs else math.nan
+        if not self.schedule.look(step, loss):
+            return
+        for name, optimizer in self.optimizers.items():
+            if name != LINEAR:
+                drop(optimizer)
+        log.info("the learning rate drops after step %d", step)
+
+    def _validation_loss(self, averaged: bool) -> float:
+        """The source validation loss of the average or the raw weights."""
+        with self._evaluation_mode(), self.averaging.applied() if averaged else nullcontext():
+            loss = self.scoring.validation_loss(self.done, averaged)
+        if not math.isfinite(loss):
+            self._diverged(f"the validation loss became {loss} at step {self.done - 1}")
+        return loss
 
     def step(self, batches: Sequence[Batch]) -> None:
         """Make one update from one batch per source domain."""
@@ -277,11 +348,22 @@ class Trainer:
                 first[objective.name] = of_part
                 self.losses.add({_TITLES.get(objective.name, objective.name): of_part.total})
                 self.losses.add(of_part.parts)
-        self.algorithm.commit(prepared[0], mean_state(firsts, self.processes))
+        if self.done >= self.config.linear_steps:
+            self.algorithm.commit(prepared[0], mean_state(firsts, self.processes))
         share_statistics(self.algorithm, self.processes)
         if self.done >= self._averages_from:
             self.averaging.update()
+            if self.averaging.refreshes:
+                self._refresh(batches)
         self.done += 1
+
+    @torch.no_grad()
+    def _refresh(self, batches: Sequence[Batch]) -> None:
+        """Update the average's own batch-norm statistics with the images of a step."""
+        with self.averaging.applied():
+            for part in cut(batches, self.config.accumulate):
+                self._predict(torch.cat([batch.images for batch in part]))
+            share_statistics(self.algorithm, self.processes)
 
     def _prepare(self, batches: Sequence[Batch]) -> list[Any]:
         parts = cut([self.laid_out(batch) for batch in batches], self.config.accumulate)
@@ -334,8 +416,11 @@ class Trainer:
         if self._last:
             self._finish_average()
         averaged = self.averaging.serving
-        with self._evaluation_mode(), self.averaging.applied():
-            domains = self.scoring.everything(self.done, averaged)
+        with self._evaluation_mode():
+            with self.averaging.applied():
+                domains = self.scoring.everything(self.done, averaged)
+            both = self.config.evaluate_both and averaged
+            raw = self.scoring.everything(self.done, averaged=False) if both else None
         smallest = min(len(split.larger) for split in self.splits)
         record = {
             "step": self.done - 1,
@@ -344,6 +429,7 @@ class Trainer:
             "domains": domains,
             "worst_accuracy": worst(domains),
             "averaged": averaged,
+            **self._further(raw),
             "seconds_per_step": seconds,
             "evaluation_seconds": time.perf_counter() - began,
             "memory_gb": peak_memory(self.device),
@@ -361,6 +447,18 @@ class Trainer:
         snapshot.save(self)
         self.recorder.tell(record)
         self._start_clock()
+
+    def _further(self, raw: dict[str, Any] | None) -> dict[str, Any]:
+        """What only the records of some runs have."""
+        found: dict[str, Any] = {} if raw is None else {"raw": raw}
+        if self.first_stage or self.config.lr_schedule != "constant":
+            optimizer = self.optimizers.get("main") or next(iter(self.optimizers.values()))
+            found |= {"lr": optimizer.param_groups[0]["lr"], "drops": self.schedule.drops}
+        if self.first_stage and self.first_stage.validated is not None:
+            found["first_stage_validation"] = self.first_stage.validated
+        if self.done == 1 and self.probe is not None:
+            found["probe"] = self.probe
+        return found
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
