@@ -187,7 +187,7 @@ def test_the_intervals_are_the_papers() -> None:
 
 def test_swad_needs_validation_images(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(scoring.Scoring, "validates", False)
-    with pytest.raises(UserError, match="needs the validation loss"):
+    with pytest.raises(UserError, match="needs validation images"):
         train(make_config({**DIGITS, "averaging": SWAD}), tmp_path)
     assert not (tmp_path / "records.jsonl").exists()
 

@@ -129,5 +129,5 @@ def test_a_prediction_that_is_not_the_classifiers_is_refused(passes: int) -> Non
 
 def test_a_probe_needs_validation_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steppe.training.scoring.Scoring.validates", False)
-    with pytest.raises(UserError, match="linear_probe needs"):
+    with pytest.raises(UserError, match="linear_probe needs validation images"):
         train(make_config({**DIGITS, "linear_probe": True}), tmp_path)

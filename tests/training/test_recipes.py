@@ -7,7 +7,7 @@ import pytest
 
 from steppe.errors import UserError
 from steppe.reports import load_runs
-from steppe.sweeps import Grid
+from steppe.sweeps import Grid, cost, write_plan
 from steppe.sweeps.plan import jobs
 from steppe.training import configure, make_config
 from steppe.training.recipes import recipes
@@ -83,6 +83,11 @@ def test_a_sweep_takes_its_averaging(given: dict) -> None:
     assert (config.averaging.name, config.averaging.options["start"]) == ("sma", 600)
     ((_, drawn),) = jobs(Grid(("PACS",), trials=1, draws=1, targets="sketch", **given))
     assert (drawn.averaging, drawn.linear_steps, drawn.freeze_bn) == (config.averaging, 500, False)
+
+
+def test_a_second_stage_counts_in_the_estimate(tmp_path: Path) -> None:
+    grid = Grid(("PACS",), trials=1, draws=0, targets="sketch", options={"recipe": "erm++"})
+    assert cost.estimate(write_plan(grid, tmp_path), measured=False).passes == 2 * 5001
 
 
 def test_it_is_a_row_of_its_own_in_reports(tmp_path: Path) -> None:

@@ -129,6 +129,6 @@ def test_a_plateau_needs_validation_images(tmp_path: Path) -> None:
     config = make_config({**DIGITS, "lr_schedule": "plateau"})
     with (
         patch.object(Scoring, "validates", False),
-        pytest.raises(UserError, match="lr_schedule 'plateau' needs the validation loss"),
+        pytest.raises(UserError, match="lr_schedule 'plateau' needs validation images"),
     ):
         train(config, tmp_path)

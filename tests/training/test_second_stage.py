@@ -1,6 +1,7 @@
 """Runs of two stages: the second repeats the first's learning rates, and both survive kills."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from steppe.domains import load
 from steppe.errors import UserError
 from steppe.reports import load_runs
 from steppe.reports.selection import train_validation
+from steppe.sweeps.takeover import newest_step, take_over
 from steppe.training import RunDirectory, configure, load_model, make_config, select, train
 from tests import processes
 from tests.training import killing
@@ -33,10 +35,10 @@ ENDS = 15
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, once undisturbed and once killed in the first stage (in the warm start, in the
-    average, between drops) and in the second."""
+    """A run, once undisturbed and once killed: in the warm start, between two drops of the learning
+    rate, and in the same places of the second stage."""
     folder = tmp_path_factory.mktemp("stages")
-    processes.run(killing.kill_in_stages, TWO, folder, [(1, 2), (1, 8), (1, 14), (2, 3), (2, 11)])
+    processes.run(killing.kill_in_stages, TWO, folder, [(1, 2), (1, 11), (2, 3), (2, 11)])
     return folder
 
 
@@ -64,7 +66,8 @@ def test_the_second_stage_repeats_the_first_on_all_source_images(killed: Path) -
 def test_both_weights_are_evaluated(killed: Path) -> None:
     records = RunDirectory(killed / "whole").records()
     assert all(record["averaged"] for record in records)
-    assert [r["raw"] == r["domains"] for r in records] == [True] + [False] * 5
+    # The average of one update is its weights.
+    assert [r["raw"] == r["domains"] for r in records] == [True] * 2 + [False] * 4
     (run,) = load_runs(killed / "whole").runs
     raw = records[-1]["raw"]["75"]["test"]["accuracy"]
     assert train_validation([run], frozenset(["75"])).raw == raw
@@ -97,6 +100,26 @@ def test_reports_show_one_run_and_choose_by_the_first_stage(killed: Path, tmp_pa
         (folder / "records.jsonl").write_text("\n".join(lines))
     picked = train_validation(load_runs(tmp_path).runs, frozenset(["75"]))
     assert picked.run.path == better
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_worker_takes_over_both_stages(killed: Path, tmp_path: Path, gone: bool) -> None:
+    old, new = tmp_path / "attempt-00001", tmp_path / "attempt-00002"
+    shutil.copytree(killed / "whole", old)
+    if not gone:
+        (old / "first-stage/checkpoint/best/state.json").write_text("damaged")
+    assert newest_step(old) == "step-000015"
+    take_over(old, new, gone)
+    assert RunDirectory(new / "first-stage").state == "done"
+    assert (new / "first-stage/checkpoint/best").exists() == gone
+    train(make_config(TWO), new, resume=True)
+    assert_same_run(killed / "whole", new)
+    shutil.rmtree(new / "checkpoint")
+    assert newest_step(new) == "first stage, step-000015"
+    (new / "first-stage").rename(tmp_path / "elsewhere")
+    (new / "first-stage").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="first-stage is not a regular file or folder"):
+        take_over(new, old, gone=True)
 
 
 def test_swad_has_no_loss_to_follow() -> None:

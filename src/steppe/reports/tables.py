@@ -110,11 +110,14 @@ class Selected:
             trials.setdefault(place.trial, {})[place.column] = self.chosen[place].accuracy
         return found
 
-    def raw(self, dataset: str, row: Row) -> float | None:
-        """The mean accuracy of a method's raw weights, if its averages were chosen."""
-        own = [one for at, one in self.chosen.items() if (at.dataset, at.row) == (dataset, row)]
-        found = [one.raw for one in own if one.raw is not None]
-        return 100 * mean(found) if found and len(found) == len(own) else None
+    @cached_property
+    def raw(self) -> Mapping[tuple[str, Row], float]:
+        """The mean accuracy of each method's raw weights, where all of them were evaluated."""
+        found: dict[tuple[str, Row], list[float | None]] = defaultdict(list)
+        for place, one in self.chosen.items():
+            found[place.dataset, place.row].append(one.raw)
+        known = {key: [value for value in own if value is not None] for key, own in found.items()}
+        return {key: 100 * mean(own) for key, own in known.items() if len(own) == len(found[key])}
 
 
 Runs = Sequence[Run] | Selected
@@ -210,7 +213,7 @@ def dataset_tables(runs: Runs, selection: str | None = None) -> list[Table]:
             trials = selected.values.get((dataset, row), {}).values()
             cells = {c: cell_of(found[c] for found in trials if c in found) for c in sets}
             overall = _dataset_cell(selected, dataset, row)
-            raw = selected.raw(dataset, row)
+            raw = selected.raw.get((dataset, row))
             rows.append(TableRow(row, cells, selected.by_method[dataset, row], overall, raw))
         labels = target_labels(dataset, sets)
         tables.append(Table(dataset, selected.selection, tuple(sets), labels, tuple(rows)))

@@ -178,7 +178,7 @@ def _axes(config: RunConfig) -> dict[str, Any]:
         "averaging": config.averaging.name,
         "trial": config.trial_seed,
         "draw": config.draw,
-        "steps": config.steps,
+        "steps": config.steps * (2 if config.second_stage else 1),
     }
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         find_images as find_images,
         predict_images as predict_images,
     )
+    from .recipes import Recipe as Recipe, register_recipe as register_recipe
     from .run import train as train
 else:  # not for type checkers, which would take any name for one of the package
     __getattr__, __dir__, __all__ = attach(__name__)

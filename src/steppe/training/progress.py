@@ -124,10 +124,15 @@ def summary(record: Mapping[str, Any]) -> str:
         parts.append(f"loss {record['loss']['total']:.4f}")
     if (validated := validation_accuracy(record)) is not None:
         parts.append(f"validation {100 * validated:.1f}")
-    tests = {n: d["test"]["accuracy"] for n, d in record["domains"].items() if "test" in d}
-    if tests:
-        shown = ", ".join(f"{name}: {100 * value:.1f}" for name, value in tests.items())
-        parts.append(f"test {shown}")
+    if tests := _tests(record["domains"]):
+        parts.append(f"test {tests}")
     if record.get("averaged"):
         parts.append("(averaged weights)")
+    if raw := _tests(record.get("raw", {})):
+        parts.append(f"raw {raw}")
     return "  ".join(parts)
+
+
+def _tests(domains: Mapping[str, Any]) -> str:
+    tests = {name: d["test"]["accuracy"] for name, d in domains.items() if "test" in d}
+    return ", ".join(f"{name}: {100 * value:.1f}" for name, value in tests.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import resource
@@ -62,7 +63,8 @@ class Recorder:
         wrong = [name for name, value in flat.items() if not math.isfinite(value)]
         if not wrong:
             return None
-        held_out = tuple(f"domains/{target}/" for target in self._config.targets)
+        parts = itertools.product(("domains", "raw"), self._config.targets)
+        held_out = tuple(f"{kind}/{target}/" for kind, target in parts)
         learned = [name for name in wrong if not name.startswith(held_out)]
         name = (learned or wrong)[0]
         what = f"{name} became {flat[name]} at step {record['step']}"

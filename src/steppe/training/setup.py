@@ -140,6 +140,16 @@ def _spelled(axis: Named) -> str:
     return f"{axis.name} ({options})" if options else axis.name
 
 
+def refuse_validation(needing: Mapping[str, bool]) -> None:
+    """Raise an error for the first setting that needs validation images, where there are none."""
+    for name, needs in needing.items():
+        if needs:
+            raise UserError(
+                f"{name} needs validation images, but the source domains have none: choose "
+                "another split, or leave it out"
+            )
+
+
 def part_size(config: RunConfig, processes: Processes) -> int:
     """Images per domain in one forward pass of a process.
 

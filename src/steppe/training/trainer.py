@@ -37,7 +37,7 @@ from .schedules import SCHEDULES, drop
 from .scoring import Scoring, Watch, worst
 from .second_stage import FirstStage
 from .update import Passes, cut, forget, mean_state, share_statistics
-from .warm_start import with_warm_start
+from .warm_start import first_change, with_warm_start
 
 log = logging.getLogger("steppe")
 
@@ -118,11 +118,8 @@ class Trainer:
         self.averaging = build_averaging(
             config.averaging.name, self.algorithm, **config.averaging.options
         )
-        named = {objective.name: objective for objective in reversed(self.objectives)}
-        main = named.get("main", self.objectives[0])
-        if config.linear_steps and not self.averaging.follows_loss:
-            main = named[LINEAR]  # which changes the network, but ends in no valley of its loss
-        self._averages_from = next(filter(main.active, range(config.steps)), config.steps)
+        whole = self.averaging.follows_loss
+        self._averages_from = first_change(self.objectives, config.steps, whole=whole)
         """The first step that changes the network, if something else is trained before it."""
         alone = not self.algorithm.mixes_images()
         batch = LARGE_BATCH if alone and self.device.type == "cuda" else BATCH
@@ -137,17 +134,14 @@ class Trainer:
         )
         self.first_stage = first_stage
         self.schedule = first_stage.schedule if first_stage else SCHEDULES[config.lr_schedule]()
-        needing = {
-            f"averaging {config.averaging.name!r}": self.averaging.follows_loss,
-            f"lr_schedule {config.lr_schedule!r}": self.schedule.needs_loss,
-            "linear_probe": config.linear_probe and not first_stage,
-        }
-        for name in (name for name, needs in needing.items() if needs):
-            if not self.scoring.validates:
-                raise UserError(
-                    f"{name} needs the validation loss, but the source domains have no validation "
-                    "images: choose another split, or leave it out"
-                )
+        if not self.scoring.validates:
+            setup.refuse_validation(
+                {
+                    f"averaging {config.averaging.name!r}": self.averaging.follows_loss,
+                    f"lr_schedule {config.lr_schedule!r}": self.schedule.needs_loss,
+                    "linear_probe": config.linear_probe and first_stage is None,
+                }
+            )
         self.probe: dict[str, float] | None = None
         """What the linear probe chose, for the first record."""
         self.recorder = Recorder(config, run, processes, self.display)
@@ -305,7 +299,8 @@ class Trainer:
     def _schedule_due(self) -> bool:
         """Whether the learning rates may drop now: at a record, but not in the warm start."""
         begun = self.done > max(self.config.linear_steps, self.schedule.last_look + 1)
-        return begun and not self.recorded and not self._last
+        over = self.done == self.config.steps or self.averaging.finished
+        return begun and not over and not self.recorded
 
     def _look(self, step: int) -> None:
         needs = self.schedule.needs_loss

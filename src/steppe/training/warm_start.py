@@ -29,6 +29,13 @@ def with_warm_start(algorithm: Algorithm, steps: int, lr: float) -> tuple[Object
     )
 
 
+def first_change(objectives: Sequence[Objective], steps: int, whole: bool) -> int:
+    """The first step that changes the network, or the whole of it; `steps` if none does."""
+    own = [one for one in objectives if one.name != LINEAR or not whole]
+    first = next((one for one in own if one.name in (LINEAR, "main")), own[0])
+    return next(filter(first.active, range(steps)), steps)
+
+
 def later(objectives: Sequence[Objective], steps: int) -> list[Objective]:
     """The same objectives, with a schedule that begins after some steps."""
 
