@@ -23,7 +23,7 @@ try:
 except ModuleNotFoundError as error:  # a plain `pip install steppe` installs only torch
     raise SystemExit(missing(error)) from None
 
-from . import curvature, data, listing, predict, protocol, reports, reproduce, runs, sweep
+from . import curvature, data, listing, merge, predict, protocol, reports, reproduce, runs, sweep
 from .suggest import Commands
 
 app = typer.Typer(
@@ -59,6 +59,7 @@ app.command()(runs.train)
 app.command()(runs.evaluate)
 app.command()(predict.predict)
 app.command()(runs.export)
+app.command()(merge.merge)
 app.command()(reports.report)
 app.command()(reports.compare)
 app.command()(reproduce.reproduce)

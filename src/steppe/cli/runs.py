@@ -14,7 +14,7 @@ from steppe.training.config import RunConfig
 from .common import Chosen, Device, Json, Overrides, Root, Runs, talk, writable
 from .options import SHORTCUTS, keys, overriding, with_options
 
-_UNSET = ("version", "resolved", "data")
+_UNSET = ("version", "merged_from", "resolved", "data")
 
 
 @with_options(

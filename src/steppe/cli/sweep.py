@@ -27,7 +27,7 @@ _Runs = Annotated[
 # A sweep varies these, or a worker sets them, so they are not options of all runs.
 _VARIED = (
     *("dataset", "targets", "sources", "algorithm", "optimizer", "averaging", "trial_seed", "seed"),
-    *("draw", "space", "device", "version", "resolved", "data"),
+    *("draw", "space", "device", "version", "merged_from", "resolved", "data"),
 )
 
 

@@ -154,8 +154,8 @@ class Loaded:
 def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
     """Read every run below a folder, sorted by path.
 
-    Skips folders named ``attempt-*`` (unfinished work of a sweep), ``checkpoint``, and a run's
-    ``curvature`` and ``first-stage``.
+    Skips hidden folders, those named ``attempt-*`` (unfinished work of a sweep), ``checkpoint``, and
+    a run's ``curvature`` and ``first-stage``.
 
     Args:
         root: one or several folders, or files of runs (`config.json`, `records.jsonl`).
@@ -217,7 +217,7 @@ def _run_folders(root: Path) -> Iterator[tuple[Path, Index | None]]:
         left += (
             (os.path.join(folder, name), index)
             for name in names
-            if name not in left_out and not name.startswith("attempt-")
+            if name not in left_out and not name.startswith((".", "attempt-"))
         )
         # A sweep's run that is done has its records in `result`, with a config of their own.
         if "config.json" in files and (

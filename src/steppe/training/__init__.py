@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .draws import draw_hparams as draw_hparams
     from .evaluation import EnsembleScores as EnsembleScores
     from .exports import export_run as export_run
+    from .merge import Merged as Merged, merge_runs as merge_runs
     from .models import (
         TrainedModel as TrainedModel,
         evaluate_ensemble as evaluate_ensemble,

@@ -17,6 +17,8 @@ from steppe.algorithms import Network, Stage
 from steppe.algorithms.network import tapped
 from steppe.errors import UserError, unknown
 
+from .directory import RunDirectory
+from .served import load_served
 from .zoo import RESNET50_V1, of_library
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -24,6 +26,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 TORCHVISION, SMALL = of_library("torchvision"), of_library("steppe")
 
 _WRAPPERS = ("state_dict", "model")  # keys under which training scripts store the state dict
+_FEATURIZER = "network.featurizer."
 _PREFIXES = ("module.", "_orig_mod.")  # added to every key by DataParallel and torch.compile
 
 
@@ -58,8 +61,8 @@ def build_network(
         n_classes: the number of classes.
         image_size: height and width of the images.
         channels: channels of the images.
-        weights: ``none``, ``imagenet`` (downloaded by torchvision or timm), or the path of a
-            safetensors or torch checkpoint file with the backbone's weights.
+        weights: ``none``, ``imagenet`` (downloaded by torchvision or timm), or the path of a run,
+            or of a safetensors or torch checkpoint file with the backbone's weights.
         dropout: dropout rate before the classifier.
         freeze_bn: freeze batch-norm statistics.
 
@@ -242,9 +245,15 @@ def _reason(error: Exception) -> str:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a state dict from a safetensors or torch checkpoint file, without unpickling objects."""
+    """Read a state dict from a safetensors or torch checkpoint file, or a run's backbone.
+
+    Objects are never unpickled.
+    """
+    if (run := RunDirectory(path)).exists():
+        found = load_served(run).tensors.items()
+        return {k.removeprefix(_FEATURIZER): v for k, v in found if k.startswith(_FEATURIZER)}
     if not path.is_file():
-        raise UserError(f"weights {path} cannot be read: not a file")
+        raise UserError(f"weights {path} cannot be read: not a file, nor a run's folder")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

@@ -62,6 +62,11 @@ def _complete(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> RunConfig:
     for key in given:
         if key not in RunConfig.model_fields:
             raise UserError(_unknown_key(key, given))
+    if given.get("merged_from"):
+        raise UserError(
+            "config: merged_from: a merged run cannot be trained or resumed; start from its weights "
+            "(--weights RUN), or use the config of a run that it was merged from"
+        )
     import_plugins(_texts(given.get("plugins")))
     check_loggers(_texts(given.get("loggers")))
     if isinstance(given.get("root"), str | os.PathLike):

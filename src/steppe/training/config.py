@@ -114,7 +114,8 @@ class RunConfig(BaseModel):
 
     backbone: str = Field(description="Backbone name ('steppe list backbones'), or any timm model")
     weights: str = Field(
-        description="Initial weights: imagenet, none, or a safetensors or checkpoint file"
+        description="Initial weights: imagenet, none, a run's folder, or a safetensors or "
+        "checkpoint file"
     )
     freeze_bn: bool = Field(description="Freeze batch-norm statistics")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the classifier")
@@ -188,6 +189,9 @@ class RunConfig(BaseModel):
         (),
         description="Module that registers your own datasets, algorithms, optimizers or averaging; "
         "repeatable",
+    )
+    merged_from: tuple[str, ...] = _run_key(
+        (), description="Runs whose weights were averaged; written by 'steppe merge'"
     )
 
     resolved: dict[str, str] | None = _machine_key(

@@ -95,7 +95,7 @@ def format_of(path: Path) -> Format:
 def _metadata(model: TrainedModel, config: RunConfig) -> dict[str, str]:
     network = model.algorithm.network
     # Without this machine's paths; plugins may exist only here.
-    public = config.model_dump(mode="json", exclude={*keys(MACHINE), "plugins"})
+    public = config.model_dump(mode="json", exclude={*keys(MACHINE), "plugins", "merged_from"})
     public |= {key: Path(public[key]).name for key in ("dataset", "weights")}
     return {
         "backbone": config.backbone,

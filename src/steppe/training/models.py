@@ -22,11 +22,12 @@ from steppe.domains.folder import read_domain, read_folder, subfolders
 from steppe.domains.store import Host
 from steppe.errors import RunError, UserError, shown
 
-from . import checkpoint, setup
+from . import setup
 from .directory import RunDirectory
 from .evaluation import BATCH, EnsembleScores, Scores, Tally
 from .processes import find_device
-from .which import Which, chosen_step
+from .served import load_served
+from .which import Which
 
 log = logging.getLogger("steppe")
 
@@ -160,55 +161,27 @@ def load_model(
     directory = RunDirectory(Path(run))
     config, data = directory.config(), directory.data()
     import_plugins(config.plugins)
-    if which is None:
-        which = "best" if (directory.checkpoints / "best").exists() else "last"
-    found = _checkpoint(directory, which)
-    # The checkpoint replaces the initial weights.
+    served = load_served(directory, which)
+    # These replace the initial weights.
     start = config.model_copy(update={"weights": "none"})
     algorithm = setup.build(start, len(data["classes"]), data["channels"], len(data["sources"]))
-    # A step checkpoint holds the weights in training, and apart from them the average that the run
-    # predicts with. The best checkpoint already holds the average.
-    served = found.state.get("averaging", {}).get("served") or {}
     try:
-        algorithm.load_state_dict(found.model)
-        algorithm.load_state_dict(served, strict=False)
+        algorithm.load_state_dict(served.tensors)
     except RuntimeError:
         raise RunError(
-            f"{found.path} is not a checkpoint of this run: its weights do not fit "
+            f"{served.checkpoint} is not a checkpoint of this run: its weights do not fit "
             f"{config.algorithm.name} with {config.backbone} for {len(data['classes'])} classes"
         ) from None
-    averaged = bool(served) or (which == "best" and config.averaging.name != "none")
     model = TrainedModel(
         algorithm,
         tuple(data["classes"]),
         config.image_size,
-        found.step,
-        averaged,
-        which,
+        served.step,
+        served.averaged,
+        served.which,
         data["sources"],
     )
     return model.to(find_device(device))
-
-
-def _checkpoint(directory: RunDirectory, which: Which) -> checkpoint.Checkpoint:
-    step = chosen_step(which)
-    if which == "best":
-        path = directory.checkpoints / "best"
-        if not path.exists():
-            raise UserError(f"{directory.path} has no best checkpoint: use --which last")
-        return checkpoint.load_this(path)
-    found = checkpoint.load_chosen(directory.checkpoints, step)
-    if found is None:
-        raise UserError(f"{directory.path} has no checkpoint yet: continue it with --resume")
-    if step is None and directory.state == "done":
-        records = directory.records()
-        last = records[-1]["step"] if records else found.step
-        if last > found.step:
-            raise RunError(
-                f"{directory.checkpoints} is missing the last checkpoint, after step {last}; "
-                + checkpoint.whole_ones(directory.checkpoints)
-            )
-    return found
 
 
 def evaluate_run(

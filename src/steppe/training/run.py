@@ -63,7 +63,7 @@ def train(
         number_format = precision.resolve(config.precision, processes.device, config.optimizer)
         stack.enter_context(precision.settings(number_format, config.deterministic))
         if processes.first:
-            stack.enter_context(_lock(run))
+            stack.enter_context(lock(run))
             _open(run, config, resume)
             stack.enter_context(run.logging())
         processes.gather(None)  # the others wait until the folder exists
@@ -101,7 +101,7 @@ def _open(run: RunDirectory, config: RunConfig, resume: bool) -> None:
 
 
 @contextmanager
-def _lock(run: RunDirectory) -> Iterator[None]:
+def lock(run: RunDirectory) -> Iterator[None]:
     """Keep two processes from writing one run; the system releases the lock of a dead process."""
     run.path.mkdir(parents=True, exist_ok=True)
     with os.fdopen(_open_lock(run.path / ".lock"), "r+b", buffering=0) as file:

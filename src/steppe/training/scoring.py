@@ -14,6 +14,7 @@ from steppe.domains.batches import Batch, View
 from steppe.domains.dataset import Indices
 from steppe.domains.store import Store
 from steppe.errors import Interrupted
+from steppe.validation import mean
 
 from .config import RunConfig
 from .evaluation import Scores, evaluate
@@ -110,6 +111,10 @@ class Scoring:
             self._known = self._score_all(done, {}, VALIDATION)
             self._known_for = (done, averaged)
         return sum(s.cross_entropy for s in self._known.values()) / len(self._known)
+
+    def validation_accuracy(self, done: int) -> float:
+        """Mean over source domains of the accuracy on their validation images."""
+        return mean([s.accuracy for s in self._score_all(done, {}, VALIDATION).values()])
 
     def _score_all(
         self, done: int, known: Mapping[tuple[str, str], Scores], only: str | None = None

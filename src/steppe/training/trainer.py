@@ -22,7 +22,7 @@ from steppe.domains.batches import Batch, Sampling, View
 from steppe.domains.store import open_store
 from steppe.errors import Diverged, Interrupted, RunError, UserError
 
-from . import checkpoint, precision, randomness, setup, snapshot
+from . import checkpoint, initial, precision, randomness, setup, snapshot
 from .config import RunConfig
 from .directory import RunDirectory
 from .evaluation import BATCH, LARGE_BATCH
@@ -160,20 +160,18 @@ class Trainer:
     def _build(self, n_sources: int) -> None:
         """Build the seeded algorithm on its device, in its memory format."""
         config, processes = self.config, self.processes
-        init_seed = config.seed if config.init_seed is None else config.init_seed
-        randomness.seed_all(init_seed)
         # A resumed run has its weights; the initial weights' file may be gone.
         begun = checkpoint.any_saved(self.dir.checkpoints)
         start = config.model_copy(update={"weights": "none"}) if begun else config
-        n_classes, channels = len(self.dataset.classes), self.dataset.spec.channels
-        self.algorithm = setup.build(start, n_classes, channels, n_sources).to(self.device)
+        classes, channels = self.dataset.classes, self.dataset.spec.channels
+        self.algorithm = initial.initialize(start, classes, channels, n_sources).to(self.device)
         self.memory_format = setup.memory_format(
             self.algorithm, config.image_size, self.precision, self.device
         )
         self.algorithm.to(memory_format=self.memory_format)
         if processes.rank:  # from here on, draw differently from process 0 (dropout)
             randomness.seed_all(seed_hash(config.seed, processes.rank))
-        elif init_seed != config.seed:
+        elif initial.init_seed(config) != config.seed:
             randomness.seed_all(config.seed)
 
     def run(self, interrupts: Interrupts) -> None:
@@ -221,16 +219,20 @@ class Trainer:
                 f"{self.dir.path} was started with: restore them (if you have packed them since, "
                 "'--set packed=false' reads the files), or choose another --out"
             )
-        resolved = {
+        self.dir.note(self.resolved)
+        log.info(setup.describe(self.config, len(self.sampling.sources), self.resolved))
+        how = "augmented" if self.config.augment_validation else "not augmented"
+        log.debug("steppe %s; split %s, validation %s", __version__, self.config.split, how)
+
+    @property
+    def resolved(self) -> dict[str, str]:
+        """What the run's `auto` settings became."""
+        return {
             "precision": self.precision,
             "device": str(self.device),
             "engine": self.engine.gear,
             "data": f"{self.dataset.origin}, {self.store.where}",
         }
-        self.dir.note(resolved)
-        log.info(setup.describe(self.config, len(self.sampling.sources), resolved))
-        how = "augmented" if self.config.augment_validation else "not augmented"
-        log.debug("steppe %s; split %s, validation %s", __version__, self.config.split, how)
 
     def _train(self) -> None:
         if self.interrupts.number is not None and self.processes.world == 1:
@@ -407,7 +409,6 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # do not count pending updates as evaluation
         began = time.perf_counter()
-        seconds = (began - self._clock) / max(self.done - self._clocked, 1)
         if self._last:
             self._finish_average()
         averaged = self.averaging.serving
@@ -425,8 +426,7 @@ class Trainer:
             "worst_accuracy": worst(domains),
             "averaged": averaged,
             **self._further(raw),
-            "seconds_per_step": seconds,
-            "evaluation_seconds": time.perf_counter() - began,
+            **self._seconds(began),
             "memory_gb": peak_memory(self.device),
         }
         if (wrong := self.recorder.not_finite(record)) is not None:
@@ -455,6 +455,13 @@ class Trainer:
             found["probe"] = self.probe
         return found
 
+    def _seconds(self, began: float) -> dict[str, float]:
+        """The time that a record took, whose evaluation began then."""
+        return {
+            "seconds_per_step": (began - self._clock) / max(self.done - self._clocked, 1),
+            "evaluation_seconds": time.perf_counter() - began,
+        }
+
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
         self.algorithm.eval()
@@ -468,8 +475,12 @@ class Trainer:
         self.averaging.finish()
         if self.processes.first and self.averaging.outcome():
             log.info("%s: %s", self.config.averaging.name, self.averaging.outcome())
-        if not self.averaging.needs_statistics:
-            return
+        if self.averaging.needs_statistics:
+            with self.averaging.applied():
+                self.estimate_statistics()
+
+    def estimate_statistics(self) -> None:
+        """Estimate unfrozen batch-norm statistics of the module's weights from training batches."""
         steps = min(STATISTICS_STEPS, self.config.steps)
         watch = self._watch(steps * self.config.batch_size * len(self.sampling.sources))
 
@@ -478,9 +489,8 @@ class Trainer:
                 watch.saw(sum(len(batch.labels) for batch in domains))
                 yield torch.cat([batch.images for batch in domains])
 
-        with self.averaging.applied():
-            reestimate(self.algorithm, self._predict, images())
-            share_statistics(self.algorithm, self.processes)
+        reestimate(self.algorithm, self._predict, images())
+        share_statistics(self.algorithm, self.processes)
 
     def _predict(self, images: Tensor, source: int | None = None) -> Tensor:
         """Logits of raw images, which may come from one of the sources."""

@@ -1,0 +1,94 @@
+"""Where a run starts: its initial weights, and the runs that they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from steppe.algorithms import Algorithm
+from steppe.errors import UserError
+
+from . import randomness, setup
+from .config import RunConfig
+from .directory import RunDirectory
+from .served import load_served
+
+_HEAD = "network.classifier."
+
+
+def initialize(
+    config: RunConfig, classes: Sequence[str], channels: int, n_sources: int
+) -> Algorithm:
+    """Build a run's algorithm with its initial weights.
+
+    They depend on the initial seed and on `weights` alone. Weights of a run with the same classes
+    include its classifier; every other classifier is random.
+    """
+    _refuse_leaks(config)
+    randomness.seed_all(init_seed(config))
+    algorithm = setup.build(config, len(classes), channels, n_sources)
+    if (run := head_run(config, classes)) is not None:
+        found = load_served(run).tensors
+        head = {k.removeprefix(_HEAD): v for k, v in found.items() if k.startswith(_HEAD)}
+        try:
+            algorithm.network.classifier.load_state_dict(head)
+        except RuntimeError:
+            raise UserError(
+                f"the classifier of {run.path} does not fit {config.algorithm.name}: start from "
+                "another run, or from the file that 'steppe export' makes of this one"
+            ) from None
+    return algorithm
+
+
+def init_seed(config: RunConfig) -> int:
+    """The seed of the initial weights."""
+    return config.seed if config.init_seed is None else config.init_seed
+
+
+def lineage(config: RunConfig) -> Iterator[RunDirectory]:
+    """The run that `weights` names, the run that this one started from, and so on."""
+    seen: set[str] = set()
+    while config.weights not in ("none", "imagenet", *seen):
+        path = Path(config.weights)
+        if not RunDirectory(path).exists():
+            return
+        seen.add(config.weights)
+        yield RunDirectory(path)
+        config = RunDirectory(path).config()
+
+
+def head_run(config: RunConfig, classes: Sequence[str]) -> RunDirectory | None:
+    """The run whose classifier a run starts with; None if it starts with a random one."""
+    first = next(lineage(config), None)
+    return first if first is not None and first.data()["classes"] == list(classes) else None
+
+
+def initial_head(config: RunConfig, classes: Sequence[str]) -> str:
+    """Identify a run's initial classifier."""
+    run = head_run(config, classes)
+    return f"init_seed {init_seed(config)}" if run is None else f"that of {run.path}"
+
+
+def origin(config: RunConfig) -> str:
+    """Identify the weights that a run and all runs before it descend from."""
+    *_, first = config, *(run.config() for run in lineage(config))
+    return f"none (init_seed {init_seed(first)})" if first.weights == "none" else first.weights
+
+
+def _refuse_leaks(config: RunConfig) -> None:
+    """Reject weights of a run that has seen this run's targets or validation images."""
+    for run in lineage(config):
+        other = run.config()
+        if other.dataset != config.dataset:
+            continue
+        sources = run.data()["sources"]
+        if held_out := [name for name in config.targets if name in sources]:
+            raise UserError(
+                f"weights {run.path} were trained on {', '.join(held_out)}, which this run holds "
+                "out: choose a run with the same targets"
+            )
+        if (other.split, other.trial_seed) != (config.split, config.trial_seed):
+            raise UserError(
+                f"weights {run.path} were trained on images that this run validates on: use its "
+                f"split, split={other.split} and trial_seed={other.trial_seed}"
+            )
