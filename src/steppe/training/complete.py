@@ -64,8 +64,8 @@ def _complete(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> RunConfig:
             raise UserError(_unknown_key(key, given))
     if given.get("merged_from"):
         raise UserError(
-            "config: merged_from: a merged run cannot be trained or resumed; start from its weights "
-            "(--weights RUN), or use the config of a run that it was merged from"
+            "config: merged_from: a merged run cannot be trained or resumed. Start from its "
+            "weights (--weights RUN), or use the config of a run that it was merged from."
         )
     import_plugins(_texts(given.get("plugins")))
     check_loggers(_texts(given.get("loggers")))
