@@ -154,8 +154,8 @@ class Loaded:
 def load_runs(root: Path | str | Iterable[Path | str]) -> Loaded:
     """Read every run below a folder, sorted by path.
 
-    Skips hidden folders, those named ``attempt-*`` (unfinished work of a sweep), ``checkpoint``, and
-    a run's ``curvature`` and ``first-stage``.
+    Skips hidden folders, those named ``attempt-*`` (unfinished work of a sweep), ``checkpoint``,
+    and a run's ``curvature`` and ``first-stage``.
 
     Args:
         root: one or several folders, or files of runs (`config.json`, `records.jsonl`).
