@@ -106,6 +106,20 @@ def test_a_graph_for_grey_images(tmp_path, load):
         torch.testing.assert_close(logits, load_model(tmp_path / "run")(pixels))
 
 
+@pytest.mark.parametrize("algorithm", ["DMG", "DSON"])
+def test_a_graph_holds_what_an_algorithm_adds_to_its_network(tmp_path, algorithm):
+    digits = config("RotatedDigits", targets="75", image_size=8, steps=1, algorithm=algorithm)
+    train(digits, tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "model.pt2")
+    for n in (1, 5):
+        pixels = batch(n, 1, 8)
+        logits, _ = pt2(tmp_path / "model.pt2", pixels)
+        with torch.no_grad():
+            torch.testing.assert_close(logits, load_model(tmp_path / "run")(pixels))
+    with pytest.raises(UserError, match=rf"{algorithm} needs more .* as \.pt2 or \.onnx"):
+        export_run(tmp_path / "run", tmp_path / "weights.safetensors")
+
+
 @pytest.mark.parametrize("name", ["model", "model.pt", "model.onnx.gz"])
 def test_an_ending_without_a_format_is_refused(run, tmp_path, name):
     with pytest.raises(UserError, match=rf"{name}: .* one of {', '.join(FORMATS)}"):

@@ -42,7 +42,7 @@ class DomainNorm(nn.BatchNorm2d):
         """Normalize images of the domains in `domains`."""
         sizes, only = self.domains.sizes, self.domains.only
         if only is not None:
-            rows, sizes = slice(only, only + 1), (len(input),)
+            rows, sizes = slice(only, only + 1), (input.shape[0],)  # len fixes an export's batch
         elif sizes is not None:
             rows = slice(len(sizes))  # a list of indices would make the host wait for a GPU
         else:

@@ -46,7 +46,7 @@ def export_run(
     ``timm.create_model(name, num_classes=...)`` or torchvision's constructor loads them with
     ``load_state_dict``. ``.pt2`` (`torch.export`) and ``.onnx`` (needs the extra ``onnx``) hold the
     whole network, normalization included: they take uint8 pixels, N x channels x size x size for
-    any N, and return logits.
+    any N, and return logits. These also hold what DMG and DSON add to the network.
 
     Args:
         run: the run's folder.
@@ -68,10 +68,16 @@ def export_run(
     if form.write is _onnx:
         import onnxscript  # noqa: F401  (fails before the work if the extra is missing)
     model, config = load_model(run, which), RunDirectory(Path(run)).config()
-    if type(model.algorithm).predict is not Algorithm.predict:
+    algorithm = model.algorithm
+    mixes = algorithm.mixes_images()
+    weights_only = form.write is _safetensors
+    if mixes or (weights_only and type(algorithm).predict is not Algorithm.predict):
+        instead = (
+            "Use it with steppe.training.load_model" if mixes else "Export it as .pt2 or .onnx"
+        )
         raise UserError(
             f"cannot export {os.fspath(run)}: {config.algorithm.name} needs more than its network "
-            "to predict. Use it with steppe.training.load_model."
+            f"to predict. {instead}."
         )
     metadata = {**_metadata(model, config), "input": form.takes}
     for parameter in model.parameters():
