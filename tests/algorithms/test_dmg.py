@@ -100,5 +100,5 @@ def test_predictions(stages: int) -> None:
 
 
 def test_more_stages_than_there_are() -> None:
-    with pytest.raises(UserError, match="stages=2, but this backbone lists 1 stages before"):
+    with pytest.raises(UserError, match="stages must be <= 1, .* got 2"):
         make_staged(2)

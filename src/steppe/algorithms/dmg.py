@@ -64,8 +64,8 @@ class DMG(Algorithm):
         available = max(len(network.stages) - 1, 0)
         if stages > available:
             raise UserError(
-                f"algorithm 'DMG': stages={stages}, but this backbone lists {available} stages "
-                "before the last: choose fewer, or a ResNet"
+                f"algorithm 'DMG': stages must be <= {available}, the number of stages before this "
+                f"backbone's last, got {stages}: choose fewer, or a ResNet"
             )
         self.penalty = penalty
         self.masked = network.stages[-1 - stages : -1]
