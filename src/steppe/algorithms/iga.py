@@ -13,11 +13,9 @@ from steppe.options import Option
 from steppe.search import LogUniform
 
 from .algorithm import Algorithm, First, Losses, Prepared
+from .inner import SCALE
 from .network import Network
 from .registry import register_algorithm
-
-_SCALE = 1024.0
-"""Loss scale against underflow of the gradients in half precision; exact, as a power of 2."""
 
 
 @register_algorithm(
@@ -69,12 +67,12 @@ class IGA(Algorithm):
                 risks.append(F.cross_entropy(logits[-1], own.labels))
                 gradients.append(
                     torch.autograd.grad(
-                        risks[-1] * _SCALE, weights, create_graph=True, materialize_grads=True
+                        risks[-1] * SCALE, weights, create_graph=True, materialize_grads=True
                     )
                 )
         risk = torch.stack(risks).mean()
         of_weights = [torch.stack(of_domains) for of_domains in zip(*gradients, strict=True)]
-        penalty = torch.stack([_spread(g / _SCALE) for g in of_weights]).sum()
+        penalty = torch.stack([_spread(g / SCALE) for g in of_weights]).sum()
         parts = {"risk": risk, "penalty": penalty}
         return Losses(risk + self.penalty * penalty, parts, logits=torch.cat(logits))
 

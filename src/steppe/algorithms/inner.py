@@ -12,7 +12,7 @@ from .network import Network
 
 Weights = Mapping[str, Tensor]
 
-_SCALE = 1024.0
+SCALE = 1024.0
 """Loss scale against underflow in half precision; exact, as a power of 2."""
 
 
@@ -41,6 +41,6 @@ def detached_gradients(risk: Tensor, weights: Weights, retain: bool = False) -> 
         retain: keep the graph, to differentiate the risk again.
     """
     found = torch.autograd.grad(
-        risk * _SCALE, list(weights.values()), retain_graph=retain, materialize_grads=True
+        risk * SCALE, list(weights.values()), retain_graph=retain, materialize_grads=True
     )
-    return {name: g / _SCALE for name, g in zip(weights, found, strict=True)}
+    return {name: g / SCALE for name, g in zip(weights, found, strict=True)}

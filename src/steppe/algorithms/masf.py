@@ -13,7 +13,8 @@ from steppe.domains.batches import Batch
 from steppe.options import Option
 from steppe.search import Choice, LogUniform
 
-from .algorithm import Algorithm, First, Losses, Prepared, domain_risks, full_precision, trainable
+from .algorithm import Algorithm, First, Losses, Prepared, domain_risks, full_precision
+from .inner import detached_gradients, trainable_weights
 from .network import Network
 from .registry import register_algorithm
 from .triplets import semihard, squared_distances, triplet_loss
@@ -21,8 +22,6 @@ from .triplets import semihard, squared_distances, triplet_loss
 _TEMPERATURE = 2.0
 _CLIP = 2.0
 """The largest norm of a tensor's gradient in the inner step."""
-_SCALE = 1024.0
-"""Loss scale against underflow of the inner gradient in half precision; exact, as a power of 2."""
 
 
 @register_algorithm(
@@ -114,11 +113,10 @@ class MASF(Algorithm):
 
     def _inner_step(self, risk: Tensor) -> dict[Tensor, Tensor]:
         """Return the weights after the inner step, by parameter."""
-        weights = list(trainable(self.network))
-        scaled = risk * _SCALE
-        inner = torch.autograd.grad(scaled, weights, retain_graph=True, materialize_grads=True)
-        clipped = [g / _SCALE * (_CLIP / (g / _SCALE).norm().clamp(min=_CLIP)) for g in inner]
-        return {p: p - self.inner_lr * g for p, g in zip(weights, clipped, strict=True)}
+        weights = trainable_weights(self.network)
+        inner = detached_gradients(risk, weights, retain=True)
+        clipped = {name: g * (_CLIP / g.norm().clamp(min=_CLIP)) for name, g in inner.items()}
+        return {p: p - self.inner_lr * clipped[name] for name, p in weights.items()}
 
 
 def _of_domains(prepared: Prepared, domains: Sequence[int]) -> Prepared:

@@ -63,7 +63,7 @@ class MetaReg(Algorithm):
         share: share of the run's steps that learn the penalty.
         inner_steps: number of inner steps.
         inner_lr: learning rate of the inner steps.
-        lr_factor: learning rate of \(\varphi\), relative to the network's.
+        lr_factor: learning rate of the penalty's weights, relative to the network's.
         steps: the run's number of steps; `steppe train` passes it.
     """
 
