@@ -293,7 +293,8 @@ def list_names(
 
 def _point_to(name: str) -> None:
     """If the user passed an entry's name instead of a kind, say where it is listed."""
-    listed = {entry.lower(): (kind, entry) for kind in KINDS.entries() for entry in kind.registry}
+    kinds = reversed([*KINDS.entries()])  # of several lists with a name, the first
+    listed = {entry.lower(): (kind, entry) for kind in kinds for entry in kind.registry}
     close = difflib.get_close_matches(name.lower(), [*KINDS, *listed], n=1)
     if not close or close[0] in KINDS:
         return

@@ -120,14 +120,20 @@ def sweep_run(
     ] = None,
 ) -> None:
     """Run a sweep: start workers and wait until all runs are done (Slurm: only submit)."""
-    from steppe.protocols.winners import carry_on
-    from steppe.sweeps import launch
+    from steppe.protocols.winners import carry_on, reruns_left
+    from steppe.sweeps import launch, read_plan
 
     def run() -> bool | None:
         return launch.run(path, launcher, Crew(**crew), **context.obj)
 
-    if carry_on(path, run) is False:
+    complete = carry_on(path, run)
+    if complete is False:
         raise typer.Exit(1)
+    if complete is None and (later := reruns_left(read_plan(path))):
+        print(
+            f"When a search is done, rerun this command for the winner's other splits: up to "
+            f"{later:,} more runs."
+        )
 
 
 @app.command("work")
