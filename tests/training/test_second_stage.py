@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,11 @@ def test_reports_show_one_run_and_choose_by_the_first_stage(killed: Path, tmp_pa
     chosen = train_validation(found, frozenset(["75"]))
     assert chosen.validation == pytest.approx(sum(values) / 2)
     assert chosen.step == ENDS
+    # The time of a run is that of both stages.
+    stages = [load_runs(killed / "whole" / name).runs[0] for name in ("", "first-stage")]
+    alone = tuple(record._replace(first_stage_seconds=None) for record in stages[0].records)
+    own = replace(stages[0], records=alone)
+    assert stages[0].seconds == pytest.approx(own.seconds + stages[1].seconds)
     # Of two draws, the one whose first stage was better.
     better, worse = (tmp_path / name for name in ("better", "worse"))
     for folder, validated in ((better, 0.9), (worse, 0.1)):

@@ -86,6 +86,7 @@ class Record(NamedTuple):  # which is made five times as fast as a frozen datacl
     """Test accuracy of the raw weights by domain, if they were evaluated beside the average."""
     first_stage: float | None = None
     """Validation accuracy of the run's first stage, if it had one."""
+    first_stage_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Run:
     @cached_property
     def seconds(self) -> float:
         """Wall-clock seconds of the updates and evaluations that the run has recorded."""
-        total, before = 0.0, -1
+        total, before = self.records[0].first_stage_seconds or 0.0, -1
         for record in self.records:
             total += (record.seconds_per_step or 0.0) * (record.step - before)
             total += record.evaluation_seconds or 0.0
@@ -327,6 +328,7 @@ def _record(line: bytes) -> Record:
         finite_or_none(data.get("evaluation_seconds")),
         _raw(data),
         finite_or_none(data.get("first_stage_validation")),
+        finite_or_none(data.get("first_stage_seconds")),
     )
 
 

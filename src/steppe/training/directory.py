@@ -21,7 +21,7 @@ from steppe.validation import first_best, mean
 
 from .config import RunConfig, read_config
 
-VOLATILE = ("seconds_per_step", "evaluation_seconds", "memory_gb")
+VOLATILE = ("seconds_per_step", "evaluation_seconds", "first_stage_seconds", "memory_gb")
 """Record fields that measure the machine and may differ between identical runs."""
 
 FIRST_STAGE = "first-stage"

@@ -21,17 +21,30 @@ class FirstStage:
     Attributes:
         schedule: its learning rates, and the step after which it ended.
         validated: its last validation accuracy, by which reports choose between runs.
+        seconds: the time of its updates and evaluations.
         probe: what its linear probe chose, if it had one.
     """
 
     schedule: Replay
     validated: float | None
+    seconds: float
     probe: dict[str, float] | None
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]]) -> FirstStage:
         """From the records of the first stage, which is done."""
-        return cls(Replay(records), validation_accuracy(records[-1]), records[0].get("probe"))
+        seconds, before = 0.0, -1
+        for record in records:
+            seconds += record["seconds_per_step"] * (record["step"] - before)
+            seconds += record["evaluation_seconds"]
+            before = record["step"]
+        validated = validation_accuracy(records[-1])
+        return cls(Replay(records), validated, seconds, records[0].get("probe"))
+
+    def to_json(self) -> dict[str, float]:
+        """What the records of the second stage say about the first."""
+        said = {"first_stage_validation": self.validated, "first_stage_seconds": self.seconds}
+        return {key: value for key, value in said.items() if value is not None}
 
 
 def first_config(config: RunConfig) -> RunConfig:

@@ -126,7 +126,8 @@ def describe(config: RunConfig, n_sources: int, resolved: Mapping[str, str]) -> 
         data in memory
     """
     axes = (config.algorithm, config.optimizer, config.averaging)
-    named = [_spelled(axis) for axis in axes if axis.name not in ("ERM", "none")]
+    named = [f"recipe {config.recipe}"] if config.recipe else []
+    named += [_spelled(axis) for axis in axes if axis.name not in ("ERM", "none")]
     parts = [f"batch {n_sources} x {config.batch_size}", f"{config.steps:,} steps"]
     parts += [resolved[key] for key in ("precision", "device", "engine")]
     return ", ".join([*named, *parts, f"data {resolved['data']}"])

@@ -251,7 +251,7 @@ class Trainer:
             self.check_divergence()
             self._stop_if_asked()
             self._settle()
-            if self._ended:
+            if self._ended and self.done < self.config.steps:
                 log.info("%s after step %d: training stops", self._ended, step)
                 return
 
@@ -449,8 +449,8 @@ class Trainer:
         if self.first_stage or self.config.lr_schedule != "constant":
             optimizer = self.optimizers.get("main") or next(iter(self.optimizers.values()))
             found |= {"lr": optimizer.param_groups[0]["lr"], "drops": self.schedule.drops}
-        if self.first_stage and self.first_stage.validated is not None:
-            found["first_stage_validation"] = self.first_stage.validated
+        if self.first_stage:
+            found |= self.first_stage.to_json()
         if self.done == 1 and self.probe is not None:
             found["probe"] = self.probe
         return found
