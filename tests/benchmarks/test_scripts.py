@@ -11,6 +11,7 @@ import growth
 import harness
 import job
 import learning
+import merge
 import optim
 import predict
 import pytest
@@ -114,6 +115,13 @@ def test_report(carry_out):
     result = carry_out(report, "--runs", 5, "--records", 2)
     assert result["runs"] == 144
     assert all(seconds > 0 for seconds in result["CPU seconds"].values())
+
+
+@pytest.mark.slow
+def test_merge(carry_out):
+    result = carry_out(merge, "--runs", 2, "--backbone", "small-cnn", "--rounds", 1)
+    assert list(result["seconds"]) == list(merge.CONTENDERS)
+    assert all(value["median"] > 0 for value in result["ratios"].values())
 
 
 @pytest.mark.slow
