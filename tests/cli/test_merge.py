@@ -60,7 +60,7 @@ def test_errors_before_anything_is_merged(sweep: Path, tmp_path: Path) -> None:
     (run, *_) = sweep.glob("runs/*/result")
     with pytest.raises(UserError, match="pass only runs, or only sweeps"):
         steppe("merge", sweep, run, "--out", out)
-    with pytest.raises(UserError, match="started with a random classifier"):
+    with pytest.raises(UserError, match="has no initial weights that predict"):
         steppe("merge", sweep, "--how", "wise", "--out", out)
     with pytest.raises(UserError, match=r"two sweeps have a run named"):
         steppe("merge", sweep, sweep, "--how", "wise", "--out", out)

@@ -266,11 +266,32 @@ def test_names_of_mixed_methods(runs, tmp_path) -> None:
     states = [weights(path) for path in (*others, runs[0])]
     network = [{n: v for n, v in s.items() if n.startswith("network.")} for s in states]
     assert_same(mean(network), weights(tmp_path / "out"))
-    # Of one algorithm, what predictions do not use is the first one's.
-    copies = [others[1], forged(others[1], tmp_path / "again")]
-    merge_runs(copies, tmp_path / "same", how="uniform")
-    assert_same(weights(others[1]), weights(tmp_path / "same"))
-    assert RunDirectory(tmp_path / "same").config().algorithm.name == "DANN"
+
+
+def test_runs_of_two_stages_are_merged_without_validation(tmp_path) -> None:
+    """As ERM++ makes them: on all images, with a schedule that the merge does not follow."""
+    recipe = {"second_stage": True, "lr_schedule": "plateau", "averaging": "sma"}
+    paths = [run(tmp_path / str(s), seed=s, evaluate_both=True, **recipe) for s in (0, 1)]
+    with pytest.raises(UserError, match="no validation images to choose by"):
+        merge_runs(paths, tmp_path / "out")
+    merged = merge_runs(paths, tmp_path / "out", how="uniform")
+    assert validation_accuracy(merged.record) is None
+    assert_same(mean([weights(path) for path in paths]), weights(tmp_path / "out"))
+
+
+def test_what_predictions_do_not_use_is_the_first_runs(tmp_path) -> None:
+    """Discriminators of any width are neither averaged nor compared."""
+    widths = (64, 128)
+    paths = [run(tmp_path / str(w), seed=w, algorithm={"name": "DANN", "width": w}) for w in widths]
+    merge_runs(paths, tmp_path / "out", how="uniform")
+    first, second = map(weights, paths)
+    found = weights(tmp_path / "out")
+    others = [name for name in first if not name.startswith("network.")]
+    assert_same({name: first[name] for name in others}, found)
+    network = [{n: v for n, v in s.items() if n not in others} for s in (first, second)]
+    assert not torch.equal(*(s["network.classifier.weight"] for s in network))
+    assert_same(mean([{n: s[n] for n in network[0]} for s in (first, second)]), found)
+    assert RunDirectory(tmp_path / "out").config().algorithm.name == "DANN"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -284,7 +305,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "sources": ({}, {"sources": ["0", "15"]}, "different training domains"),
     "classes": ({}, {"classes": list("abcdefghij")}, "different classes"),
     "images": ({}, {"fingerprint": "0"}, "different images"),
-    "split": ({"trial_seed": 1}, {}, "trained on validation images of the other"),
+    "split": ({"trial_seed": 1}, {}, r"of the other \(trial_seed=1 against trial_seed=0\)"),
+    "stage": ({"second_stage": True}, {}, "trained on validation images of the other"),
     "algorithm": ({"algorithm": {"name": "MTL"}}, {}, "MTL changes the network"),
     "network": ({"algorithm": {"name": "URM"}}, {}, "URM changes the network"),
 }
@@ -327,7 +349,7 @@ def test_other_errors(runs, tuned, tmp_path) -> None:
     refused("got 4 runs", *runs, how="wise")
     refused("between 0 and 1, got 1.5", tuned, how="wise", alpha=1.5)
     refused("has no record of step 3", *runs, which="step:3")
-    refused("started with a random classifier.*--from", runs[0], how="wise")
+    refused("has no initial weights that predict.*--from", runs[0], how="wise")
     other = forged(runs[0], tmp_path / "unfinished")
     RunDirectory(other).set_state("running")
     refused(r"not finished \(running\)", runs[0], other)
@@ -384,9 +406,11 @@ def test_weights_of_a_run_bring_its_classifier_and_nothing_unseen(runs, tmp_path
     other = initialize(config, classes[::-1], 1, 2).state_dict()
     assert_same(fresh, other, "network.classifier.")
     assert_same(weights(runs[0]), other, "network.featurizer.")
+    whole = forged(runs[0], tmp_path / "whole", second_stage=True)
     for changes, words in (
         ({"targets": ["0"], "sources": ["15"]}, "were trained on 0, which this run holds out"),
         ({"trial_seed": 1}, "that this run validates on: .*trial_seed=0"),
+        ({"weights": str(whole)}, "trained on all images"),
         ({"backbone": "mnist-cnn"}, "do not fit 'mnist-cnn'"),
         ({"algorithm": "MTL"}, "the classifier of .* does not fit MTL"),
         ({"weights": str(tmp_path / "gone")}, "not a file, nor a run's folder"),

@@ -231,16 +231,18 @@ def _check_algorithms(one: Ingredient, first: Ingredient) -> None:
 
 def _check_split(one: Ingredient, first: Ingredient) -> None:
     """Reject another split, unless it is the same (datasets that come split)."""
-    ours, theirs = ((run.config.split, run.config.trial_seed) for run in (first, one))
+    keys = ("split", "trial_seed", "second_stage")
+    theirs, ours = ({key: getattr(run.config, key) for key in keys} for run in (one, first))
     if ours == theirs:
         return
     both = [setup.open_data(run.config)[1] for run in (one, first)]
     for a, b in zip(*both, strict=True):
         if not np.array_equal(np.sort(a.larger), np.sort(b.larger)):
+            differ = [key for key in keys if theirs[key] != ours[key]]
+            values = (" and ".join(f"{key}={c[key]}" for key in differ) for c in (theirs, ours))
             raise UserError(
-                f"{one.path} cannot be merged with {first.path}: it was trained on validation "
-                f"images of the other (split={theirs[0]}, trial_seed={theirs[1]} and "
-                f"split={ours[0]}, trial_seed={ours[1]})"
+                f"{one.path} cannot be merged with {first.path}: one was trained on validation "
+                f"images of the other ({' against '.join(values)})"
             )
 
 
@@ -254,9 +256,9 @@ def _start(run: Ingredient, start: str | os.PathLike[str] | None) -> Start:
     data = run.data
     if initial.head_run(run.config, data["classes"]) is None:
         raise UserError(
-            f"{run.path} started with a random classifier, so its initial weights predict nothing: "
-            "fine-tune from a run with the same classes (--weights RUN), or name such a run with "
-            "--from"
+            f"{run.path} has no initial weights that predict anything, because it did not start "
+            "from another run's classifier: fine-tune from a run with the same classes (--weights "
+            "RUN), or name such a run with --from"
         )
     facts = (data["classes"], data["channels"], len(data["sources"]))
     return Start(lambda: initial.initialize(run.config, *facts).state_dict())

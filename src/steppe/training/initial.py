@@ -87,6 +87,11 @@ def _refuse_leaks(config: RunConfig) -> None:
                 f"weights {run.path} were trained on {', '.join(held_out)}, which this run holds "
                 "out: choose a run with the same targets"
             )
+        if other.second_stage:
+            raise UserError(
+                f"weights {run.path} were trained on all images, so this run could not be "
+                "validated: choose a run without second_stage"
+            )
         if (other.split, other.trial_seed) != (config.split, config.trial_seed):
             raise UserError(
                 f"weights {run.path} were trained on images that this run validates on: use its "

@@ -160,6 +160,10 @@ class _Merger(Trainer):
             "averaging": Named(name="none"),
             "weights": "none",
             "engine": "off",  # compiling takes longer than evaluating
+            # Nothing is trained, and there are no other weights to evaluate.
+            "linear_probe": False,
+            "lr_schedule": "constant",
+            "evaluate_both": False,
         }
         buildable = config.model_copy(update=build)
         super().__init__(buildable, folder, processes, number_format, shown)
@@ -260,7 +264,7 @@ class _Merger(Trainer):
         state = load_served(RunDirectory(run.path), self.plan.which).tensors
         if run.config.algorithm.name != self.config.algorithm.name:
             state = {name: v for name, v in state.items() if name.startswith(NETWORK)}
-        self._check(state, str(run.path), "")
+        self._check(state, str(run.path), self.plan.prefix)
         return state
 
     def _check(self, state: State, whose: str, prefix: str) -> None:
