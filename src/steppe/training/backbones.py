@@ -9,25 +9,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from steppe.algorithms import Network, Stage
 from steppe.algorithms.network import tapped
 from steppe.errors import UserError, unknown
 
-from .directory import RunDirectory
-from .served import load_served
+from .weights import load_weights
 from .zoo import RESNET50_V1, of_library
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 TORCHVISION, SMALL = of_library("torchvision"), of_library("steppe")
-
-_WRAPPERS = ("state_dict", "model")  # keys under which training scripts store the state dict
-_FEATURIZER = "network.featurizer."
-_PREFIXES = ("module.", "_orig_mod.")  # added to every key by DataParallel and torch.compile
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,7 @@ def build_network(
     """
     backbone = _build(name, image_size, channels, pretrained=weights == "imagenet")
     if weights not in ("none", "imagenet"):
-        _load_weights(backbone, Path(weights), name)
+        load_weights(backbone.module, Path(weights), name, backbone.heads)
     n_features, stages = _measure(backbone, name, channels, image_size)
     return Network(
         backbone.module,
@@ -242,60 +235,6 @@ def _no_imagenet(name: str, error: Exception) -> str:
 
 def _reason(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a state dict from a safetensors or torch checkpoint file, or a run's backbone.
-
-    Objects are never unpickled.
-    """
-    if (run := RunDirectory(path)).exists():
-        found = load_served(run).tensors.items()
-        return {k.removeprefix(_FEATURIZER): v for k, v in found if k.startswith(_FEATURIZER)}
-    if not path.is_file():
-        raise UserError(f"weights {path} cannot be read: not a file, nor a run's folder")
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        state: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise UserError(f"weights {path} cannot be read: {_reason(error)}") from None
-    except Exception as error:  # pickle.UnpicklingError, or anything a broken pickle raises
-        raise UserError(
-            f"weights {path} contain more than tensors, or are damaged, and steppe does not "
-            f"unpickle them ({type(error).__name__}): save only the state dict, or use safetensors"
-        ) from None
-    for key in _WRAPPERS:
-        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
-            state = state[key]
-    if not isinstance(state, Mapping) or not all(
-        isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
-    ):
-        raise UserError(f"weights {path} are not a state dict: expected tensors by name")
-    return cast(dict[str, Tensor], dict(state))
-
-
-def _load_weights(backbone: Backbone, path: Path, name: str) -> None:
-    state = read_weights(path)
-    for prefix in _PREFIXES:
-        if all(key.startswith(prefix) for key in state):
-            state = {key.removeprefix(prefix): value for key, value in state.items()}
-    own = backbone.module.state_dict()
-    # Batch counters are unused here, and converted weights lack them.
-    counters = {key for key in own if key.endswith("num_batches_tracked")}
-    missing = sorted(own.keys() - state.keys() - counters)
-    dropped = tuple(f"{head}." for head in backbone.heads)
-    foreign = sorted(k for k in state.keys() - own.keys() if not k.startswith(dropped))
-    shapes = [k for k in own.keys() & state.keys() if own[k].shape != state[k].shape]
-    problems = {"missing": missing, "unexpected": foreign, "of another shape": shapes}
-    for problem, keys in problems.items():
-        if keys:
-            number = f"{len(keys)} tensors are" if len(keys) > 1 else "1 tensor is"
-            raise UserError(
-                f"weights {path} do not fit {name!r}: {number} {problem}, such as "
-                f"{sorted(keys)[0]!r}"
-            )
-    backbone.module.load_state_dict({k: state[k] for k in own.keys() & state.keys()}, strict=False)
 
 
 def _small_cnn(channels: int, image_size: int) -> nn.Sequential:
