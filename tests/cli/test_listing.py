@@ -120,6 +120,28 @@ def test_any_part_of_a_name_finds_backbones_of_timm(steppe):
     assert {"name": "tf_efficientnet_lite0", "library": "timm", "pretrained": True} in rows
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "outputs", "mean"),
+    [
+        ("vit_base_patch16_clip_224.openai", 224, 512, 0.4814),
+        ("vit_base_patch16_siglip_224", 224, 0, 0.5),
+        ("vit_base_patch14_dinov2", 518, 0, 0.485),
+        ("vit_base_patch16_dinov3", 256, 0, 0.485),
+        ("vit_base_patch16_224.mae", 224, 0, 0.485),
+    ],
+)
+def test_a_timm_backbone_shows_its_own_preprocessing(steppe, name, size, outputs, mean):
+    facts = json.loads(steppe("list", "backbones", name, "--json")[1])[0]
+    assert facts["name"] == name
+    assert facts["image_size"] == size
+    assert facts["head_outputs"] == outputs
+    assert facts["mean"][0] == pytest.approx(mean, abs=1e-3)
+    assert facts["pretrained"]
+    shown = steppe("list", "backbones", name)[1]
+    assert f"image size: {size}" in shown
+    assert f"outputs of its own head: {outputs}" in shown
+
+
 @pytest.mark.parametrize("name", list(BACKBONES))
 def test_a_backbone_has_the_parameters_that_are_listed(name):
     size, channels = {"small-cnn": (8, 1), "mnist-cnn": (28, 1)}.get(name, (64, 3))

@@ -98,8 +98,8 @@ def test_normalization_is_what_the_backbone_was_trained_with():
         ({"name": "small-cnn", "weights": "imagenet"}, ["no ImageNet weights", "weights=none"]),
         # What timm knows of no weights for.
         ({"name": "resnet10t.none", "weights": "imagenet"}, ["'resnet10t.none'", "--weights FILE"]),
-        # A transformer for one size only, said before any image is read.
-        ({"name": "vit_tiny_patch16_224", "image_size": 64}, ["image_size=64", "224"]),
+        # Patches must cover the image, said before any image is read.
+        ({"name": "vit_tiny_patch16_224", "image_size": 65}, ["image_size=65", "of 16", "224"]),
         # timm itself cannot take the classifier off this one.
         pytest.param(
             {"name": "inception_next_atto"},

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .folding import backend
@@ -16,6 +17,10 @@ from .folding import backend
 Featurizer = Callable[[Tensor], Tensor]
 Tap = Callable[[int, Tensor], Tensor | None]
 """Called with a stage's index and output; a returned tensor replaces the output."""
+
+
+SCALE = 100.0
+"""What CLIP multiplies cosines by: the inverse of its temperature."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,10 @@ class Network(nn.Module):
         std: per-channel standard deviation, likewise.
         dropout: the fraction of features to drop before the classifier, by masks from `draw_mask`.
         freeze_bn: keep batch norm in evaluation mode with fixed statistics, but train its scale
-            and shift, as in DomainBed's published tables.
+            and shift, as in DomainBed's published tables. A batch norm whose parameters are frozen
+            always keeps its statistics.
         stages: the featurizer's stages in order, including the stem if there is one.
+        unit_features: divide features by their norm, as CLIP does.
     """
 
     mean: Tensor
@@ -108,6 +115,7 @@ class Network(nn.Module):
         dropout: float = 0.0,
         freeze_bn: bool = True,
         stages: Sequence[Stage] = (),
+        unit_features: bool = False,
     ) -> None:
         super().__init__()
         self.featurizer = featurizer
@@ -115,6 +123,7 @@ class Network(nn.Module):
         self.n_features, self.n_classes = n_features, n_classes
         self.dropout = dropout
         self.freeze_bn = freeze_bn
+        self.unit_features = unit_features
         self.stages = tuple(stages)
         self.domains = Domains()
         """Those of the current pass; layers may keep a reference."""
@@ -163,6 +172,8 @@ class Network(nn.Module):
             compiled = None
         with tapped(self.featurizer, self.stages if at is None else at, tap):
             features: Tensor = (compiled or _call)(self.featurizer, images)
+        if self.unit_features:
+            features = F.normalize(features, dim=1)
         return features if keep is None else features * keep
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -183,10 +194,10 @@ class Network(nn.Module):
 
     def train(self, mode: bool = True) -> Network:
         super().train(mode)
-        if self.freeze_bn:
-            for module in self.featurizer.modules():
-                if isinstance(module, _BatchNorm):
-                    module.eval()
+        for module in self.featurizer.modules():
+            frozen = self.freeze_bn or any(not p.requires_grad for p in module.parameters())
+            if isinstance(module, _BatchNorm) and frozen:
+                module.eval()
         return self
 
     def extra_repr(self) -> str:

@@ -23,7 +23,7 @@ from steppe.protocols.protocol import protocols
 from steppe.registry import Registry
 from steppe.strangers import printable
 from steppe.training.recipes import Recipe, recipes
-from steppe.training.zoo import BACKBONES
+from steppe.training.zoo import BACKBONES, timm_facts
 
 from .common import Json, Plugins
 
@@ -342,8 +342,18 @@ def _show_one(kind: Kind, name: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts, indent=2))
         return
+    _print_one(kind, facts)
+
+
+def _print_one(kind: Kind, facts: Facts) -> None:
     options, others = facts.pop("options", {}), facts.pop("others", "")
-    headings = {**kind.columns, "image_size": "image size"}
+    headings = {
+        **kind.columns,
+        "image_size": "image size",
+        "any_size": "takes any image size",
+        "head_outputs": "outputs of its own head",
+        "pretrained": "pretrained weights",
+    }
     print(printable(f"{facts.pop('name')}: {facts.pop('summary')}"))
     for key, value in facts.items():
         if value not in ("", None):
@@ -370,19 +380,45 @@ _OPTION = {
 }
 
 
+def _timm_facts(name: str) -> Facts | None:
+    """A timm model's own preprocessing and head; None if timm has no such model."""
+    if (known := timm_facts(name)) is None:
+        return None
+    return {
+        "image_size": known.input_size[-1],
+        "any_size": not known.fixed_input_size,
+        "mean": list(known.mean),
+        "std": list(known.std),
+        "head_outputs": known.num_classes,
+    }
+
+
 def _search_timm(text: str, as_json: bool) -> None:
     import timm
 
-    found = timm.list_models(f"*{text}*")
+    found, facts = timm.list_models(f"*{text}*"), _timm_facts(text)
+    if facts is not None:
+        found = [text, *(name for name in found if name != text)]
     if not found:
         known = ", ".join(BACKBONES)
         raise UserError(f"no backbone name contains {text!r}. Known: {known}, and timm's")
     tagged = timm.list_models(f"*{text}*", pretrained=True)  # as in vit_small_patch16_224.dino
-    trained = {name.partition(".")[0] for name in tagged}
+    trained = {*tagged, *(name.partition(".")[0] for name in tagged)}
+    rows: list[Facts]
     rows = [{"name": name, "library": "timm", "pretrained": name in trained} for name in found]
+    if facts is not None:
+        rows[0] |= facts
     if as_json:
         print(json.dumps(rows, indent=2))
         return
+    if facts is not None:
+        _print_one(KINDS["backbones"], {**rows[0], "summary": "a timm model"})
+        own = [name for name in tagged if name.startswith(f"{text}.")]
+        if own:
+            print(f"names with weights: {', '.join(own)}")
+        del rows[0], found[0]
+        if not found:
+            return
     shown = [[name, "yes" if name in trained else "no"] for name in found[:MATCHES]]
     _table(["timm backbone", "pretrained weights"], shown)
     if len(rows) > MATCHES:

@@ -15,8 +15,10 @@ from steppe.algorithms import Network, Stage
 from steppe.algorithms.network import tapped
 from steppe.errors import UserError, unknown
 
+from . import tuning
+from .lora import add_lora
 from .weights import load_weights
-from .zoo import RESNET50_V1, of_library
+from .zoo import RESNET50_V1, fixed_size, of_library, timm_facts
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -34,6 +36,8 @@ class Backbone:
     """The library's names for the classifier; a distilled network averages two."""
     stages: Mapping[str, int | None] = field(default_factory=dict)
     """Paths of its stages, with the channel counts that the library declares."""
+    optional: tuple[str, ...] = ()
+    """Keys of its state dict that weight files may lack."""
 
 
 def build_network(
@@ -45,6 +49,10 @@ def build_network(
     weights: str = "none",
     dropout: float = 0.0,
     freeze_bn: bool = True,
+    drop_path: float = 0.0,
+    freeze: str = tuning.FREEZE_NONE,
+    lora: int = 0,
+    embedding: int | None = None,
 ) -> Network:
     """Build the network of a run.
 
@@ -58,16 +66,29 @@ def build_network(
             or of a safetensors or torch checkpoint file with the backbone's weights.
         dropout: dropout rate before the classifier.
         freeze_bn: freeze batch-norm statistics.
+        drop_path: rate of stochastic depth, which skips residual branches; timm models only.
+        freeze: layers to exclude from training, as in `steppe.training.tuning.freeze`.
+        lora: rank of LoRA's updates, which are trained instead of the backbone; 0 for none.
+        embedding: keep the projection to the joint space of images and texts, which has so many
+            dimensions, and divide features by their norm.
 
     Examples:
         >>> network = build_network("small-cnn", n_classes=10, image_size=8, channels=1)
         >>> network(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).shape
         torch.Size([2, 10])
     """
-    backbone = _build(name, image_size, channels, pretrained=weights == "imagenet")
+    backbone = _build(name, image_size, channels, weights == "imagenet", drop_path, embedding or 0)
     if weights not in ("none", "imagenet"):
-        load_weights(backbone.module, Path(weights), name, backbone.heads)
+        load_weights(backbone.module, Path(weights), name, backbone.heads, backbone.optional)
     n_features, stages = _measure(backbone, name, channels, image_size)
+    if embedding not in (None, n_features):
+        raise UserError(
+            f"embedding={embedding} does not fit backbone {name!r}, which gives {n_features} "
+            "features: choose the image tower that the texts were embedded with"
+        )
+    if lora:
+        add_lora(backbone.module, lora, name)
+    tuning.freeze(backbone.module, freeze, name)
     return Network(
         backbone.module,
         n_features,
@@ -77,10 +98,20 @@ def build_network(
         dropout=dropout,
         freeze_bn=freeze_bn,
         stages=stages,
+        unit_features=embedding is not None,
     )
 
 
-def _build(name: str, image_size: int, channels: int, pretrained: bool) -> Backbone:
+def _build(
+    name: str,
+    image_size: int,
+    channels: int,
+    pretrained: bool,
+    drop_path: float,
+    embedding: int,
+) -> Backbone:
+    if drop_path and name in (*SMALL, *TORCHVISION):
+        raise UserError(f"drop_path={drop_path:g}: {name!r} has none, only timm's models have")
     if name in SMALL:
         if pretrained:
             raise UserError(f"backbone {name!r} has no ImageNet weights: set weights=none")
@@ -92,7 +123,7 @@ def _build(name: str, image_size: int, channels: int, pretrained: bool) -> Backb
         if channels != 3:
             raise UserError(f"backbone {name!r} needs images with 3 channels, got {channels}")
         return _torchvision(name, pretrained)
-    return _timm(name, channels, pretrained)
+    return _timm(name, image_size, channels, pretrained, drop_path, embedding)
 
 
 def _torchvision(name: str, pretrained: bool) -> Backbone:
@@ -126,7 +157,9 @@ def _torchvision_model(name: str, **options: Any) -> Any:
     return model
 
 
-def _timm(name: str, channels: int, pretrained: bool) -> Backbone:
+def _timm(
+    name: str, image_size: int, channels: int, pretrained: bool, drop_path: float, embedding: int
+) -> Backbone:
     import timm
 
     if not timm.is_model(name):
@@ -134,15 +167,43 @@ def _timm(name: str, channels: int, pretrained: bool) -> Backbone:
         close = timm.list_models(f"{name[:6]}*")[:200]
         message = unknown("backbone", name, [*known, *close]).partition(" Known:")[0]
         raise UserError(f"{message} Known: {', '.join(known)}, and every timm model")
+    facts = timm_facts(name)
+    # CLIP's projection is the classifier of timm's model.
+    projects = facts is not None and embedding == facts.num_classes != 0
+    options: dict[str, Any] = {"num_classes": embedding if projects else 0, "in_chans": channels}
+    if (own_size := fixed_size(name)) not in (None, image_size):
+        options["img_size"] = image_size
+    if drop_path:
+        options["drop_path_rate"] = drop_path
     try:
-        model = timm.create_model(name, pretrained=pretrained, num_classes=0, in_chans=channels)
+        model = timm.create_model(name, pretrained=pretrained, **options)
+    except TypeError as error:
+        if "drop_path_rate" in str(error):
+            raise UserError(f"drop_path={drop_path:g}: {name!r} does not have it") from None
+        if "img_size" in str(error):
+            raise UserError(
+                f"backbone {name!r} does not accept image_size={image_size}, only {own_size}"
+            ) from None
+        raise
     except (OSError, RuntimeError) as error:
         if pretrained:
             raise UserError(_no_imagenet(name, error)) from None
         raise UserError(f"backbone {name!r} cannot be built: {_reason(error)}") from None
     cfg = cast(Any, model).pretrained_cfg
     mean, std = (tuple(cfg[k]) if channels == 3 else (0.5,) * channels for k in ("mean", "std"))
-    return Backbone(model, mean, std, _timm_heads(cfg), _timm_stages(model))
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", (1,))[0]
+    if "img_size" in options and image_size % patch:
+        raise UserError(
+            f"backbone {name!r} does not accept image_size={image_size}, only multiples of "
+            f"{patch}; its own is {own_size}"
+        )
+    heads = _timm_heads(cfg)
+    if not projects:
+        return Backbone(model, mean, std, heads, _timm_stages(model))
+    biases = tuple(f"{head}.bias" for head in heads)
+    for bias in biases:  # CLIP's projection has none
+        nn.init.zeros_(model.get_parameter(bias))
+    return Backbone(model, mean, std, (), _timm_stages(model), biases)
 
 
 def _timm_heads(cfg: Mapping[str, Any]) -> tuple[str, ...]:
@@ -195,6 +256,12 @@ def library_state(name: str, network: Network, image_size: int) -> dict[str, Ten
     The library's model with as many classes loads them with ``load_state_dict`` and gives the same
     logits, which is verified here. The small networks have no library.
     """
+    if network.unit_features:
+        raise UserError(
+            "the network cannot be exported under the library's names: it divides features by "
+            "their norm before the classifier. Export it as .pt2, or use "
+            "steppe.training.load_model."
+        )
     n_classes, channels = network.classifier.out_features, network.mean.numel()
     model: nn.Module | None = None
     heads: tuple[str, ...] = ("classifier",)
@@ -203,7 +270,10 @@ def library_state(name: str, network: Network, image_size: int) -> dict[str, Ten
     elif name not in SMALL:
         import timm
 
-        model = timm.create_model(name, num_classes=n_classes, in_chans=channels)
+        size: dict[str, Any] = (
+            {} if fixed_size(name) in (None, image_size) else {"img_size": image_size}
+        )
+        model = timm.create_model(name, num_classes=n_classes, in_chans=channels, **size)
         heads = _timm_heads(cast(Any, model).pretrained_cfg)
     state: dict[str, Tensor] = network.featurizer.state_dict()
     for head in heads:

@@ -33,6 +33,9 @@ from . import tree
 FORMAT = 2
 KEPT = 2
 """Checkpoints kept: the last one and a fallback."""
+REPLACES = {"weights": "none", "class_embeddings": "none"}
+"""Changes to a config whose run continues from a checkpoint: the initial weights' files may be
+gone."""
 MODEL = "model.safetensors"
 _STATE = "state.safetensors"
 _INDEX = "state.json"

@@ -23,6 +23,7 @@ from .config import AXES, Named, RunConfig, read_config, refuse_foreign
 from .draws import draw_hparams
 from .loggers import check_loggers
 from .recipes import recipes
+from .zoo import fixed_size
 
 _DEFAULTS = {"algorithm": "ERM", "optimizer": "adam", "averaging": "none"}
 """As in DomainBed."""
@@ -85,10 +86,13 @@ def _complete(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> RunConfig:
     weights = given.setdefault("weights", "imagenet" if spec.pretrained else "none")
     if isinstance(weights, str | os.PathLike) and weights not in ("imagenet", "none"):
         given["weights"] = str(Path(weights).resolve())
+    _complete_embedding(given)
     given.setdefault("space", DEFAULT_SPACE)  # None in older runs, which store all their options
     space = given["space"] or DEFAULT_SPACE
     get_space(space if isinstance(space, str) else shown(space))
     defaults = {"freeze_bn": weights != "none", **{key: getattr(spec, key) for key in _DATASETS}}
+    if "image_size" not in given and isinstance(backbone := given.get("backbone"), str):
+        defaults["image_size"] = fixed_size(backbone) or defaults["image_size"]
     name, options = _split_name(given.get("algorithm", {}), "algorithm")
     algorithm = algorithm_spec(name)
     given["algorithm"] = _completed(algorithm, options, algorithm.default_options)
@@ -124,6 +128,18 @@ def _complete(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> RunConfig:
             f"augment=true needs images with 3 channels; {spec.name} has {spec.channels}"
         )
     return config
+
+
+def _complete_embedding(given: dict[str, Any]) -> None:
+    """Make the file of class embeddings absolute, and note its number of dimensions."""
+    file = given.get("class_embeddings", "none")
+    if file == "none" or not isinstance(file, str | os.PathLike):
+        return
+    given["class_embeddings"] = str(Path(file).resolve())
+    if given.get("embedding") is None:
+        from .embeddings import embedding_size
+
+        given["embedding"] = embedding_size(Path(file))
 
 
 def _domains(names: Iterable[Any], spec: DatasetSpec) -> tuple[Any, ...]:

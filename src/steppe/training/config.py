@@ -117,6 +117,31 @@ class RunConfig(BaseModel):
         description="Initial weights: imagenet, none, a run's folder, or a safetensors or "
         "checkpoint file"
     )
+    class_embeddings: str = Field(
+        "none",
+        description="File of text embeddings, one per class: the classifier of CLIP's image tower",
+    )
+    embedding: int | None = Field(
+        None,
+        gt=0,
+        le=10**6,
+        description="Keep CLIP's projection to N dimensions, and normalize features (default: "
+        "that of class_embeddings)",
+    )
+    freeze: str = Field(
+        "none",
+        description="Layers not to train: none, all (a linear probe), the number of stages from "
+        "the stem on, or names such as layer1,layer2",
+    )
+    lora: int = Field(
+        0, ge=0, le=10**5, description="Rank of LoRA's updates of a transformer; 0 for none"
+    )
+    lr_decay: float = Field(
+        1.0, gt=0, le=1, description="Learning rate of a layer relative to that of the next one"
+    )
+    drop_path: float = Field(
+        0.0, ge=0, lt=1, description="Rate of stochastic depth, for timm's models"
+    )
     freeze_bn: bool = Field(description="Freeze batch-norm statistics")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the classifier")
     image_size: int = Field(gt=0, le=8192, description="Height and width of the network's input")
@@ -209,6 +234,11 @@ class RunConfig(BaseModel):
         if isinstance(value, int | float):
             return (str(value),)
         return tuple(map(str, value)) if isinstance(value, list | tuple) else value
+
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _counted(cls, value: Any) -> Any:
+        return str(value) if type(value) is int else value
 
     @field_validator("workers", mode="before")
     @classmethod

@@ -21,6 +21,7 @@ from steppe.errors import UserError, reason
 from .backbones import library_state
 from .config import MACHINE, RunConfig, keys
 from .directory import RunDirectory
+from .lora import merge_lora
 from .models import TrainedModel, load_model
 from .which import Which
 
@@ -79,6 +80,7 @@ def export_run(
             f"cannot export {os.fspath(run)}: {config.algorithm.name} needs more than its network "
             f"to predict. {instead}."
         )
+    merge_lora(model.algorithm)
     metadata = {**_metadata(model, config), "input": form.takes}
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -102,7 +104,8 @@ def _metadata(model: TrainedModel, config: RunConfig) -> dict[str, str]:
     network = model.algorithm.network
     # Without this machine's paths; plugins may exist only here.
     public = config.model_dump(mode="json", exclude={*keys(MACHINE), "plugins", "merged_from"})
-    public |= {key: Path(public[key]).name for key in ("dataset", "weights")}
+    paths = ("dataset", "weights", "class_embeddings")
+    public |= {key: Path(public[key]).name for key in paths}
     return {
         "backbone": config.backbone,
         "classes": json.dumps(model.classes),

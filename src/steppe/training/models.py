@@ -22,7 +22,7 @@ from steppe.domains.folder import read_domain, read_folder, subfolders
 from steppe.domains.store import Host
 from steppe.errors import RunError, UserError, shown
 
-from . import setup
+from . import checkpoint, setup
 from .directory import RunDirectory
 from .evaluation import BATCH, EnsembleScores, Scores, Tally
 from .processes import find_device
@@ -162,8 +162,7 @@ def load_model(
     config, data = directory.config(), directory.data()
     import_plugins(config.plugins)
     served = load_served(directory, which)
-    # These replace the initial weights.
-    start = config.model_copy(update={"weights": "none"})
+    start = config.model_copy(update=checkpoint.REPLACES)
     algorithm = setup.build(start, len(data["classes"]), data["channels"], len(data["sources"]))
     try:
         algorithm.load_state_dict(served.tensors)

@@ -20,6 +20,7 @@ from steppe.optim import build_optimizer, optimizer_spec
 
 from .backbones import build_network
 from .config import Named, RunConfig
+from .embeddings import load_classifier
 from .execution import Gears, choose_gears
 from .processes import Processes
 
@@ -55,8 +56,17 @@ def data_facts(dataset: Dataset, splits: Sequence[Split]) -> dict[str, Any]:
     }
 
 
-def build(config: RunConfig, n_classes: int, channels: int, n_sources: int) -> Algorithm:
-    """Build a run's algorithm around a freshly initialized network."""
+def build(
+    config: RunConfig,
+    n_classes: int,
+    channels: int,
+    n_sources: int,
+    classes: Sequence[str] = (),
+) -> Algorithm:
+    """Build a run's algorithm around a freshly initialized network.
+
+    `classes` are the names of the classes, which a file of their embeddings is asked for.
+    """
     network = build_network(
         config.backbone,
         n_classes=n_classes,
@@ -65,7 +75,13 @@ def build(config: RunConfig, n_classes: int, channels: int, n_sources: int) -> A
         weights=config.weights,
         dropout=config.dropout,
         freeze_bn=config.freeze_bn,
+        drop_path=config.drop_path,
+        freeze=config.freeze,
+        lora=config.lora,
+        embedding=config.embedding,
     )
+    if config.class_embeddings != "none":
+        load_classifier(network, Path(config.class_embeddings), classes)
     chosen = config.algorithm
     steps = config.steps - config.linear_steps
     return build_algorithm(chosen.name, network, n_sources, steps=steps, **chosen.options)
@@ -77,11 +93,13 @@ def optimizer(
     model: nn.Module,
     fused: bool = False,
     facts: Mapping[str, Any] = MappingProxyType({}),
+    lr_factors: Mapping[nn.Parameter, float] = MappingProxyType({}),
 ) -> Optimizer:
     """Build the optimizer of an objective: the run's, with the objective's changes.
 
     `fused` requests fused kernels, which need no host synchronization, if the optimizer has them.
-    `facts` are options that the run knows, for optimizers that have them.
+    `facts` are options that the run knows, for optimizers that have them. `lr_factors` multiply
+    those of the objective. Frozen parameters are left out.
     """
     spec = optimizer_spec(chosen.name)
     changed = {name: value for name, value in objective.options.items() if name in spec.keywords}
@@ -99,7 +117,9 @@ def optimizer(
         options = {**{name: True for name in asked if name in spec.keywords}, **options}
     by_factor: dict[float, list[nn.Parameter]] = {}
     for parameter in objective.parameters:
-        by_factor.setdefault(objective.lr_factors.get(parameter, 1.0), []).append(parameter)
+        if parameter.requires_grad:
+            factor = objective.lr_factors.get(parameter, 1.0) * lr_factors.get(parameter, 1.0)
+            by_factor.setdefault(factor, []).append(parameter)
     groups = [
         {"params": parameters, "lr": options["lr"] * factor}
         for factor, parameters in by_factor.items()

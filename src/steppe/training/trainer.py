@@ -22,7 +22,7 @@ from steppe.domains.batches import Batch, Sampling, View
 from steppe.domains.store import open_store
 from steppe.errors import Diverged, Interrupted, RunError, UserError
 
-from . import checkpoint, initial, precision, randomness, setup, snapshot
+from . import checkpoint, initial, precision, randomness, setup, snapshot, tuning
 from .config import RunConfig
 from .directory import RunDirectory
 from .evaluation import BATCH, LARGE_BATCH
@@ -90,6 +90,7 @@ class Trainer:
         )
         self._build(len(sources))
         self.objectives = with_warm_start(self.algorithm, config.linear_steps, config.linear_lr)
+        lr_factors = tuning.lr_factors(self.algorithm.network, config.lr_decay)
         self.parallel = setup.parallel(self.algorithm, processes, len(self.objectives) > 1)
         self.optimizers = {
             objective.name: setup.optimizer(
@@ -98,6 +99,7 @@ class Trainer:
                 self.parallel,
                 fused=gears.captured,
                 facts={"seed": config.seed, "domains": len(sources)},
+                lr_factors=lr_factors,
             )
             for objective in self.objectives
             if objective.optimizer is None
@@ -160,9 +162,8 @@ class Trainer:
     def _build(self, n_sources: int) -> None:
         """Build the seeded algorithm on its device, in its memory format."""
         config, processes = self.config, self.processes
-        # A resumed run has its weights; the initial weights' file may be gone.
         begun = checkpoint.any_saved(self.dir.checkpoints)
-        start = config.model_copy(update={"weights": "none"}) if begun else config
+        start = config.model_copy(update=checkpoint.REPLACES) if begun else config
         classes, channels = self.dataset.classes, self.dataset.spec.channels
         self.algorithm = initial.initialize(start, classes, channels, n_sources).to(self.device)
         self.memory_format = setup.memory_format(

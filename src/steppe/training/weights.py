@@ -125,16 +125,11 @@ LAYOUTS = (
 """The known layouts; of equally good ones, the first counts."""
 
 
-def read_weights(path: Path) -> State:
-    """Read a state dict from a safetensors or torch checkpoint file, or a run's backbone.
-
-    Objects are never unpickled.
-    """
-    if (run := RunDirectory(path)).exists():
-        found = load_served(run).tensors.items()
-        return {k.removeprefix(_FEATURIZER): v for k, v in found if k.startswith(_FEATURIZER)}
+def read_tensors(path: Path, what: str = "weights") -> Any:
+    """Read a safetensors or torch file without unpickling objects; `what` is the option's name."""
     if not path.is_file():
-        raise UserError(f"weights {path} cannot be read: not a file, nor a run's folder")
+        or_run = ", nor a run's folder" if what == "weights" else ""
+        raise UserError(f"{what} {path} cannot be read: not a file{or_run}")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -144,17 +139,25 @@ def read_weights(path: Path) -> State:
             torch.serialization.safe_globals([argparse.Namespace]),
             warnings.catch_warnings(action="ignore"),
         ):
-            state: Any = torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
         advice = ""
         if "TorchScript" in str(error):
             advice = ". Save torch.jit.load(FILE).state_dict() instead, or use safetensors"
-        raise UserError(f"weights {path} cannot be read: {_line(error)}{advice}") from None
+        raise UserError(f"{what} {path} cannot be read: {_line(error)}{advice}") from None
     except Exception as error:  # pickle.UnpicklingError, or anything a broken pickle raises
         raise UserError(
-            f"weights {path} contain more than tensors, or are damaged, and steppe does not "
+            f"{what} {path} contain more than tensors, or are damaged, and steppe does not "
             f"unpickle them ({type(error).__name__}): save only the state dict, or use safetensors"
         ) from None
+
+
+def read_weights(path: Path) -> State:
+    """Read a state dict from a safetensors or torch checkpoint file, or a run's backbone."""
+    if (run := RunDirectory(path)).exists():
+        found = load_served(run).tensors.items()
+        return {k.removeprefix(_FEATURIZER): v for k, v in found if k.startswith(_FEATURIZER)}
+    state: Any = read_tensors(path)
     for key in _WRAPPERS:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]

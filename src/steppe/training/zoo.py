@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from steppe.registry import Registry
 
@@ -68,6 +70,21 @@ BACKBONES = Registry(
         ),
     ),
 )
+
+
+def fixed_size(name: str) -> int | None:
+    """The image size that a timm model is built for; None if it takes any, or is not timm's."""
+    cfg = None if name in BACKBONES else timm_facts(name)
+    return int(cfg.input_size[-1]) if cfg is not None and cfg.fixed_input_size else None
+
+
+def timm_facts(name: str) -> Any | None:
+    """What timm knows of a model without building it; None if it knows no such name or tag."""
+    import timm
+
+    with suppress(RuntimeError):  # an unknown tag
+        return timm.models.get_pretrained_cfg(name)
+    return None
 
 
 def of_library(library: str) -> tuple[str, ...]:
