@@ -6,11 +6,12 @@ import weakref
 
 import pytest
 import torch
+from scipy.stats import beta as beta_distribution
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from steppe.averaging import SMA, SWAD, NoAveraging
+from steppe.averaging import BMA, SMA, SWAD, NoAveraging
 from steppe.averaging.valley import VALLEYS
 from steppe.errors import UserError
 from steppe.training import tree
@@ -86,6 +87,29 @@ def test_sma_is_the_mean_from_its_start(start):
     assert not averaging.due(0, last=True)
     assert not averaging.finished
     assert not averaging.needs_statistics
+
+
+@pytest.mark.parametrize("beta", [0.5, 1.0, 2.5])
+def test_bma_weighs_every_iterate_by_a_beta_distribution(beta):
+    model, steps = network(), 7
+    averaging = BMA(model, beta, steps=steps)
+    iterates = [weights(model)]
+    assert_serves(averaging, model, mean(iterates, PARAMETERS | STATISTICS))
+    density = beta_distribution(beta, beta).pdf
+    for t in range(1, steps + 1):
+        move(model, t)
+        iterates.append(weights(model))
+        averaging.update()
+        a = [density((i + 0.5) / (steps + 1)) for i in range(t + 1)]
+        expected = {
+            name: sum(w * x[name] for w, x in zip(a, iterates, strict=True)) / sum(a)
+            for name in PARAMETERS | STATISTICS
+        }
+        assert_serves(averaging, model, expected)
+    with pytest.raises(RuntimeError, match="more than steps=7 times"):
+        averaging.update()
+    with pytest.raises(UserError, match="pass steps="):
+        BMA(model)
 
 
 def curve(seed):
@@ -194,6 +218,7 @@ def test_no_averaging_never_serves():
 
 BUILT = {
     "sma": lambda model: SMA(model, start=4),
+    "bma": lambda model: BMA(model, steps=100),
     "swad, reference": lambda model: SWAD(model, every=2),
     "swad, paper": lambda model: SWAD(model, every=2, counting="paper"),
     "swad, reference, one length": lambda model: SWAD(model, 2, n_converge=3, n_tolerance=3),

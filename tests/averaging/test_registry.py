@@ -16,7 +16,8 @@ from steppe.errors import UserError
 
 
 def test_names_and_defaults():
-    assert averaging_names() == ("none", "swad", "sma")
+    assert averaging_names() == ("none", "swad", "sma", "bma")
+    assert averaging_spec("bma").default_options == {"beta": 0.5}
     assert averaging_spec("none").default_options == {}
     assert averaging_spec("sma").default_options == {"start": 100, "refresh": False}
     assert averaging_spec("swad").default_options == {
@@ -34,7 +35,7 @@ def test_every_entry_can_be_built(name):
     assert spec.name == name
     assert bool(spec.citation) == (name != "none")
     spec.check(spec.default_options)
-    built = build_averaging(name.title(), nn.Linear(2, 2), **spec.default_options)
+    built = build_averaging(name.title(), nn.Linear(2, 2), steps=5, **spec.default_options)
     assert type(built) is spec.cls
     assert isinstance(built, Averaging)
 

@@ -58,6 +58,7 @@ OTHERS = [
     if optimizer not in (*OPTIMIZERS, "sam-on")  # the small network has no such layers
 ]
 """Every other optimizer, with the plainest algorithm."""
+OTHERS += [("ERM", "sgd", {"name": "bma"}), ("MetaReg", "fad", {"name": "bma"})]
 
 
 def config(algorithm: str, optimizer: str, averaging: dict[str, object]) -> dict[str, object]:

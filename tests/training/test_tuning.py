@@ -228,7 +228,6 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("options", "changed"),
     [
-        ({"freeze": "all"}, {"classifier"}),
         ({"lora": 2, "lr_decay": 0.5, "drop_path": 0.3}, {"classifier", "A", "B"}),
         ({"freeze": 3, "lr_decay": 0.5}, {"2", "3", "4", "5", "norm", "classifier"}),
     ],

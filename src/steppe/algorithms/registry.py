@@ -71,7 +71,7 @@ _ORDER = (
     *("MTL", "SagNet", "ARM", "RSC", "MixStyle", "MIRO", "Fishr"),
     *("SD", "ANDMask", "SANDMask", "IGA", "SelfReg", "Fish", "TRM", "IB-ERM", "IB-IRM"),
     *("CAD", "CondCAD", "Transfer", "CausIRL-CORAL", "CausIRL-MMD", "EQRM", "RDM", "ADRMX", "URM"),
-    *("MASF", "DMG", "MetaReg", "ER", "pAdaIN", "EISNet", "DSON"),
+    *("MASF", "DMG", "MetaReg", "ER", "pAdaIN", "EISNet", "DSON", "CLIPood"),
 )
 algorithms = Registry(
     "algorithm", lambda: declared(AlgorithmSpec, __package__, "register_algorithm", first=_ORDER)

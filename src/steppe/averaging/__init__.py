@@ -7,6 +7,7 @@ from steppe.lazy import attach
 if TYPE_CHECKING:
     from .averaging import Averaging as Averaging
     from .batchnorm import reestimate as reestimate, unfrozen as unfrozen
+    from .bma import BMA as BMA
     from .none import NoAveraging as NoAveraging
     from .registry import (
         AveragingSpec as AveragingSpec,

@@ -22,7 +22,7 @@ class Mean:
         ([tensor([3.])], 4)
     """
 
-    def __init__(self, tensors: Sequence[Tensor] = (), weight: int = 0) -> None:
+    def __init__(self, tensors: Sequence[Tensor] = (), weight: float = 0) -> None:
         self.tensors, self.weight = list(tensors), weight
 
     @torch.no_grad()
@@ -35,7 +35,7 @@ class Mean:
         self.weight = 1
 
     @torch.no_grad()
-    def add(self, values: Sequence[Tensor], weight: int = 1) -> None:
+    def add(self, values: Sequence[Tensor], weight: float = 1) -> None:
         if not self.weight:
             self.set(values)
             self.weight = weight

@@ -26,7 +26,9 @@ class AveragingSpec(AxisSpec):
 
 averages = Registry(
     "averaging",
-    lambda: declared(AveragingSpec, __package__, "register_averaging", ("none", "swad", "sma")),
+    lambda: declared(
+        AveragingSpec, __package__, "register_averaging", ("none", "swad", "sma", "bma")
+    ),
 )
 
 
@@ -54,10 +56,13 @@ def averaging_spec(name: str) -> AveragingSpec:
     return averages[name]
 
 
-def build_averaging(name: str, module: nn.Module, **options: Any) -> Averaging:
+def build_averaging(
+    name: str, module: nn.Module, *, steps: int | None = None, **options: Any
+) -> Averaging:
     """Build an averaging method by name for a module in training mode, on its device.
 
-    Omitted options take their defaults; an unknown option is an error.
+    Omitted options take their defaults; an unknown option is an error. `steps` is the number of
+    updates, for averages that must know it.
 
     Examples:
         >>> from torch import nn
@@ -67,5 +72,7 @@ def build_averaging(name: str, module: nn.Module, **options: Any) -> Averaging:
     """
     spec = averages[name]
     spec.check(options)
+    if steps is not None and "steps" in spec.further:
+        options["steps"] = steps
     built: Averaging = spec.cls(module, **options)
     return built

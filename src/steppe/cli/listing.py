@@ -117,7 +117,10 @@ def _algorithm(spec: Any) -> Facts:
 
 
 def _averaging(spec: AxisSpec) -> Facts:
-    return {**_axis(spec), "options": _options(spec)}
+    return {
+        **_axis(spec),
+        "options": {name: _told(option) for name, option in spec.options.items()},
+    }
 
 
 def _dataset(spec: Any) -> Facts:

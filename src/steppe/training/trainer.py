@@ -16,7 +16,7 @@ from torch import Tensor
 from steppe import __version__
 from steppe.algorithms import Algorithm, Losses
 from steppe.algorithms.algorithm import LINEAR
-from steppe.averaging import build_averaging, reestimate
+from steppe.averaging import averaging_spec, build_averaging, reestimate
 from steppe.domains import seed_hash
 from steppe.domains.batches import Batch, Sampling, View
 from steppe.domains.store import open_store
@@ -117,12 +117,15 @@ class Trainer:
         own = type(self.algorithm).prepare is not Algorithm.prepare
         self._draws = own or self.algorithm.network.dropout > 0
         """Whether preparing a step may draw random numbers or decide on the host."""
-        self.averaging = build_averaging(
-            config.averaging.name, self.algorithm, **config.averaging.options
-        )
-        whole = self.averaging.follows_loss
+        whole = averaging_spec(config.averaging.name).cls.follows_loss
         self._averages_from = first_change(self.objectives, config.steps, whole=whole)
         """The first step that changes the network, if something else is trained before it."""
+        self.averaging = build_averaging(
+            config.averaging.name,
+            self.algorithm,
+            steps=config.steps - self._averages_from,
+            **config.averaging.options,
+        )
         alone = not self.algorithm.mixes_images()
         batch = LARGE_BATCH if alone and self.device.type == "cuda" else BATCH
         self.scoring = Scoring(
