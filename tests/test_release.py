@@ -362,7 +362,7 @@ ONLY_IN = {
         "sweeps/copies.py",
     },
     "subprocess": {"sweeps/copies.py", "sweeps/mps.py", "sweeps/slurm.py"},
-    "torch.load": {"training/backbones.py"},
+    "torch.load": {"training/weights.py"},
     "urlopen": {"domains/fetch.py"},
 }
 """What may run a program or read one, and the files that were looked at for it."""
