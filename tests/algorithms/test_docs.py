@@ -23,4 +23,5 @@ def test_the_registrys_costs_are_those_of_the_record() -> None:
     found = SCRIPT.measured("algorithms-cpu.json")
     costs = {name: SCRIPT.algorithm_spec(name).cost for name in found}
     assert costs == {name: round(ratio, 2) for name, ratio in found.items()}
-    assert costs.keys() == set(SCRIPT.algorithm_names())
+    # CLIPood's backbone is not the ResNet-18 that the others are timed on.
+    assert costs.keys() == set(SCRIPT.algorithm_names()) - {"CLIPood"}

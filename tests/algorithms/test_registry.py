@@ -153,6 +153,7 @@ PROTOCOL = {
         "inner_lr": "0.001 | 10^U(-4, -2)",
         "lr_factor": "0.001 | 0.001",
     },
+    "CLIPood": {"margin": "0.3 | U(0, 0.6)"},
 }
 """Every option's default and search distribution, as DomainBed has them where it has them."""
 

@@ -20,7 +20,14 @@ from torch.nn import functional as F
 from steppe.algorithms import ERM, build_algorithm
 from steppe.domains.batches import Batch
 from steppe.errors import UserError
-from steppe.training import evaluate_run, export_run, load_model, make_config, train
+from steppe.training import (
+    evaluate_run,
+    export_run,
+    load_model,
+    make_config,
+    merge_runs,
+    train,
+)
 from steppe.training.backbones import build_network
 from steppe.training.embeddings import load_classifier, set_classifier
 
@@ -172,6 +179,16 @@ def test_a_run_without_a_learning_rate_is_zero_shot(folder, tmp_path):
     assert scores.accuracy == pytest.approx(right)
     with pytest.raises(UserError, match=r"divides features by their norm.*\.pt2"):
         export_run(tmp_path / "run", tmp_path / "w.safetensors")
+
+
+def test_wise_ft_interpolates_from_the_zero_shot_network(folder, tmp_path):
+    file = tmp_path / "t.safetensors"
+    save_file(named(64), file)
+    train(config(folder, file, optimizer={"name": "sgd", "lr": 0.1}), tmp_path / "run")
+    merge_runs([tmp_path / "run"], tmp_path / "wise", how="wise", alpha=0.0)
+    found = load_model(tmp_path / "wise").algorithm.network.classifier.weight
+    expected = 100 * F.normalize(torch.stack([named(64)[name] for name in CLASSES]))
+    torch.testing.assert_close(found, expected)
 
 
 def test_clipood_trains_the_tower_under_fixed_texts(folder, tmp_path):

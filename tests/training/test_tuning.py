@@ -18,11 +18,12 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steppe.algorithms import ERM
+from steppe.algorithms import ERM, Objective
 from steppe.errors import UserError
-from steppe.training import load_model, make_config, train
+from steppe.training import load_model, make_config, merge_runs, train
 from steppe.training.backbones import build_network, library_state
 from steppe.training.config import Named
+from steppe.training.initial import initialize
 from steppe.training.lora import LowRank, merge_lora
 from steppe.training.progress import Display
 from steppe.training.setup import optimizer
@@ -211,6 +212,26 @@ def test_merged_equals_unmerged_and_is_timms_network_again(lora):
     theirs = timm.create_model(VIT, num_classes=3, img_size=32).eval()
     theirs.load_state_dict(library_state(VIT, lora, 32))
     torch.testing.assert_close(theirs(x), before)
+
+
+def test_a_run_may_start_from_a_run_with_lora(folder, tmp_path):
+    values = {**RUN, "dataset": str(folder), "targets": "a", "augment": False, "workers": 0}
+    train(make_config({**values, "lora": 2, "optimizer": {"name": "sgd", "lr": 0.1}}), tmp_path)
+    first = load_model(tmp_path).algorithm.network
+    config = make_config({**values, "weights": str(tmp_path)})
+    second = initialize(config, ("cat", "dog"), 3, 2).network.eval()
+    x = images()
+    with torch.no_grad():
+        torch.testing.assert_close(second(x), first(x))
+    with pytest.raises(UserError, match="not the product of their means"):
+        merge_runs([tmp_path], tmp_path / "merged", how="wise")
+
+
+def test_nothing_to_train_is_an_error():
+    algorithm = ERM(build(), n_domains=1).requires_grad_(False)
+    objective = Objective("main", tuple(algorithm.parameters()))
+    with pytest.raises(UserError, match="'main' has nothing to train"):
+        optimizer(Named(name="sgd", lr=0.1), objective, algorithm)
 
 
 @pytest.fixture(scope="module")

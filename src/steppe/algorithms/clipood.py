@@ -36,7 +36,7 @@ class CLIPood(Algorithm):
     the same loss. Predictions have no margin.
 
     Use it with `class_embeddings`. Without them, the classifier's fixed directions are random. The
-    authors average the weights with `bma`.
+    authors average the weights with `bma`. DomainBed does not have this algorithm.
 
     Args:
         margin: \(\lambda\), the weight of the similarity between texts; 0 is the cross-entropy.

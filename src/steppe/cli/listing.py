@@ -353,7 +353,7 @@ def _print_one(kind: Kind, facts: Facts) -> None:
     headings = {
         **kind.columns,
         "image_size": "image size",
-        "any_size": "takes any image size",
+        "fixed_size": "built for this size alone",
         "head_outputs": "outputs of its own head",
         "pretrained": "pretrained weights",
     }
@@ -389,7 +389,7 @@ def _timm_facts(name: str) -> Facts | None:
         return None
     return {
         "image_size": known.input_size[-1],
-        "any_size": not known.fixed_input_size,
+        "fixed_size": known.fixed_input_size,
         "mean": list(known.mean),
         "std": list(known.std),
         "head_outputs": known.num_classes,

@@ -16,7 +16,7 @@ from steppe.averaging.merging import State
 from steppe.domains import import_plugins
 from steppe.errors import UserError, unknown
 
-from . import initial, setup
+from . import checkpoint, initial, setup
 from .config import Named, RunConfig
 from .directory import RunDirectory, select, validation_accuracy
 from .served import load_served
@@ -51,6 +51,7 @@ class Ingredient:
             "backbone": config.backbone,
             "image_size": config.image_size,
             "freeze_bn": config.freeze_bn,
+            "embedding": config.embedding,
             "initial weights": initial.origin(config),
             "initial classifier": initial.initial_head(config, data["classes"]),
         }
@@ -62,7 +63,7 @@ class Ingredient:
 
     def build(self, config: RunConfig | None = None) -> Algorithm:
         """The algorithm, without initial weights from elsewhere."""
-        start = (config or self.config).model_copy(update={"weights": "none"})
+        start = (config or self.config).model_copy(update=checkpoint.REPLACES)
         data = self.data
         return setup.build(start, len(data["classes"]), data["channels"], len(data["sources"]))
 
@@ -150,6 +151,11 @@ def plan_merge(
         found.sort(key=lambda one: -(one.validation or 0.0))  # stable
     _check_together(found)
     first = found[0]
+    if lora := next((one.path for one in found if one.config.lora), None):
+        raise UserError(
+            f"{lora} trained LoRA's factors, and the mean of their products is not the product of "
+            "their means: it cannot be merged"
+        )
     prefix = NETWORK if first.predicts_by_network else ""
     begin = _start(first, start) if how == "wise" else None
     return Plan(how, tuple(found), which, _config(found, how), prefix, alpha, begin)
@@ -254,11 +260,11 @@ def _start(run: Ingredient, start: str | os.PathLike[str] | None) -> Start:
         _check_split(other, run)
         return Start(lambda: load_served(RunDirectory(other.path)).tensors, other.path)
     data = run.data
-    if initial.head_run(run.config, data["classes"]) is None:
+    if not initial.predicts_at_start(run.config, data["classes"]):
         raise UserError(
-            f"{run.path} has no initial weights that predict anything, because it did not start "
-            "from another run's classifier: fine-tune from a run with the same classes (--weights "
-            "RUN), or name such a run with --from"
+            f"{run.path} started with a random classifier, so its initial weights predict nothing: "
+            "fine-tune from a run with the same classes (--weights RUN) or from class_embeddings, "
+            "or name such a run with --from"
         )
     facts = (data["classes"], data["channels"], len(data["sources"]))
     return Start(lambda: initial.initialize(run.config, *facts).state_dict())

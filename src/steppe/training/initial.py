@@ -21,12 +21,13 @@ def initialize(
 ) -> Algorithm:
     """Build a run's algorithm with its initial weights.
 
-    They depend on the initial seed and on `weights` alone. Weights of a run with the same classes
-    include its classifier; every other classifier is random.
+    They depend on the initial seed, `weights` and `class_embeddings` alone. Weights of a run with
+    the same classes include its classifier; without class embeddings, every other classifier is
+    random.
     """
     _refuse_leaks(config)
     randomness.seed_all(init_seed(config))
-    algorithm = setup.build(config, len(classes), channels, n_sources)
+    algorithm = setup.build(config, len(classes), channels, n_sources, classes)
     if (run := head_run(config, classes)) is not None:
         found = load_served(run).tensors
         head = {k.removeprefix(_HEAD): v for k, v in found.items() if k.startswith(_HEAD)}
@@ -58,13 +59,22 @@ def lineage(config: RunConfig) -> Iterator[RunDirectory]:
 
 
 def head_run(config: RunConfig, classes: Sequence[str]) -> RunDirectory | None:
-    """The run whose classifier a run starts with; None if it starts with a random one."""
+    """The run whose classifier a run starts with; None if it starts with another one."""
+    if config.class_embeddings != "none":
+        return None
     first = next(lineage(config), None)
     return first if first is not None and first.data()["classes"] == list(classes) else None
 
 
+def predicts_at_start(config: RunConfig, classes: Sequence[str]) -> bool:
+    """Whether a run's initial classifier is not random."""
+    return config.class_embeddings != "none" or head_run(config, classes) is not None
+
+
 def initial_head(config: RunConfig, classes: Sequence[str]) -> str:
     """Identify a run's initial classifier."""
+    if config.class_embeddings != "none":
+        return f"that of {config.class_embeddings}"
     run = head_run(config, classes)
     return f"init_seed {init_seed(config)}" if run is None else f"that of {run.path}"
 

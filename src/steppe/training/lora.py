@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from steppe.errors import UserError
+
+_PLACE = ".parametrizations.weight."
+"""What torch puts between a module's path and its weight's parts."""
 
 
 class LowRank(nn.Module):
@@ -53,6 +57,26 @@ def add_lora(featurizer: nn.Module, rank: int, name: str) -> None:
     featurizer.requires_grad_(False)
     for linear in found.values():
         parametrize.register_parametrization(linear, "weight", LowRank(linear.weight, rank))
+
+
+def merged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights in a state dict, with the updates added under the backbone's own names.
+
+    Examples:
+        >>> state = {"fc.parametrizations.weight.original": torch.ones(2, 3)}
+        >>> state["fc.parametrizations.weight.0.A"] = torch.ones(1, 3)
+        >>> state["fc.parametrizations.weight.0.B"] = torch.ones(2, 1)
+        >>> merged(state | {"fc.bias": torch.zeros(2)})
+        {'fc.bias': tensor([0., 0.]), 'fc.weight': tensor([[2., 2., 2.],
+                [2., 2., 2.]])}
+    """
+    found = {key: value for key, value in state.items() if _PLACE not in key}
+    for key, weight in state.items():
+        path, place, kind = key.partition(_PLACE)
+        if place and kind == "original":
+            factors = (state[f"{path}{_PLACE}0.{factor}"] for factor in "BA")
+            found[f"{path}.weight"] = torch.addmm(weight, *factors)
+    return found
 
 
 def merge_lora(module: nn.Module) -> None:

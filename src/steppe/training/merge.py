@@ -24,7 +24,7 @@ from steppe.durable import sync_folder
 from steppe.errors import Interrupted, RunError, UserError
 from steppe.validation import first_best
 
-from . import precision, setup
+from . import checkpoint, precision, setup
 from .config import Named, RunConfig
 from .directory import RunDirectory
 from .ingredients import NETWORK, Ingredient, Plan, plan_merge
@@ -158,7 +158,7 @@ class _Merger(Trainer):
         build = {
             "optimizer": first.config.optimizer,  # the result's may name several
             "averaging": Named(name="none"),
-            "weights": "none",
+            **checkpoint.REPLACES,
             "engine": "off",  # compiling takes longer than evaluating
             # Nothing is trained, and there are no other weights to evaluate.
             "linear_probe": False,

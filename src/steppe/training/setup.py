@@ -120,6 +120,11 @@ def optimizer(
         if parameter.requires_grad:
             factor = objective.lr_factors.get(parameter, 1.0) * lr_factors.get(parameter, 1.0)
             by_factor.setdefault(factor, []).append(parameter)
+    if not by_factor:
+        raise UserError(
+            f"objective {objective.name!r} has nothing to train: every parameter of it is frozen. "
+            "Freeze less, or leave out what trains these parameters"
+        )
     groups = [
         {"params": parameters, "lr": options["lr"] * factor}
         for factor, parameters in by_factor.items()

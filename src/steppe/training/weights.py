@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from steppe.errors import UserError
 
 from .directory import RunDirectory
+from .lora import merged
 from .served import load_served
 
 State = dict[str, Tensor]
@@ -156,7 +157,8 @@ def read_weights(path: Path) -> State:
     """Read a state dict from a safetensors or torch checkpoint file, or a run's backbone."""
     if (run := RunDirectory(path)).exists():
         found = load_served(run).tensors.items()
-        return {k.removeprefix(_FEATURIZER): v for k, v in found if k.startswith(_FEATURIZER)}
+        own = {k.removeprefix(_FEATURIZER): v for k, v in found if k.startswith(_FEATURIZER)}
+        return merged(own)
     state: Any = read_tensors(path)
     for key in _WRAPPERS:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
