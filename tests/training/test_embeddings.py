@@ -206,6 +206,18 @@ def test_clipood_trains_the_tower_under_fixed_texts(folder, tmp_path):
     assert json.loads(metadata["config"])["class_embeddings"] == file.name
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [({"linear_steps": 1}, "'linear' has nothing to train"), ({"linear_probe": True}, "keeps")],
+)
+def test_clipood_keeps_its_classifier(folder, tmp_path, option, words):
+    file = tmp_path / "t.safetensors"
+    save_file(named(64), file)
+    made = config(folder, file, algorithm="CLIPood", steps=2, **option)
+    with pytest.raises(UserError, match=words):
+        train(made, tmp_path / "run")
+
+
 def margin_loss(network: Any, x: Tensor, labels: Tensor, margin: float) -> Tensor:
     """The authors' logits, written out: s <f - margin t_y, t_c>."""
     t = F.normalize(network.classifier.weight)

@@ -92,7 +92,7 @@ def test_it_is_adam_on_the_classifier_written_out(
         torch.testing.assert_close(found[f"network.classifier.{name}"], value, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", [n for n in BUILT_IN if n != "CLIPood"])  # its classifier is fixed
 def test_every_algorithm_has_a_loss_of_its_classifier_alone(name: str) -> None:
     algorithm = build(name, **OPTIONS.get(name, {}))
     own = set(algorithm.network.classifier.parameters())

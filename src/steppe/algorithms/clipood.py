@@ -18,7 +18,7 @@ log = logging.getLogger("steppe")
 
 @register_algorithm(
     "CLIPood",
-    idea="a margin that grows with the similarity of class names; the classifier stays fixed",
+    idea="a margin between similar class names",
     citation="Shu et al., CLIPood: Generalizing CLIP to Out-of-Distributions, ICML 2023",
     linear=True,
 )

@@ -353,7 +353,7 @@ def _print_one(kind: Kind, facts: Facts) -> None:
     headings = {
         **kind.columns,
         "image_size": "image size",
-        "fixed_size": "built for this size alone",
+        "fixed_size": "sets the default of --image-size",
         "head_outputs": "outputs of its own head",
         "pretrained": "pretrained weights",
     }

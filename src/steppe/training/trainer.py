@@ -203,6 +203,11 @@ class Trainer:
     def _start_from_probe(self) -> None:
         """Fit the classifier to the features of the source images, in the first process."""
         classifier, found = self.algorithm.network.classifier, None
+        if not classifier.weight.requires_grad:
+            raise UserError(
+                f"linear_probe would replace the classifier, which {self.config.algorithm.name} "
+                "keeps: leave it out"
+            )
         if self.processes.first:
             chosen = self.first_stage.probe if self.first_stage else None
             with self._evaluation_mode():
