@@ -262,9 +262,9 @@ def _start(run: Ingredient, start: str | os.PathLike[str] | None) -> Start:
     data = run.data
     if not initial.predicts_at_start(run.config, data["classes"]):
         raise UserError(
-            f"{run.path} started with a random classifier, so its initial weights predict nothing: "
-            "fine-tune from a run with the same classes (--weights RUN) or from class_embeddings, "
-            "or name such a run with --from"
+            f"{run.path} has no initial weights that predict anything, because its classifier "
+            "started random: fine-tune from a run with the same classes (--weights RUN) or from "
+            "class_embeddings, or name such a run with --from"
         )
     facts = (data["classes"], data["channels"], len(data["sources"]))
     return Start(lambda: initial.initialize(run.config, *facts).state_dict())
