@@ -58,8 +58,13 @@ def report(
 
     title = printable(", ".join(str(path) for path in paths))
     asked = command("steppe", *sys.argv[1:])
-    loaded = reports.load_runs(paths)
-    gc.freeze()  # its millions of objects live to the end: looking through them finds nothing
+    # Millions of objects that live to the end: the collector would look through them for nothing.
+    gc.disable()
+    try:
+        loaded = reports.load_runs(paths)
+        gc.freeze()
+    finally:
+        gc.enable()
     made = reports.build_report(loaded, selection, asked, title, reference or ())
     text = reports.write(made, form)
     if out is not None:

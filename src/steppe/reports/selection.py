@@ -76,7 +76,10 @@ def _by_validation(
 
 def best_step(run: Run) -> Chosen | None:
     """The step that training-domain validation selects, or the last if there is no validation."""
-    return _best_step(run, _tests(run), mean_of)
+    kept = vars(run)  # as a cached property would: tables and figures ask for the same step
+    if "best_step" not in kept:
+        kept["best_step"] = _best_step(run, _tests(run), mean_of)
+    return kept["best_step"]
 
 
 def best_pooled_step(run: Run) -> Chosen | None:
