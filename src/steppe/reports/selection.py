@@ -79,7 +79,8 @@ def best_step(run: Run) -> Chosen | None:
     kept = vars(run)  # as a cached property would: tables and figures ask for the same step
     if "best_step" not in kept:
         kept["best_step"] = _best_step(run, _tests(run), mean_of)
-    return kept["best_step"]
+    chosen: Chosen | None = kept["best_step"]
+    return chosen
 
 
 def best_pooled_step(run: Run) -> Chosen | None:
