@@ -9,7 +9,7 @@ import torch
 
 from steppe.algorithms import algorithm_names, algorithm_spec
 from steppe.domains.batches import Batch
-from steppe.optim import LookSAM
+from steppe.optim import LookSAM, optimizer_names
 from steppe.training import RunDirectory, execution, make_config, train
 from steppe.training.execution import MOST_GRAPHS, WARM_UP, _Preparation, _settings, choose_gears
 from steppe.training.precision import resolve
@@ -39,6 +39,10 @@ CHAOTIC = 0.2
 """For ARM: it makes 0.03 of a change of its first weights by 1e-7, within a dozen steps."""
 ORDERED_ANEW = {"MLDG", "MASF", "Fish", "MixStyle", "pAdaIN"}
 """They order domains, or choose layers, anew in every step, so nothing can be captured."""
+SECOND_ORDER = {"adahessian", "gam-exact"}
+NOISY = {"rwp", "gga-l"}
+ON_THE_HOST = {"yogi", "adabelief", "genie"}
+"""Their own step needs the host, so only the passes are captured."""
 
 
 def trainer(tmp_path: Path, **options: Any) -> Trainer:
@@ -273,6 +277,25 @@ def test_captured_updates_learn_the_same(tmp_path: Path, optimizer: str, precisi
     # Yogi's second moment goes up or down by a sign: in fp16 its eager runs end 0.73 from fp32's.
     loose = (optimizer, precision) == ("yogi", "fp16")
     assert apart(plain, fast) < (CHAOTIC if loose else TOLERANCE[precision])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", optimizer_names())
+def test_every_optimizer_is_captured_or_says_why_not(tmp_path: Path, optimizer: str) -> None:
+    options = {"optimizer": optimizer, "device": "cuda", "precision": "fp32"}
+    _, plain = trained(tmp_path, 20, engine="off", **options)
+    run, fast = trained(tmp_path, 20, engine="auto", **options)
+    assert apart(plain, fast) < TOLERANCE["fp32"]
+    reasons = "; ".join(run.engine.reasons)
+    if optimizer in SECOND_ORDER:
+        assert "differentiates twice" in reasons
+    elif optimizer in NOISY:
+        assert "not captured: the optimizer draws noise" in reasons
+    else:
+        assert "not captured" not in reasons
+        graphs = run.engine._graphs.values()
+        assert len(graphs) == (2 if optimizer == "looksam" else 1)
+        assert {graph.whole for graph in graphs} == {optimizer not in ON_THE_HOST}
 
 
 @pytest.mark.gpu
