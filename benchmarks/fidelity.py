@@ -19,6 +19,7 @@ from task import Task, TaskOptions, prepare
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from steppe.algorithms.network import Compiled
 from steppe.errors import UserError
 from steppe.optim import FAD, Bfloat16Warning, search_space
 from steppe.training.precision import autocast, settings
@@ -31,6 +32,7 @@ LOSS_SCALE = 2.0**14  # initial scale for fp16, halved until all gradients are f
 class Options(TaskOptions):
     weights: Path | None = option(None, "Weights, as safetensors.", exists=True, dir_okay=False)
     images: Path | None = option(None, "A folder DOMAIN/CLASS/IMAGE (default: built-in digits).")
+    compiled: bool = option(False, "Measure compiled code, which folds batch norm.", "--compiled")
 
 
 def radii() -> tuple[float, ...]:
@@ -71,9 +73,13 @@ def _four_gradients(
         p.grad = None
 
 
-def fidelity(task: Task, rhos: Sequence[float], precisions: Sequence[str]) -> list[dict[str, Any]]:
+def fidelity(
+    task: Task, rhos: Sequence[float], precisions: Sequence[str], compiled: bool = False
+) -> list[dict[str, Any]]:
     """Return mean and worst cosine of h0 and h1 over batches, per rho and precision."""
     exact = copy.deepcopy(task.model).double()
+    if compiled:  # as in training; float64 stays eager
+        task.model.compiled = Compiled(len(task.batches[0][0]))
     cosines: dict[tuple[float, str], list[list[float]]]
     cosines = {key: [] for key in product(rhos, precisions)}
     for rho, (x, y) in track(product(rhos, task.batches), "measuring"):
@@ -98,7 +104,8 @@ def measure(options: Options) -> Result:
         **task.about,
         "batch": len(task.batches[0][0]),
         "batches": len(task.batches),
-        "cosine to float64": fidelity(task, radii(), precisions),
+        "compiled": options.compiled,
+        "cosine to float64": fidelity(task, radii(), precisions, options.compiled),
     }
 
 

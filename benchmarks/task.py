@@ -31,7 +31,7 @@ class TaskOptions(DeviceOptions):
 
 @dataclass(frozen=True)
 class Task:
-    model: nn.Module
+    model: Network
     batches: list[tuple[Tensor, Tensor]]
     about: dict[str, Any]  # backbone, data and steps, for the record
 

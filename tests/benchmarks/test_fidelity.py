@@ -48,6 +48,14 @@ def test_lower_precision_is_less_faithful(task):
         assert bf16[name]["worst"] <= bf16[name]["mean"] < fp32[name]["mean"]
 
 
+@pytest.mark.slow  # a cold compiler takes half a minute
+def test_compiled_code_is_as_faithful(task):
+    rows = fidelity.fidelity(task, [0.1], ["fp32"], compiled=True)
+    assert task.model.compiled is not None
+    task.model.compiled = None
+    assert min(rows[0][name]["mean"] for name in ("h0", "h1")) > 0.9999
+
+
 def test_mistakes_are_named(tmp_path):
     resnet, small = (TaskOptions(device="cpu", backbone=b) for b in ("resnet18", "small-cnn"))
     with pytest.raises(UserError, match="--images FOLDER"):
