@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from harness import DeviceOptions, option, track
 from images import check_folder
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from steppe.algorithms import Network
