@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 from steppe.algorithms import build_algorithm
@@ -157,6 +158,27 @@ def test_the_shares_have_their_own_learning_rate() -> None:
     names = {name for name, p in dson.named_parameters() if p in objective.lr_factors}
     assert names == {"network.featurizer.1.mix", "network.featurizer.4.mix"}
     assert set(objective.lr_factors.values()) == {10.0}
+
+
+def test_timms_norm_with_an_activation() -> None:
+    """It equals a batch norm that the activation follows."""
+    plain = make()
+    network = build_network("small-cnn", n_classes=N_CLASSES, image_size=4, freeze_bn=False)
+    for at in (1, 4):
+        joined = BatchNormAct2d(network.featurizer[at].num_features, act_layer=nn.ReLU)
+        own = plain.network.featurizer[at]
+        joined.load_state_dict(
+            {k: v[0] if v.dim() > 1 else v for k, v in own.state_dict().items() if k != "mix"}
+        )
+        network.featurizer[at], network.featurizer[at + 1] = joined, nn.Identity()
+    dson = build_algorithm("DSON", network, len(SIZES)).double()
+    dson.load_state_dict(plain.state_dict())
+    prepared = dson.prepare(make_batches())
+    found, expected = dson(prepared), plain(prepared)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
+    assert found.logits.std() > 0.01
+    images = make_batches()[0].images
+    assert torch.equal(dson.eval().predict(images), plain.eval().predict(images))
 
 
 def test_what_it_refuses() -> None:

@@ -13,6 +13,8 @@ from .network import Domains
 class DomainNorm(nn.BatchNorm2d):
     """Normalization per domain that replaces a batch norm and starts with its values.
 
+    If the batch norm includes an activation, as timm's `BatchNormAct2d` does, so does this.
+
     A `BatchNorm2d`, so that averaging, optimizers and processes treat its statistics as they treat
     those of others; but its forward leaves them alone and puts new ones into `found`.
 
@@ -35,6 +37,8 @@ class DomainNorm(nn.BatchNorm2d):
             rows = (getattr(self, name) if start is None else start).detach().repeat(n_domains, 1)
             setattr(self, name, nn.Parameter(rows) if name in ("weight", "bias") else rows)
         self.mix = nn.Parameter(self.weight.new_zeros(n_domains))  # a share of 1/2
+        parts = (getattr(norm, name, None) for name in ("drop", "act"))  # timm's BatchNormAct2d
+        self.after = nn.Sequential(*(part for part in parts if part is not None))
         self.domains = domains
         self.found: dict[str, Tensor] = {}
 
@@ -75,7 +79,9 @@ class DomainNorm(nn.BatchNorm2d):
         scale = each(self.weight[rows]) * (var + self.eps).rsqrt()
         shift = each(self.bias[rows]) - mean * scale
         # One pass over the maps.
-        return torch.addcmul(shift[:, :, None, None], x, scale[:, :, None, None]).to(input.dtype)
+        x = torch.addcmul(shift[:, :, None, None], x, scale[:, :, None, None])
+        normalized: Tensor = self.after(x.to(input.dtype))
+        return normalized
 
     def _remember(self, mean: Tensor, var: Tensor, counts: Sequence[int]) -> None:
         unbiased = [v * (n / max(n - 1, 1)) for v, n in zip(var, counts, strict=True)]

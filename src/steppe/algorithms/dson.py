@@ -67,12 +67,12 @@ class DSON(Algorithm):
         self.norms: dict[str, DomainNorm] = {}
         """The replaced layers, by their path in the algorithm."""
         modules = list(network.featurizer.named_modules())
-        kinds = {type(module) for _, module in modules if isinstance(module, _BatchNorm)}
-        if kinds != {nn.BatchNorm2d}:
-            has = " and ".join(sorted(kind.__name__ for kind in kinds)) or "no batch norm"
+        kinds = {type(module).__name__ for _, module in modules if isinstance(module, _BatchNorm)}
+        if not kinds or kinds - {"BatchNorm2d", "BatchNormAct2d"}:
+            has = " and ".join(sorted(kinds)) or "no batch norm"
             raise UserError(
-                "algorithm 'DSON' replaces batch norms of type BatchNorm2d, but this backbone has "
-                f"{has}: choose a ResNet"
+                "algorithm 'DSON' replaces batch norms of type BatchNorm2d or BatchNormAct2d, but "
+                f"this backbone has {has}: choose a ResNet or an EfficientNet"
             )
         for name, norm in modules:
             if isinstance(norm, nn.BatchNorm2d):
