@@ -26,7 +26,7 @@ from torch import nn
 
 from steppe.algorithms import algorithm_names, algorithm_spec
 from steppe.domains import load
-from steppe.errors import UserError
+from steppe.errors import UserError, unknown
 from steppe.optim import optimizer_spec
 from steppe.training import RunConfig, RunDirectory, make_config
 from steppe.training.execution import WARM_UP, Engine, Gears
@@ -37,6 +37,7 @@ from steppe.training.update import Passes
 
 BASELINE = "ERM"  # of algorithms
 PLAIN = {"precision": "fp32", "engine": "off", "data": "host"}
+RIVALS = ("plain", "strict")  # plain training with torch's defaults, and in strict fp32
 DOMAINBED = "DomainBed, ERM with Adam"
 AT_HAND = "ms per step, batch at hand"
 
@@ -46,6 +47,7 @@ class Options(RunOptions):
     batch: int = option(24, "Images per step, over all source domains.", min=2)
     algorithm: list[str] | None = option(None, "Compare with ERM; repeatable, or 'all'.")
     baseline: str = option("adam", "The optimizer to compare with.")
+    rival: list[str] | None = option(None, "plain, strict, or none (default: both).")
     rounds: int = option(5, "Number of measurements.", min=1)
     steps: int = option(4, "Steps per measurement.", min=1)
     dataset: str | None = option(None, "A built-in dataset instead of a folder.", metavar="NAME")
@@ -173,12 +175,14 @@ def contenders(options: Options, images: Path) -> dict[str, RunConfig]:
     optimizers = tuple(dict.fromkeys((optimizer, options.baseline)))
     configs = {name: options.config(images, name) for name in optimizers}
     precision = resolve(options.precision, options.where, configs[options.baseline].optimizer)
-    if options.where.type != "cpu" or precision != "fp32":  # that is already plain
-        for name in optimizers:
-            configs[f"{name}, plain"] = options.config(images, name, **PLAIN)
-    if options.where.type == "cuda":  # where the two differ
-        for name in optimizers:
-            configs[f"{name}, strict"] = options.config(images, name, **PLAIN)
+    # On a CPU, fp32 is already plain, and the two do not differ.
+    known = RIVALS if options.where.type == "cuda" else RIVALS[: precision != "fp32"]
+    for rival in options.rival or RIVALS:
+        if rival not in (*RIVALS, "none"):
+            raise UserError(unknown("rival", rival, RIVALS))
+        if rival in known:
+            for name in optimizers:
+                configs[f"{name}, {rival}"] = options.config(images, name, **PLAIN)
     return configs
 
 

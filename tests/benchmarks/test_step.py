@@ -1,6 +1,7 @@
 """`benchmarks/step.py`: it times the real loop, from a pack; its parts are what they are called."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +172,14 @@ def test_memory_and_gears_on_a_gpu(images: Path) -> None:
     assert "on the device" in fad["images"]
     assert all(run["peak GiB"] > 0 for run in (fad, adam, plain))
     assert -0.5 < result["memory over adam, in parameter-sized buffers"] < 4
+
+
+def test_rivals_can_be_chosen(images: Path) -> None:
+    precise = options(images, batch=4, optimizer="sam", precision="bf16")
+    found = [list(step.contenders(replace(precise, rival=r), images)) for r in (None, ["none"])]
+    assert found == [["sam", "adam", "sam, plain", "adam, plain"], ["sam", "adam"]]
+    with pytest.raises(UserError, match="rival 'fast'"):
+        step.contenders(replace(precise, rival=["fast"]), images)
 
 
 def test_a_built_in_dataset_needs_no_folder(tmp_path: Path) -> None:
