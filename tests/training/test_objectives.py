@@ -14,6 +14,7 @@ from steppe.algorithms import ERM, Losses, Objective, algorithm, registry
 from steppe.averaging.swad import SWAD
 from steppe.domains import load
 from steppe.training import RunConfig, load_model, make_config, train
+from steppe.training.initial import initialize
 from steppe.training.trainer import Trainer
 
 SEEN: list[list[str]] = []
@@ -203,3 +204,15 @@ def test_initial_weights_have_a_seed_of_their_own(tmp_path: Path) -> None:
     assert not same(weights(seed=1), weights(seed=1, init_seed=7))
     assert not same(weights(5, seed=1, init_seed=7), weights(5, seed=2, init_seed=7))
     assert same(weights(5, seed=3), weights(5, seed=3, init_seed=3))
+
+
+def test_a_twin_differs_by_rounding_alone() -> None:
+    digits = {"dataset": "RotatedDigits", "targets": "75", "dropout": 0.0}
+    one, other = (
+        initialize(make_config({**digits, "twin": twin}), ("0", "1"), 1, 5).state_dict()
+        for twin in (0, 1)
+    )
+    for name, weights in one.items():
+        torch.testing.assert_close(other[name], weights, rtol=2.4e-7, atol=0.0)
+        if weights.is_floating_point() and weights.ndim > 1:  # others start at zero or one
+            assert (other[name] != weights).float().mean() > 0.9

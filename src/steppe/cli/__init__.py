@@ -23,7 +23,19 @@ try:
 except ModuleNotFoundError as error:  # a plain `pip install steppe` installs only torch
     raise SystemExit(missing(error)) from None
 
-from . import curvature, data, listing, merge, predict, protocol, reports, reproduce, runs, sweep
+from . import (
+    curvature,
+    data,
+    listing,
+    merge,
+    predict,
+    protocol,
+    reports,
+    reproduce,
+    runs,
+    study,
+    sweep,
+)
 from .suggest import Commands
 
 app = typer.Typer(
@@ -66,6 +78,7 @@ app.command()(reproduce.reproduce)
 for name, group in (
     ("data", data.app),
     ("sweep", sweep.app),
+    ("study", study.app),
     ("protocol", protocol.app),
     ("import", reports.import_app),
     ("curvature", curvature.app),

@@ -25,7 +25,7 @@ _Runs = Annotated[
     typer.Argument(metavar="RUN", help="Names of runs (default: all eligible runs)."),
 ]
 # A sweep varies these, or a worker sets them, so they are not options of all runs.
-_VARIED = (
+VARIED = (
     *("dataset", "targets", "sources", "algorithm", "optimizer", "averaging", "trial_seed", "seed"),
     *("draw", "space", "device", "version", "merged_from", "resolved", "data"),
 )
@@ -38,7 +38,7 @@ _VARIED = (
         *fields(Grid, "trials", min=1),
         *fields(Grid, "draws", min=0),
     ],
-    options=keys(*(key for key in RunConfig.model_fields if key not in _VARIED)),
+    options=keys(*(key for key in RunConfig.model_fields if key not in VARIED)),
     shortcuts=SHORTCUTS,
 )
 def sweep_plan(

@@ -40,6 +40,7 @@ class Grid:
         optimizers: comma-separated names; see 'steppe list optimizers'.
         averaging: comma-separated names; see 'steppe list averaging'.
         trials: number of trial seeds, which set the train/validation splits.
+        first_trial: the first of them; the others follow it.
         draws: hyperparameter samples per method; sample 0 is the space's defaults. 0 uses the
             settings of 'steppe train'.
         default_draw: whether the samples start with sample 0. Otherwise they start with sample 1.
@@ -65,6 +66,7 @@ class Grid:
     options: Mapping[str, Any] = field(default_factory=dict)
     tag: str = ""
     default_draw: bool = True
+    first_trial: int = 0
 
 
 def target_sets(spec: DatasetSpec, targets: str) -> list[tuple[str, ...]]:
@@ -114,7 +116,11 @@ def jobs(grid: Grid) -> Iterator[tuple[str, RunConfig]]:
     for dataset in grid.datasets:
         spec = dataset_spec(dataset)
         axes = product(
-            range(grid.trials), algorithms, optimizers, averaging, target_sets(spec, grid.targets)
+            range(grid.first_trial, grid.first_trial + grid.trials),
+            algorithms,
+            optimizers,
+            averaging,
+            target_sets(spec, grid.targets),
         )
         for trial, algorithm, optimizer, average, held_out in axes:
             values = {

@@ -98,6 +98,11 @@ class RunConfig(BaseModel):
     init_seed: int | None = _seed_key(
         None, description="Seed of initial weights (default: as seed)"
     )
+    twin: int = _seed_key(
+        0,
+        description="Repeat a run with another rounding: initial weights differ by N units in the "
+        "last place",
+    )
 
     draw: int | None = _seed_key(
         None, description="Use hyperparameter sample N; sample 0 is the defaults"

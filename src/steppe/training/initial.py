@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from steppe.algorithms import Algorithm
 from steppe.errors import UserError
 
@@ -38,6 +40,10 @@ def initialize(
                 f"the classifier of {run.path} does not fit {config.algorithm.name}: start from "
                 "another run, or from the file that 'steppe export' makes of this one"
             ) from None
+    if config.twin:
+        with torch.no_grad():
+            for weights in algorithm.parameters():
+                weights.mul_(1 + config.twin * torch.finfo(weights.dtype).eps)
     return algorithm
 
 
