@@ -312,7 +312,8 @@ class Walk:
         if self.backup is None:
             self.backup = [None] * len(self.theta) if self.spare is None else self.spare
             self.spare = None
-        for span in self.spans:  # one at a time, while its tensors are in the cache
+        # One at a time, while its tensors are in the cache; the norm left the last ones there.
+        for span in reversed(self.spans):
             part = span.tensors
             theta = self.theta[part]
             if part.start in self._saved:
