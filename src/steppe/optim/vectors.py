@@ -55,6 +55,16 @@ def dot(xs: Vector, ys: Vector, *, scratch: Vector | None = None) -> Tensor:
     return torch.stack([p.sum(dtype=_wide(xs)) for p in products]).sum()
 
 
+def dot_and_norm(xs: Vector, ys: Vector) -> tuple[Tensor, Tensor]:
+    """The inner product of two vectors and the norm of the second, which a CPU reads only once."""
+    if _dotted(xs) and _dotted(ys):
+        pairs = zip(_flat(xs), _flat(ys), strict=True)
+        both = torch.stack([torch.dot(v, y) for x, y in pairs for v in (x, y)])
+        inner, square = both.view(-1, 2).sum(0)
+        return inner, square.sqrt()
+    return dot(xs, ys), norm(ys)
+
+
 def like(xs: Vector) -> Vector:
     """Uninitialized memory for a vector of the same shape, strides and type."""
     return [torch.empty_like(x) for x in xs]

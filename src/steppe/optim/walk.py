@@ -252,6 +252,11 @@ class Walk:
         """Inner product over all groups and shards; a number or a tensor, like `norm`."""
         return _readable(self.total(vectors.dot(xs, ys, scratch=scratch)))
 
+    def along(self, xs: Vector, ys: Vector) -> Tensor | float:
+        """The multiple of `ys` that is the projection of `xs` onto it."""
+        inner, norm = vectors.dot_and_norm(xs, ys)
+        return _readable(self.total(inner)) / (self.length(norm) + self.xi) ** 2
+
     def total(self, value: Tensor) -> Tensor:
         """The sum over the processes that hold shards."""
         for group in self.groups:
