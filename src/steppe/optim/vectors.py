@@ -34,10 +34,14 @@ def norm(xs: Vector) -> Tensor:
 
     Accumulates half precision in float32: the norm of a scaled fp16 gradient overflows fp16.
     """
+    return cast(Tensor, torch.linalg.vector_norm(lengths(xs)))
+
+
+def lengths(xs: Vector) -> Tensor:
+    """Norms of the parts of a vector; their norm is the vector's."""
     if _dotted(xs):
-        return torch.stack([torch.dot(f, f) for f in _flat(xs)]).sum().sqrt()
-    lengths = torch.stack(torch._foreach_norm(xs, 2, dtype=_wide(xs)))
-    return cast(Tensor, torch.linalg.vector_norm(lengths))
+        return torch.stack([torch.dot(f, f) for f in _flat(xs)]).sqrt_()
+    return torch.stack(torch._foreach_norm(xs, 2, dtype=_wide(xs)))
 
 
 def dot(xs: Vector, ys: Vector, *, scratch: Vector | None = None) -> Tensor:
