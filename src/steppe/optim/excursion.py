@@ -77,7 +77,8 @@ class Excursion:
         self._held: Held = ()
         self._reached: set[Tensor] | None = None
         """The parameters that got a gradient, if the walk began without knowing them."""
-        self._spare: dict[Tensor, Tensor] = {}
+        self._spare: tuple[list[Any], Vector] = ([], [])
+        """Parameters, and the memory of the gradients that they had before the step."""
         self._sharded = False
         self._contexts = ExitStack()
 
@@ -184,19 +185,19 @@ class Excursion:
             self._still.forget()
         self.walk = None
         self._held = ()
-        self._spare = {}
+        self._spare = ([], [])
 
     def _clear(self, recycle: bool = False) -> None:
         """Drop all gradients; `recycle` keeps their memory for the backup of the weights.
 
         On a CPU, touching fresh pages costs many times more than writing to old ones.
         """
-        present = self._present()
         if recycle:
+            present = self._present()
             grads = [p.grad for p in present]
             if are_ours(grads, present):
-                self._spare = dict(zip(present, grads, strict=True))
-        for p in present:
+                self._spare = (present, grads)
+        for p in self._params:
             p.grad = None
 
     def _present(self) -> list[Any]:
@@ -226,15 +227,15 @@ class Excursion:
     def _depart(self, params: list[Any]) -> Walk:
         """Start the walk, now that the first pass shows which parameters take part."""
         self._sharded = any(map(distributed.is_sharded, params))
-        spare = [self._spare[p] for p in params if p in self._spare]
-        self._spare = {}
+        known, spare = self._spare
+        self._spare = ([], [])
         return Walk(
             params,
             self._shards(params),
             self._spans(params),
             xi=self._opt.xi * self._scale,
             scale=self._scale,
-            spare=spare if len(spare) == len(params) else None,
+            spare=None if differ(known, params) else spare,
             adopt=not self._sharded,
             groups=distributed.shard_groups(params) if self._sharded else (),
             memory=self._opt._memory,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Annotated, Any
 
-import torch
 from torch.optim import Optimizer
 
 from steppe.options import Option
 from steppe.search import RHO, Choice
 
+from . import vectors
 from .engine import FlatnessOptimizer
 from .registry import register_optimizer
 from .schedules import Hyper
@@ -75,12 +76,17 @@ class FriendlySAM(FlatnessOptimizer):
 
 
 def _after_g0(w: Walk, g0: Vector) -> Held:
-    m = w.averaged("mean", g0, old="lam")
     known = w.known("mean")  # a parameter's first ascent is along its gradient
-    past = [x if seen else torch.zeros_like(x) for x, seen in zip(m, known, strict=True)]
-    w.add_(g0, past, "sigma", sign=-1.0)
-    del past
-    w.climb(g0, "rho")
+    m: Vector = []
+    lengths = []
+    for span, mean in w.averaged("mean", g0, old="lam"):
+        m += mean
+        e, seen = g0[span.tensors], known[span.tensors]
+        if any(seen) and (sigma := span.coefficients["sigma"]) != 0:
+            vectors.add_(list(compress(e, seen)), list(compress(mean, seen)), -sigma)
+        if span.coefficients["rho"] != 0:
+            lengths.append(vectors.lengths(e))
+    w.climb(g0, "rho", norm=w.joined(lengths))
     w.remember("mean", m)
     return ()
 

@@ -74,7 +74,7 @@ class GSAM(FlatnessOptimizer):
 
 
 def _after_g1(w: Walk, g1: Vector, A: Vector) -> Held:
-    along = w.dot(A, g1) / (w.norm(g1) + w.xi) ** 2
+    along = w.along(A, g1)
     for span in w.spans:  # (1 + alpha along) g1 - alpha g0, while its tensors are in the cache
         alpha = span.coefficients["alpha"]
         new, old = g1[span.tensors], A[span.tensors]

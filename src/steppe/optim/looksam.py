@@ -97,9 +97,11 @@ class LookSAM(FlatnessOptimizer):
 
 
 def _after_g1(w: Walk, g1: Vector, A: Vector) -> Held:
-    along = w.dot(g1, A) / (w.norm(A) + w.xi) ** 2
-    torch._foreach_mul_(A, -along)
-    torch._foreach_add_(A, g1)
+    along = w.along(g1, A)
+    for span in w.spans:  # u = g1 - along g0, while its tensors are in the cache
+        u = A[span.tensors]
+        torch._foreach_mul_(u, -along)
+        torch._foreach_add_(u, g1[span.tensors])
     w.remember("orthogonal", A)
     return (g1,)
 

@@ -167,11 +167,9 @@ def _after_g0_adaptive(w: Walk, g0: Vector) -> Held:
             T = list(torch._foreach_abs(theta))
             torch._foreach_add_(T, eta)
             torch._foreach_mul_(g, T)
-            lengths.append(vectors.norm(g))
+            lengths.append(vectors.lengths(g))
             torch._foreach_mul_(g, T)
-    if lengths:  # otherwise nothing that moves got a gradient
-        length = w.length(torch.linalg.vector_norm(torch.stack(lengths)))  # |T g0|
-        w.climb(g0, "rho", norm=length)  # along T^2 g0
+    w.climb(g0, "rho", norm=w.joined(lengths))  # along T^2 g0, whose length counts as |T g0|
     return ()
 
 

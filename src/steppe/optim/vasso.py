@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from steppe.options import Option
 from steppe.search import RHO, Choice
 
+from . import vectors
 from .engine import FlatnessOptimizer
 from .registry import register_optimizer
 from .schedules import Hyper
@@ -72,8 +73,13 @@ class VaSSO(FlatnessOptimizer):
 
 
 def _after_g0(w: Walk, g0: Vector) -> Held:
-    m = w.averaged("mean", g0, new="tau")
-    w.climb(m, "rho", spend=False)
+    m: Vector = []
+    lengths = []
+    for span, mean in w.averaged("mean", g0, new="tau"):
+        m += mean
+        if span.coefficients["rho"] != 0:
+            lengths.append(vectors.lengths(mean))
+    w.climb(m, "rho", norm=w.joined(lengths), spend=False)
     w.remember("mean", m)
     return ()
 

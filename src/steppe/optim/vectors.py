@@ -34,10 +34,14 @@ def norm(xs: Vector) -> Tensor:
 
     Accumulates half precision in float32: the norm of a scaled fp16 gradient overflows fp16.
     """
+    return cast(Tensor, torch.linalg.vector_norm(lengths(xs)))
+
+
+def lengths(xs: Vector) -> Tensor:
+    """Norms of the parts of a vector; their norm is the vector's."""
     if _dotted(xs):
-        return torch.stack([torch.dot(f, f) for f in _flat(xs)]).sum().sqrt()
-    lengths = torch.stack(torch._foreach_norm(xs, 2, dtype=_wide(xs)))
-    return cast(Tensor, torch.linalg.vector_norm(lengths))
+        return torch.stack([torch.dot(f, f) for f in _flat(xs)]).sqrt_()
+    return torch.stack(torch._foreach_norm(xs, 2, dtype=_wide(xs)))
 
 
 def dot(xs: Vector, ys: Vector, *, scratch: Vector | None = None) -> Tensor:
@@ -53,6 +57,16 @@ def dot(xs: Vector, ys: Vector, *, scratch: Vector | None = None) -> Tensor:
         torch._foreach_copy_(scratch, xs)
         torch._foreach_mul_(scratch, ys)
     return torch.stack([p.sum(dtype=_wide(xs)) for p in products]).sum()
+
+
+def dot_and_norm(xs: Vector, ys: Vector) -> tuple[Tensor, Tensor]:
+    """The inner product of two vectors and the norm of the second, which a CPU reads only once."""
+    if _dotted(xs) and _dotted(ys):
+        pairs = zip(_flat(xs), _flat(ys), strict=True)
+        both = torch.stack([torch.dot(v, y) for x, y in pairs for v in (x, y)])
+        inner, square = both.view(-1, 2).sum(0)
+        return inner, square.sqrt()
+    return dot(xs, ys), norm(ys)
 
 
 def like(xs: Vector) -> Vector:

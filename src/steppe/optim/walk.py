@@ -8,7 +8,7 @@ method holds, or, at the last visit, return the direction for the base optimizer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,22 +176,21 @@ class Walk:
 
     def averaged(
         self, name: str, g: Vector, new: str | None = None, old: str | None = None
-    ) -> Vector:
+    ) -> Iterator[tuple[Span, Vector]]:
         """What was kept under a name, averaged with `g`; `g` itself where nothing was kept.
 
-        Pass the name of the coefficient that weights the new value or of the one that weights the
-        old value.
+        Yields span by span, for what follows while a span's tensors are in the cache. Pass the name
+        of the coefficient that weights the new value or of the one that weights the old value.
         """
         kept = self.recall(name, start=g)
-        found: Vector = []
         for span in self.spans:
             part = span.tensors
             if new is not None:
-                found += torch._foreach_lerp(kept[part], g[part], span.coefficients[new])
+                mean = torch._foreach_lerp(kept[part], g[part], span.coefficients[new])
             else:
                 assert old is not None
-                found += torch._foreach_lerp(g[part], kept[part], span.coefficients[old])
-        return found
+                mean = torch._foreach_lerp(g[part], kept[part], span.coefficients[old])
+            yield span, list(mean)
 
     def known(self, name: str) -> list[bool]:
         """For each parameter, whether anything was kept under a name."""
@@ -242,15 +241,24 @@ class Walk:
             d = [x for s in self.spans if s.coefficients[over] != 0 for x in d[s.tensors]]
             if not d:
                 return 0.0
-        return self.length(vectors.norm(d))
+        return self._length(vectors.norm(d))
 
-    def length(self, norm: Tensor) -> Tensor | float:
-        """The norm over all shards, given this process's; a number or a tensor, like `norm`."""
+    def joined(self, lengths: list[Tensor]) -> Tensor | float:
+        """The norm of a vector, given its parts' `vectors.lengths`; 0 if there are none."""
+        return self._length(torch.linalg.vector_norm(torch.cat(lengths))) if lengths else 0.0
+
+    def _length(self, norm: Tensor) -> Tensor | float:
+        """The norm over all shards, given this process's."""
         return _readable(self.total(norm.square()).sqrt() if self.groups else norm)
 
     def dot(self, xs: Vector, ys: Vector, *, scratch: Vector | None = None) -> Tensor | float:
         """Inner product over all groups and shards; a number or a tensor, like `norm`."""
         return _readable(self.total(vectors.dot(xs, ys, scratch=scratch)))
+
+    def along(self, xs: Vector, ys: Vector) -> Tensor | float:
+        """The multiple of `ys` that is the projection of `xs` onto it."""
+        inner, norm = vectors.dot_and_norm(xs, ys)
+        return _readable(self.total(inner)) / (self._length(norm) + self.xi) ** 2
 
     def total(self, value: Tensor) -> Tensor:
         """The sum over the processes that hold shards."""
@@ -312,7 +320,8 @@ class Walk:
         if self.backup is None:
             self.backup = [None] * len(self.theta) if self.spare is None else self.spare
             self.spare = None
-        for span in self.spans:  # one at a time, while its tensors are in the cache
+        # One at a time, while its tensors are in the cache; the norm left the last ones there.
+        for span in reversed(self.spans):
             part = span.tensors
             theta = self.theta[part]
             if part.start in self._saved:
