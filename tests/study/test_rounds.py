@@ -13,7 +13,7 @@ from steppe.errors import UserError
 from steppe.study import Method, Study, extend_study, load_study, plan_study, run_study
 from steppe.study.outcomes import Outcome, Slot, write_outcomes
 from steppe.study.rounds import needs
-from steppe.sweeps import read_plan, work
+from steppe.sweeps import read_plan, retry, work
 from steppe.training import read_config
 from tests import processes
 
@@ -158,6 +158,20 @@ def test_a_run_that_succeeds_later_counts(whole: Study, tmp_path: Path) -> None:
     failed = {**study.outcomes, slot: Outcome(None, error="diverged")}
     write_outcomes(path, study.plan.digest, failed)
     assert without_times(load_study(path)) == without_times(whole)
+
+
+def test_a_failed_run_is_run_again_after_a_retry(tmp_path: Path) -> None:
+    """It had ended the study's only claim; all other results were kept."""
+    path = tmp_path / "study"
+    settings = {**DIGITS, "targets": "75", "claims": [("bad", "sgd")], "twins": 0}
+    bad = Method(name="bad", optimizer="sgd", overrides=("optimizer.lr=1e30",))
+    plan_study(path, **settings, methods=[bad])
+    assert run_study(path, executed)
+    study = load_study(path)
+    assert len(study.outcomes) == 2 * 2
+    assert study.state.rulings[0].reason.startswith("failed: bad")
+    assert len(retry(read_plan(path / "sweep"))) == 2
+    assert [slot.method for slot in load_study(path).state.todo] == ["bad", "bad"]
 
 
 def test_errors_before_anything_is_written(tmp_path: Path) -> None:

@@ -133,15 +133,10 @@ def load_study(path: Path) -> Study:
     """Read a study, and add the results of runs that have finished to its ledger."""
     plan = read_design(path)
     known = read_outcomes(path, plan.digest)
-    while True:
-        found = state(plan, known)
-        retried = [slot for slot, outcome in known.items() if outcome.accuracy is None]
-        new = collect(path, plan, known, [*found.todo, *retried])
-        changed = {slot: one for slot, one in new.items() if known.get(slot) != one}
-        if not changed:
-            return Study(path, plan, known, found)
-        known |= changed
-        write_outcomes(path, plan.digest, known)
+    found = collect(path, plan, known)
+    if found != known:
+        write_outcomes(path, plan.digest, found)
+    return Study(path, plan, found, state(plan, found))
 
 
 def run_study(
@@ -189,8 +184,9 @@ def _grow(path: Path) -> bool:
 def round_line(study: Study) -> str:
     kinds = {slot.kind for slot in study.state.todo}
     runs = f"{len(study.state.todo)} runs"
-    if kinds == {"tune"}:
-        return f"tuning: {runs}"
+    for kind, words in (("tune", "tuning"), ("twin", "twins")):
+        if kinds == {kind}:
+            return f"{words}: {runs}"
     still = [r.claim.name for r in study.state.rulings if r.open and r.claim.confirmatory]
     return f"{runs} for {len(still)} open claims: {', '.join(still)}"
 
