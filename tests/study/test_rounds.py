@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from steppe.errors import UserError
 from steppe.study import Method, Study, extend_study, load_study, plan_study, run_study
+from steppe.study.decide import differences
+from steppe.study.design import Plan
 from steppe.study.outcomes import Outcome, Slot, write_outcomes
-from steppe.study.rounds import needs
+from steppe.study.rounds import needs, spread_of
 from steppe.sweeps import read_plan, retry, work
 from steppe.training import read_config
 from tests import processes
@@ -180,6 +183,12 @@ def test_errors_before_anything_is_written(tmp_path: Path) -> None:
         ({"targets": "76"}, "unknown target of RotatedDigits: '76'"),
         ({"smallest_effect": -1.0}, "smallest_effect=-1.0: Input should be greater than 0"),
         ({"overrides": ("stepps=3",)}, "stepps"),
+        ({"overrides": ("optimizer=adam",)}, "a study sets 'optimizer' itself"),
+        ({"alpha": 2.0}, "alpha=2.0: Input should be less than 1"),
+        ({"tune": {"optimzer.lr": [(1.0, True), (3.0, True)]}}, "no method has a number 'optimzer"),
+        ({"tune": {"optimizer.rho": [(0.1, False)]}}, "no method has a number 'optimizer.rho'"),
+        ({"tune": {"seed": [(1.0, False), (2.0, False)]}}, "a study sets 'seed' itself"),
+        ({"claims": [("AdamW", "sgd"), ("adamw", "sgd")]}, "two claims compare"),
         (
             {"methods": [Method(name="mine", optimizer="sgd")]},
             "no claim compares the method 'mine'",
@@ -195,3 +204,11 @@ def test_a_forecast_counts_seeds_and_hours(whole: Study) -> None:
     assert need.apart.power < 0.2, "three seeds are too few"
     assert need.hours == pytest.approx(3 * 2 * 18 / 3600)
     assert not needs(whole, {}, {})
+
+
+def test_a_pilot_has_few_seeds(whole: Study) -> None:
+    values = differences(whole.plan.design, whole.outcomes, whole.plan.claims[0])
+    assert spread_of(whole) == {"adamw - sgd": pytest.approx(np.std(values, ddof=1))}
+    design = whole.plan.design.model_copy(update={"first_seeds": 7, "max_seeds": 60})
+    early = replace(whole, plan=Plan(design=design, digest=design.digest()))
+    assert spread_of(early) == spread_of(whole), "before the first look, too"

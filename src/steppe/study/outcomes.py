@@ -22,10 +22,13 @@ from steppe.sealed import Broken, seal, unseal
 FILE = "outcomes.json"
 
 
+Kind = Literal["tune", "run", "twin"]
+
+
 class Slot(NamedTuple):
     """The place of a run in a study."""
 
-    kind: Literal["tune", "run", "twin"]
+    kind: Kind
     method: str
     seed: int
     target: str
@@ -95,6 +98,6 @@ def read_outcomes(path: Path, digest: str) -> dict[Slot, Outcome]:
         raise UserError(f"{file} is damaged: {first}") from None
 
 
-def hours(found: Outcomes, kinds: Iterable[str] = ("tune", "run", "twin")) -> float:
+def hours(found: Outcomes, kinds: Iterable[Kind] = ("tune", "run", "twin")) -> float:
     """Time of runs; runs that share a GPU count one by one."""
     return sum(o.seconds for slot, o in found.items() if slot.kind in set(kinds)) / 3600

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 from steppe.domains import dataset_spec
@@ -13,8 +14,9 @@ from steppe.errors import RunError, UserError
 from steppe.optim import optimizer_spec
 from steppe.sweeps import Sweep, cost, jobs, look, read_plan, target_sets
 from steppe.sweeps.growing import growing
+from steppe.training.config import RunConfig
 
-from .decide import State, state
+from .decide import State, differences, state
 from .design import FILE, Claim, Design, Method, Plan, parsed, read_design, write_design
 from .outcomes import Outcome, Slot, read_outcomes, write_outcomes
 from .power import Forecast, forecast
@@ -67,26 +69,30 @@ def plan_study(
             "exploratory claims, or plan another study in a new folder"
         )
     own = {method.name: method for method in methods}
-    pairs = [Claim(a=a, b=b) for a, b in claims]
-    pairs += [Claim(a=a, b=b, confirmatory=False) for a, b in explore]
+    if len(own) < len(methods):
+        raise UserError(f"two methods have the same name: {[m.name for m in methods]}")
+
+    def claimed(pair: tuple[str, str], confirmatory: bool) -> Claim:
+        a, b = (name if name in own else optimizer_spec(name).name for name in pair)
+        return Claim(a=a, b=b, confirmatory=confirmatory)
+
+    pairs = [claimed(pair, True) for pair in claims] + [claimed(pair, False) for pair in explore]
     used = dict.fromkeys(name for claim in pairs for name in (claim.a, claim.b))
     for name in own.keys() - used.keys():
         raise UserError(f"no claim compares the method {name!r}: leave it out, or add --claim")
-    chosen = [own.get(name) or _by_optimizer(name, own) for name in used]
-    sets = ["+".join(domains) for domains in target_sets(dataset_spec(dataset), targets)]
-    level = settings.get("alpha", Design.model_fields["alpha"].default) / max(1, len(claims))
     values = {
-        "first_seeds": first_look(level),
         **settings,
         "dataset": dataset,
-        "targets": sets,
+        "targets": ["+".join(held) for held in target_sets(dataset_spec(dataset), targets)],
         "claims": pairs,
-        "methods": chosen,
+        "methods": [own.get(name) or Method(name=name, optimizer=name) for name in used],
     }
     design: Design = parsed(Design, values, "the study")
+    if "first_seeds" not in settings:
+        values["first_seeds"] = min(first_look(design.level), design.max_seeds)
     # Every config is built before anything is written, so that its errors come first.
-    with_tries = [_with_tries(design, method, tune or {}) for method in design.methods]
-    design = design.model_copy(update={"methods": tuple(with_tries)})
+    values["methods"] = _with_tries(design, tune or {})
+    design = parsed(Design, values, "the study")
     plan = Plan(design=design, digest=design.digest(), commands=(command,) if command else ())
     first = state(plan, {}).todo
     path.mkdir(parents=True, exist_ok=True)
@@ -95,26 +101,36 @@ def plan_study(
     return load_study(path)
 
 
-def _by_optimizer(name: str, own: Mapping[str, Method]) -> Method:
-    return Method(name=name, optimizer=optimizer_spec(name).name)
-
-
 def _with_tries(
-    design: Design, method: Method, tune: Mapping[str, Sequence[tuple[float, bool]]]
-) -> Method:
-    """The method with all combinations of the tuned settings that it has."""
-    config = next(jobs(grid(design, Slot("run", method.name, 0, design.targets[0]), ())))[1]
-    options = {f"optimizer.{key}": value for key, value in config.optimizer.options.items()}
-    fixed = {text.partition("=")[0] for text in method.overrides}
-    texts = []
-    for key, values in tune.items():
-        if key in fixed or (key.startswith("optimizer.") and key not in options):
-            continue
-        default = options[key] if key in options else getattr(config, key)
-        texts.append(
-            [f"{key}={float(f'{default * v if relative else v:.4g}'):g}" for v, relative in values]
-        )
-    return method.model_copy(update={"tries": tuple(product(*texts)) if texts else ()})
+    design: Design, tune: Mapping[str, Sequence[tuple[float, bool]]]
+) -> tuple[Method, ...]:
+    """The methods, each with all combinations of the tuned settings that it has."""
+    found, left = [], dict.fromkeys(tune)
+    for method in design.methods:
+        config = next(jobs(grid(design, Slot("run", method.name, 0, design.targets[0]), ())))[1]
+        fixed = {text.partition("=")[0].strip() for text in method.overrides}
+        texts = []
+        for key, values in tune.items():
+            default = _number(config, key)
+            if key in fixed or default is None:
+                continue
+            left.pop(key, None)
+            numbers = [default * value if relative else value for value, relative in values]
+            texts.append([f"{key}={float(f'{number:.4g}'):g}" for number in numbers])
+        tries = tuple(product(*texts)) if texts else ()
+        found.append(method.model_copy(update={"tries": tries}))
+    for key in left:
+        raise UserError(f"no method has a number {key!r} to tune, such as optimizer.lr")
+    return tuple(found)
+
+
+def _number(config: RunConfig, key: str) -> float | None:
+    """The value of a setting such as `optimizer.lr`; None if it is not a number."""
+    field, dot, option = key.partition(".")
+    value = getattr(config, field, None)
+    if dot:
+        value = getattr(value, "options", {}).get(option)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def extend_study(path: Path, pairs: Iterable[tuple[str, str]], command: str = "") -> Study:
@@ -228,11 +244,12 @@ def needs(study: Study, spreads: Mapping[str, float], seconds: Mapping[str, floa
 
 
 def spread_of(study: Study) -> dict[str, float]:
-    """The spread of every claim over the seeds of a finished or running study, its pilot."""
+    """The spread of every claim over the seeds that a pilot has run so far, if these are three."""
     found = {}
-    for ruling in study.state.rulings:
-        if ruling.last is not None:
-            found[ruling.claim.name] = ruling.last.spread
+    for claim in study.plan.claims:
+        values = differences(study.plan.design, study.outcomes, claim)
+        if len(values) > 2:
+            found[claim.name] = stdev(values)
     return found
 
 

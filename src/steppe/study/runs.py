@@ -13,8 +13,8 @@ from steppe.strangers import printable
 from steppe.sweeps import Grid, Job, Sweep, look, read_plan, write_plan
 
 from .decide import tuned
-from .design import Design, Plan
-from .outcomes import Outcome, Outcomes, Slot
+from .design import Design, Method, Plan
+from .outcomes import Kind, Outcome, Outcomes, Slot
 
 FOLDER = "sweep"
 TUNING_SEED = 1000
@@ -54,7 +54,7 @@ def grid(design: Design, slot: Slot, settings: Iterable[str]) -> Grid:
     )
 
 
-def tag_of(kind: str, method: str, choice: int) -> str:
+def tag_of(kind: Kind, method: str, choice: int) -> str:
     """The end of the names of a method's runs."""
     return method if kind == "run" else f"{method}.{kind}{choice or ''}"
 
@@ -80,19 +80,21 @@ def plan_runs(path: Path, plan: Plan, outcomes: Outcomes, slots: Iterable[Slot])
 
 def slots(design: Design, sweep: Sweep) -> dict[str, Slot]:
     """The place of every run of the sweep in the study."""
-    kinds = {
-        tag_of(kind, method.name, choice): (kind, method.name, choice)
-        for method in design.methods
-        for kind, choices in (("run", 1), ("twin", 1), ("tune", len(method.tries)))
-        for choice in range(choices)
-    }
+    places = {tag_of(*place): place for method in design.methods for place in _places(method)}
     found = {}
-    for name, axes in sweep.axes.items():
-        if (place := kinds.get(axes.get("tag", ""))) is not None:
-            kind, method, choice = place
+    for run, axes in sweep.axes.items():
+        if axes.get("tag") in places:
+            kind, method, choice = places[axes["tag"]]
             seed = axes["trial"] - (TUNING_SEED if kind == "tune" else 0)
-            found[name] = Slot(kind, method, seed, axes["targets"], choice)
+            found[run] = Slot(kind, method, seed, axes["targets"], choice)
     return found
+
+
+def _places(method: Method) -> list[tuple[Kind, str, int]]:
+    tuning: list[tuple[Kind, str, int]] = [
+        ("tune", method.name, i) for i in range(len(method.tries))
+    ]
+    return [("run", method.name, 0), ("twin", method.name, 0), *tuning]
 
 
 def collect(path: Path, plan: Plan, known: Outcomes) -> dict[Slot, Outcome]:
