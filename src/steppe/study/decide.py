@@ -96,9 +96,10 @@ def rule(design: Design, outcomes: Outcomes, claim: Claim) -> Ruling:
         verdict = judge(looks[-1], design.smallest_effect)
         if verdict != "undecided":
             return Ruling(claim, verdict, tuple(looks), open=False)
-    failed = sorted({f"{s.method} on {s.target}, seed {s.seed}" for s in _failed(outcomes, claim)})
-    if failed:
-        return Ruling(claim, "undecided", tuple(looks), False, f"failed: {'; '.join(failed)}")
+    if failed := sorted(_failed(outcomes, claim)):
+        more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
+        reason = f"failed: {failed[0].method} on {failed[0].target}, seed {failed[0].seed}{more}"
+        return Ruling(claim, "undecided", tuple(looks), False, reason)
     if len(values) >= design.max_seeds:
         reason = f"{design.max_seeds} seeds did not decide it"
         return Ruling(claim, "undecided", tuple(looks), False, reason)
