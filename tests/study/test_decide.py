@@ -73,7 +73,7 @@ def simulated(
     made = design(claims, targets=("60",), **own)
     rng, found = np.random.default_rng(seed), []
     for _ in range(studies):
-        shared = rng.normal(0, 4, (made.max_seeds, 1))  # the split and the batches: paired
+        shared = rng.normal(-30, 4, (made.max_seeds, 1))  # the split and the batches: paired
         table = {name: shared + rng.normal(mean, 1, shared.shape) for name, mean in means.items()}
         known = outcomes(made, table)
         found.append([rule(made, known, claim).verdict for claim in made.claims])

@@ -141,6 +141,11 @@ def test_a_damaged_ledger_is_named(whole: Study, tmp_path: Path) -> None:
     path = tmp_path / "study"
     path.mkdir()
     shutil.copy(whole.path / "study.json", path)
+
+    def ledger(slot: list[object], accuracy: float | None) -> str:
+        rows = [[slot, {"accuracy": accuracy}]]
+        return json.dumps({"study": whole.plan.digest, "outcomes": rows})
+
     text = (whole.path / "outcomes.json").read_text()
     for damage, words in (
         (text.replace('"seconds"', '"sekonds"'), "does not match its checksum"),
@@ -148,10 +153,24 @@ def test_a_damaged_ledger_is_named(whole: Study, tmp_path: Path) -> None:
         ('{"study": "another"}', "belongs to a study with another design"),
         (json.dumps({"study": whole.plan.digest, "outcomes": [[["run"], {}]]}), "is damaged"),
         (json.dumps({"study": whole.plan.digest, "outcomes": [3]}), "is damaged"),
+        (ledger(["run", "sgd", 0, "60"], float("nan")), "row 1, 1.accuracy=nan"),
+        (ledger(["run", "sgd", 0, "60"], 500.0), "less than or equal to 100"),
+        (ledger(["run", "sgd", 0, "61"], None), "no run of this study is"),
+        (ledger(["run", "fad", 0, "60"], None), "no run of this study is"),
     ):
         (path / "outcomes.json").write_text(damage)
         with pytest.raises(UserError, match=words):
             load_study(path)
+
+
+def test_a_study_is_read_where_nothing_can_be_written(
+    whole: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shutil.copytree(whole.path, tmp_path / "study")
+    (path / "outcomes.json").unlink()
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert without_times(load_study(path)) == without_times(whole)
+    assert not (path / "outcomes.json").exists()
 
 
 def test_a_run_that_succeeds_later_counts(whole: Study, tmp_path: Path) -> None:

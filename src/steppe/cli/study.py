@@ -111,7 +111,7 @@ def study_plan(
     asked = command("steppe", *sys.argv[1:])
     wanted, exploratory = ([_pair(text) for text in given or ()] for given in (claim, explore))
     if extend:
-        if wanted or not exploratory:
+        if wanted or method or tune or budget or dataset or not exploratory:
             raise UserError("--extend adds exploratory claims only: pass --explore A:B")
         made = study.extend_study(path, exploratory, asked)
         print(printable(f"{path}: {len(made.plan.added)} exploratory claims added"))

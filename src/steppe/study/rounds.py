@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -146,11 +147,14 @@ def extend_study(path: Path, pairs: Iterable[tuple[str, str]], command: str = ""
 
 
 def load_study(path: Path) -> Study:
-    """Read a study, and add the results of runs that have finished to its ledger."""
+    """Read a study, and add the results of runs that have finished to its ledger.
+
+    A folder that cannot be written to is only read.
+    """
     plan = read_design(path)
-    known = read_outcomes(path, plan.digest)
+    known = read_outcomes(path, plan)
     found = collect(path, plan, known)
-    if found != known:
+    if found != known and os.access(path, os.W_OK):
         write_outcomes(path, plan.digest, found)
     return Study(path, plan, found, state(plan, found))
 
@@ -204,7 +208,7 @@ def round_line(study: Study) -> str:
         if kinds == {kind}:
             return f"{words}: {runs}"
     still = [r.claim.name for r in study.state.rulings if r.open and r.claim.confirmatory]
-    return f"{runs} for {len(still)} open claims: {', '.join(still)}"
+    return f"{runs}, open claims: {', '.join(still)}"
 
 
 @dataclass(frozen=True)
