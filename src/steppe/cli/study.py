@@ -253,6 +253,12 @@ def _show_forecast(made: Study, spreads: dict[str, float], estimate: bool, as_js
             f"{design.max_seeds} seeds can hardly decide a claim: this is a pilot. A study needs "
             f"--max-seeds {needed} or more."
         )
+    first = sum(seconds.get(slot.method, 0.0) for slot in made.state.todo) / 3600
+    if design.budget_hours is not None and first > design.budget_hours:
+        print(
+            f"The first runs take an estimated {first:,.1f} hours, more than the budget of "
+            f"{design.budget_hours:g}, and are not stopped: plan fewer claims or shorter runs."
+        )
     start = command("steppe", "study", "run", made.path)
     print(
         f"{printable(made.path)}: {len(made.state.todo):,} first runs planned, for a first look at "

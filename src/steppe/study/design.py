@@ -140,6 +140,8 @@ class Plan(_Fixed):
     digest: str
     added: tuple[Claim, ...] = ()
     commands: tuple[str, ...] = ()
+    steppe: str = ""
+    """The version that planned it."""
 
     @property
     def claims(self) -> tuple[Claim, ...]:

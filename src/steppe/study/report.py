@@ -29,6 +29,7 @@ def study_report(study: Study) -> dict[str, Any]:
     design = study.plan.design
     return {
         "study": study.plan.digest,
+        "steppe": study.plan.steppe,
         "dataset": design.dataset,
         "targets": list(design.targets),
         "endpoint": design.endpoint,
@@ -186,7 +187,8 @@ def notes(found: Mapping[str, Any]) -> list[str]:
         said.append("Exploratory claims are not corrected for their number, and prove nothing.")
     spent = sum(found["hours"].values())
     limit = "" if found["budget hours"] is None else f" of {found['budget hours']:g}"
-    said.append(f"Spent: {spent:.2f}{limit} hours of runs. Design {found['study']}.")
+    said.append(f"Spent: {spent:.2f}{limit} hours of runs.")
+    said.append(f"Design {found['study']}, planned with steppe {found['steppe']}.")
     return said
 
 

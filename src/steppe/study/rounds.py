@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
+from steppe import __version__
 from steppe.domains import dataset_spec
 from steppe.errors import RunError, UserError
 from steppe.optim import optimizer_spec
@@ -94,7 +95,8 @@ def plan_study(
     # Every config is built before anything is written, so that its errors come first.
     values["methods"] = _with_tries(design, tune or {})
     design = parsed(Design, values, "the study")
-    plan = Plan(design=design, digest=design.digest(), commands=(command,) if command else ())
+    commands = (command,) if command else ()
+    plan = Plan(design=design, digest=design.digest(), commands=commands, steppe=__version__)
     first = state(plan, {}).todo
     path.mkdir(parents=True, exist_ok=True)
     plan_runs(path, plan, {}, first)
