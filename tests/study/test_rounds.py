@@ -62,6 +62,7 @@ def test_a_study_runs_to_its_end(whole: Study) -> None:
     assert len(seeds) == 2 * 3, "methods share their seeds, and twins those of the runs"
     assert {c.twin for c in configs} == {0, 1}
     assert all(c.averaging.name == "sma" and c.evaluate_both for c in configs)
+    assert {c.averaging.options["start"] for c in configs} == {1}, "not after the last update"
     assert all(o.other is not None and o.seconds > 0 for o in whole.outcomes.values())
 
 

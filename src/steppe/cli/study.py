@@ -235,7 +235,7 @@ def _show_forecast(made: Study, spreads: dict[str, float], estimate: bool, as_js
                     for f in (one.apart, one.same)
                     for cell in (f"{100 * f.power:.0f}%", _seeds(f.enough, design.max_seeds))
                 ),
-                "" if one.hours is None else f"{one.hours:,.1f}",
+                "" if one.hours is None else f"{one.hours:,.2f}",
             )
             for one in found
         ]
@@ -256,7 +256,7 @@ def _show_forecast(made: Study, spreads: dict[str, float], estimate: bool, as_js
     first = sum(seconds.get(slot.method, 0.0) for slot in made.state.todo) / 3600
     if design.budget_hours is not None and first > design.budget_hours:
         print(
-            f"The first runs take an estimated {first:,.1f} hours, more than the budget of "
+            f"The first runs take an estimated {first:,.2f} hours, more than the budget of "
             f"{design.budget_hours:g}, and are not stopped: plan fewer claims or shorter runs."
         )
     start = command("steppe", "study", "run", made.path)

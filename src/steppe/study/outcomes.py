@@ -48,7 +48,7 @@ class Outcome:
     Attributes:
         accuracy: on all images of the held-out domains, of the study's endpoint; in percent. None
             if the run failed.
-        other: of the other endpoint (the raw weights beside their average), if it was evaluated.
+        other: of the raw weights beside their average, on test images alone, if it was evaluated.
         validation: on source validation images, in percent.
         seconds: of updates and evaluations.
         device: where it ran.

@@ -61,7 +61,7 @@ def _claim(study: Study, ruling: Ruling) -> dict[str, Any]:
         "level": 1 - (design.level if claim.confirmatory else design.alpha),
         "looks": [vars(look) for look in ruling.looks],
         "over targets": _over_targets(study, ruling),
-        "other endpoint": _other(study, ruling),
+        "raw weights": _raw_weights(study, ruling),
     }
 
 
@@ -91,8 +91,8 @@ def _over_targets(study: Study, ruling: Ruling) -> dict[str, Any] | None:
     return {"low": found.low, "high": found.high, "targets": found.units} if found.spread else None
 
 
-def _other(study: Study, ruling: Ruling) -> float | None:
-    """The mean difference of the endpoint that does not decide."""
+def _raw_weights(study: Study, ruling: Ruling) -> float | None:
+    """The mean difference before averaging, which decides nothing."""
     a, b = _pairs(study, ruling, "other")
     shared = a.keys() & b.keys()
     return 100 * fmean(a[key] - b[key] for key in shared) if shared else None
@@ -178,6 +178,11 @@ def notes(found: Mapping[str, Any]) -> list[str]:
         f"{share:g}% confidence. They are about these targets. Intervals over targets (Student's "
         "t, 95%) are about other targets and decide nothing."
     ]
+    if found["endpoint"] == "average":
+        said.append(
+            "Raw weights: the difference before averaging, on the targets' test images alone. It "
+            "decides nothing."
+        )
     if (floor := found["rounding"]) is not None:
         said.append(
             f"Rounding: {floor['pairs']} runs of {floor['method']} repeated with another rounding "
@@ -195,7 +200,7 @@ def notes(found: Mapping[str, Any]) -> list[str]:
 def tables(found: Mapping[str, Any]) -> list[TextTable]:
     average = "averaged weights" if found["endpoint"] == "average" else "raw weights"
     claims = [_claim_row(claim) for claim in found["claims"]]
-    head = ("claim", "verdict", "points", "over seeds", "over targets", "seeds", "other endpoint")
+    head = ("claim", "verdict", "points", "over seeds", "over targets", "seeds", "raw weights")
     rows = [
         (one["name"], *(_number(one[key]) for key in ("accuracy", "seeds", "seconds")))
         for one in found["methods"]
@@ -220,7 +225,7 @@ def _table(title: str, head: tuple[str, ...], rows: list[Any], names: int) -> Te
 def _claim_row(claim: Mapping[str, Any]) -> tuple[str, ...]:
     last = claim["looks"][-1] if claim["looks"] else None
     name = f"{claim['a']} - {claim['b']}" + ("" if claim["confirmatory"] else " (exploratory)")
-    across, other = claim["over targets"], claim["other endpoint"]
+    across, raw = claim["over targets"], claim["raw weights"]
     return (
         name,
         claim["verdict"] + (" so far" if claim["open"] else ""),
@@ -228,7 +233,7 @@ def _claim_row(claim: Mapping[str, Any]) -> tuple[str, ...]:
         "" if last is None else _range(last).strip(),
         "" if across is None else _range(across).strip(),
         "" if last is None else str(last["seeds"]),
-        "" if other is None else _signed(other),
+        "" if raw is None else _signed(raw),
     )
 
 

@@ -93,7 +93,7 @@ def plan_study(
     if "first_seeds" not in settings:
         values["first_seeds"] = min(first_look(design.level), design.max_seeds)
     # Every config is built before anything is written, so that its errors come first.
-    values["methods"] = _with_tries(design, tune or {})
+    values["methods"] = _completed(design, tune or {})
     design = parsed(Design, values, "the study")
     commands = (command,) if command else ()
     plan = Plan(design=design, digest=design.digest(), commands=commands, steppe=__version__)
@@ -104,10 +104,14 @@ def plan_study(
     return load_study(path)
 
 
-def _with_tries(
+def _completed(
     design: Design, tune: Mapping[str, Sequence[tuple[float, bool]]]
 ) -> tuple[Method, ...]:
-    """The methods, each with all combinations of the tuned settings that it has."""
+    """The methods, each with all combinations of the tuned settings that it has.
+
+    Their average covers at least the second half of a run: its default start may be after the last
+    update of a short one.
+    """
     found, left = [], dict.fromkeys(tune)
     for method in design.methods:
         config = next(jobs(grid(design, Slot("run", method.name, 0, design.targets[0]), ())))[1]
@@ -121,7 +125,10 @@ def _with_tries(
             numbers = [default * value if relative else value for value, relative in values]
             texts.append([f"{key}={float(f'{number:.4g}'):g}" for number in numbers])
         tries = tuple(product(*texts)) if texts else ()
-        found.append(method.model_copy(update={"tries": tries}))
+        overrides, start = method.overrides, _number(config, "averaging.start")
+        if method.averaging == "none" and start is not None and start > config.steps // 2:
+            overrides = (f"averaging.start={config.steps // 2}", *overrides)
+        found.append(method.model_copy(update={"tries": tries, "overrides": overrides}))
     for key in left:
         raise UserError(f"no method has a number {key!r} to tune, such as optimizer.lr")
     return tuple(found)
