@@ -1,5 +1,6 @@
 """`study.report`: what a reader sees of the verdicts."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,21 +8,21 @@ import pytest
 from steppe.study import Study
 from steppe.study.decide import state
 from steppe.study.outcomes import Outcome, Slot
-from steppe.study.report import reach, sentence, study_report
+from steppe.study.report import reach, sentence, study_report, to_text
 from tests.study.test_decide import design, planned
 
 
-def study(*, failed: bool = False, scale: float = 1.0) -> Study:
+def study(*, a: str = "fad", failed: bool = False, scale: float = 1.0) -> Study:
     """FAD is 20 points better than SGD on one target."""
-    plan = planned(design([("fad", "sgd")], targets=("60",), max_seeds=8))
+    plan = planned(design([(a, "sgd")], targets=("60",), max_seeds=8))
     known = {
         Slot("run", name, seed, "60"): Outcome(mean + spread * (seed * 7 % 5), seconds=10.0)
-        for name, mean, spread in (("fad", 70.0, scale), ("sgd", 50.0, 0.0))
+        for name, mean, spread in ((a, 70.0, scale), ("sgd", 50.0, 0.0))
         for seed in range(7)
     }
     if failed:
         for seed in (0, 1):
-            known[Slot("run", "fad", seed, "60")] = Outcome(None, error="diverged")
+            known[Slot("run", a, seed, "60")] = Outcome(None, error="diverged")
     return Study(Path("studies/one"), plan, known, state(plan, known))
 
 
@@ -46,6 +47,15 @@ def test_an_interval_near_zero_has_the_digits_that_decide() -> None:
     last = {"mean": -0.001, "low": -0.9, "high": 0.9, "seeds": 9}
     text = sentence({**claim, "verdict": "equivalent", "looks": [last]}, 1.0)
     assert "they differ by less than 1 point (+0.00 points [-0.90" in text
+
+
+@pytest.mark.parametrize("form", ["terminal", "markdown", "html"])
+def test_names_are_text(form: str) -> None:
+    """A downloaded study's: no control codes in a terminal, no markup in a page."""
+    text = to_text(study(a="x\x1b[31m<b>"), form)
+    assert "\x1b" not in text
+    assert "\\x1b" in text
+    assert not (form != "terminal" and re.search(r"(?<!\\)<b>", text))
 
 
 def test_equal_differences_are_shown_without_an_interval() -> None:

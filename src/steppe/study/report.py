@@ -13,9 +13,9 @@ from typing import Any
 from steppe import console
 from steppe.errors import UserError
 from steppe.reports.differences import between
-from steppe.reports.render import TextCell, TextTable, to_markdown, to_terminal
+from steppe.reports.render import TextCell, TextTable, escape_markdown, to_markdown, to_terminal
 from steppe.reports.values import dumps
-from steppe.strangers import command
+from steppe.strangers import command, printable
 
 from .decide import Ruling, tuned, twin_slots
 from .outcomes import Slot, hours
@@ -259,19 +259,20 @@ def to_text(study: Study, form: str) -> str:
 
 def _terminal(found: Mapping[str, Any]) -> str:
     shown = console.printed([to_terminal(one) for one in tables(found)])
-    return "\n".join([*summary(found), "", shown, *notes(found)]) + "\n"
+    first, last = (map(printable, lines) for lines in (summary(found), notes(found)))
+    return "\n".join([*first, "", shown, *last]) + "\n"
 
 
 def _markdown(found: Mapping[str, Any]) -> str:
-    first, *claims = summary(found)
-    commands = "\n".join(found["commands"])
+    first, *claims = (escape_markdown(printable(line)) for line in summary(found))
+    commands = "\n".join(map(printable, found["commands"]))
     return "\n".join(
         [
             f"{first}\n",
             *(f"- {claim}" for claim in claims),
             "",
             *(to_markdown(one) for one in tables(found)),
-            *(f"- {note}" for note in notes(found)),
+            *(f"- {escape_markdown(printable(note))}" for note in notes(found)),
             *("", "```bash", commands, "```"),
             "",
         ]
@@ -280,23 +281,22 @@ def _markdown(found: Mapping[str, Any]) -> str:
 
 def _html(found: Mapping[str, Any]) -> str:
     """One self-contained page, without scripts."""
-    esc = html.escape
-    first, *claims = summary(found)
-    commands = "\n".join(found["commands"])
+    first, *claims = map(printable, summary(found))
+    commands = "\n".join(map(printable, found["commands"]))
     parts = [
         "<!doctype html>",
-        f'<html lang="en"><head><meta charset="utf-8"><title>{esc(first)}</title>',
+        f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(first)}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{_CSS}</style></head><body><main>",
-        f"<h1>{esc(first)}</h1><ul>",
-        *(f"<li>{esc(claim)}</li>" for claim in claims),
-        f"</ul><figure>{''.join(figures(found))}<figcaption>{esc(_CAPTION)}</figcaption></figure>",
+        f"<h1>{html.escape(first)}</h1><ul>",
+        *(f"<li>{html.escape(claim)}</li>" for claim in claims),
+        f"</ul><figure>{''.join(figures(found))}<figcaption>{html.escape(_CAPTION)}</figcaption></figure>",
         *(_html_table(one) for one in tables(found)),
-        *(f"<p>{esc(note)}</p>" for note in notes(found)),
+        *(f"<p>{html.escape(note)}</p>" for note in notes(found)),
         "<h2>Run it again</h2>",
-        f"<pre>{esc(commands)}</pre>",
+        f"<pre>{html.escape(commands)}</pre>",
         "<details><summary>Design</summary>",
-        f"<pre>{esc(json.dumps(found['design'], indent=1))}</pre>",
+        f"<pre>{html.escape(json.dumps(found['design'], indent=1))}</pre>",
         "</details></main></body></html>",
     ]
     return "\n".join(parts) + "\n"
@@ -329,7 +329,7 @@ def _html_table(made: TextTable) -> str:
     def line(tag: str, cells: list[str]) -> str:
         kinds = (' class="name"' if i < made.names else "" for i in range(len(cells)))
         found = zip(kinds, cells, strict=True)
-        return f"<tr>{''.join(f'<{tag}{k}>{html.escape(c)}</{tag}>' for k, c in found)}</tr>"
+        return f"<tr>{''.join(f'<{tag}{k}>{html.escape(printable(c))}</{tag}>' for k, c in found)}</tr>"
 
     rows = "".join(line("td", [cell.text for cell in cells]) for cells in made.lines)
     head = line("th", list(made.headings))
@@ -368,7 +368,7 @@ def _figure(claim: Mapping[str, Any], smallest: float) -> str:
         ax.vlines(seeds[-1], low[-1], high[-1], color="#c84f00", lw=1.5)
         ax.set_xlim(seeds[0] - 1, seeds[-1] + 1)
     title = f"{claim['a']} - {claim['b']}: {claim['verdict']}"
-    ax.set_title(title, fontsize=9, parse_math=False)
+    ax.set_title(printable(title), fontsize=9, parse_math=False)
     ax.set_xlabel("seeds")
     ax.set_ylabel("points")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
