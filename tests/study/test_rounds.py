@@ -226,6 +226,12 @@ def test_a_forecast_counts_seeds_and_hours(whole: Study) -> None:
     assert not needs(whole, {}, {})
 
 
+def test_an_average_starts_where_the_user_says(tmp_path: Path) -> None:
+    settings = {**DIGITS, "overrides": (*TINY, "averaging.start=2")}
+    study = plan_study(tmp_path / "study", **settings)
+    assert not any(method.overrides for method in study.plan.design.methods)
+
+
 def test_a_pilot_has_few_seeds(whole: Study) -> None:
     values = differences(whole.plan.design, whole.outcomes, whole.plan.claims[0])
     assert spread_of(whole) == {"adamw - sgd": pytest.approx(np.std(values, ddof=1))}

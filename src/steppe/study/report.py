@@ -290,9 +290,9 @@ def _html(found: Mapping[str, Any]) -> str:
         f"<style>{_CSS}</style></head><body><main>",
         f"<h1>{html.escape(first)}</h1><ul>",
         *(f"<li>{html.escape(claim)}</li>" for claim in claims),
-        f"</ul><figure>{''.join(figures(found))}<figcaption>{html.escape(_CAPTION)}</figcaption></figure>",
+        f"</ul><figure>{''.join(figures(found))}<figcaption>{_CAPTION}</figcaption></figure>",
         *(_html_table(one) for one in tables(found)),
-        *(f"<p>{html.escape(note)}</p>" for note in notes(found)),
+        *(f"<p>{html.escape(note)}</p>" for note in map(printable, notes(found))),
         "<h2>Run it again</h2>",
         f"<pre>{html.escape(commands)}</pre>",
         "<details><summary>Design</summary>",
@@ -328,8 +328,8 @@ pre { overflow-x: auto; font-size: .8rem; }
 def _html_table(made: TextTable) -> str:
     def line(tag: str, cells: list[str]) -> str:
         kinds = (' class="name"' if i < made.names else "" for i in range(len(cells)))
-        found = zip(kinds, cells, strict=True)
-        return f"<tr>{''.join(f'<{tag}{k}>{html.escape(printable(c))}</{tag}>' for k, c in found)}</tr>"
+        found = zip(kinds, (html.escape(printable(cell)) for cell in cells), strict=True)
+        return f"<tr>{''.join(f'<{tag}{kind}>{text}</{tag}>' for kind, text in found)}</tr>"
 
     rows = "".join(line("td", [cell.text for cell in cells]) for cells in made.lines)
     head = line("th", list(made.headings))

@@ -126,7 +126,8 @@ def _completed(
             texts.append([f"{key}={float(f'{number:.4g}'):g}" for number in numbers])
         tries = tuple(product(*texts)) if texts else ()
         overrides, start = method.overrides, _number(config, "averaging.start")
-        if method.averaging == "none" and start is not None and start > config.steps // 2:
+        said = any(text.startswith("averaging.start=") for text in (*design.overrides, *overrides))
+        if method.averaging == "none" and not said and (start or 0) > config.steps // 2:
             overrides = (f"averaging.start={config.steps // 2}", *overrides)
         found.append(method.model_copy(update={"tries": tries, "overrides": overrides}))
     for key in left:
