@@ -85,6 +85,7 @@ def build_network(
         raise UserError(
             f"embedding={embedding} does not fit backbone {name!r}, which gives {n_features} "
             "features: choose the image tower that the texts were embedded with"
+            + _projecting(name, embedding)
         )
     if lora:
         add_lora(backbone.module, lora, name)
@@ -204,6 +205,16 @@ def _timm(
     for bias in biases:  # CLIP's projection has none
         nn.init.zeros_(model.get_parameter(bias))
     return Backbone(model, mean, std, (), _timm_stages(model), biases)
+
+
+def _projecting(name: str, embedding: int) -> str:
+    """Which weights of a model come with a projection to so many dimensions, for messages."""
+    import timm
+
+    for tagged in timm.list_pretrained(f"{name.partition('.')[0]}.*"):
+        if (facts := timm_facts(tagged)) is not None and facts.num_classes == embedding:
+            return f", and name its weights, such as {tagged!r}"
+    return ""
 
 
 def _timm_heads(cfg: Mapping[str, Any]) -> tuple[str, ...]:
