@@ -103,8 +103,10 @@ def test_normalization_is_what_the_backbone_was_trained_with():
         # timm's own choice of weights is a classifier of ImageNet.
         (
             {"name": "vit_base_patch32_clip_224", "embedding": 512},
-            ["768 features", "such as 'vit_base_patch32_clip_224."],
+            ["1000 outputs", "such as 'vit_base_patch32_clip_224."],
         ),
+        # Texts of a larger tower, which are as long as this one is wide.
+        ({"name": "vit_base_patch32_clip_224.openai", "embedding": 768}, ["head has 512 outputs"]),
         # timm itself cannot take the classifier off this one.
         pytest.param(
             {"name": "inception_next_atto"},

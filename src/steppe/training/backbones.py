@@ -85,7 +85,6 @@ def build_network(
         raise UserError(
             f"embedding={embedding} does not fit backbone {name!r}, which gives {n_features} "
             "features: choose the image tower that the texts were embedded with"
-            + _projecting(name, embedding)
         )
     if lora:
         add_lora(backbone.module, lora, name)
@@ -171,6 +170,13 @@ def _timm(
     facts = timm_facts(name)
     # CLIP's projection is the classifier of timm's model.
     projects = facts is not None and embedding == facts.num_classes != 0
+    if embedding and not projects and "clip" in name and facts is not None and facts.num_classes:
+        # Its width before the projection may be the same number by chance.
+        raise UserError(
+            f"embedding={embedding} does not fit backbone {name!r}, whose own head has "
+            f"{facts.num_classes} outputs: choose the image tower that the texts were embedded "
+            "with" + _projecting(name, embedding)
+        )
     options: dict[str, Any] = {"num_classes": embedding if projects else 0, "in_chans": channels}
     if (own_size := fixed_size(name)) not in (None, image_size):
         options["img_size"] = image_size
