@@ -112,3 +112,12 @@ def test_unknown_option_is_refused(steppe):
     code, _, err = steppe("--nonsense")
     assert code == 2
     assert "No such option" in err
+
+
+@pytest.mark.filterwarnings("always:only='norm'")
+def test_the_librarys_warnings_reach_the_runs_log_without_a_place_in_the_code(steppe, tmp_path):
+    run = ["train", "--dataset", "RotatedDigits", "--target", "75", "--steps", "1"]
+    _, _, err = steppe(*run, "--freeze", "all", "--optimizer", "sam-on", "--out", tmp_path / "run")
+    assert "its steps are those of SGD" in err
+    assert "UserWarning" not in err
+    assert "its steps are those of SGD" in (tmp_path / "run" / "log.txt").read_text()
