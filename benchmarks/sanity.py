@@ -24,7 +24,7 @@ from steppe.training import RunDirectory
 BASELINE = "ERM"
 ONSETS = ("anneal_steps", "ib_anneal_steps", "burn_in_steps")
 """Options that say when a penalty sets in."""
-PENALTIES = ("penalty", "ib_penalty")
+PENALTIES = ("penalty", "ib_penalty", "logit_penalty", "feature_penalty")
 """Options that weight one."""
 
 
@@ -62,6 +62,8 @@ class Options(SweepOptions):
             weights = {name: known[name] for name in PENALTIES if name in known}
             own |= {f"algorithm.{name}": self.weaken * w for name, w in weights.items()}
         given = self.overrides or []
+        if algorithm == BASELINE:  # it has no options
+            given = [text for text in given if not text.startswith("algorithm.")]
         refuse_own(own, given)
         return Grid(
             (str(images),),
@@ -99,12 +101,19 @@ def measure(options: Options) -> Result:
 
 
 def row(runs: Sequence[RunDirectory | None]) -> dict[str, Any]:
-    """Accuracies in percent after the last update: mean and deviation over targets and seeds."""
+    """Results after the last update: mean and deviation over targets and seeds.
+
+    Accuracies are in percent. The cross-entropy is that of the validation images.
+    """
     last = [run.records()[-1]["domains"] for run in runs if run is not None]
     found: dict[str, Any] = {"runs": len(runs), "diverged": len(runs) - len(last)}
-    for title, part in (("validation", "val"), ("target", "test")):
+    for title, part, measured, unit in (
+        ("validation", "val", "accuracy", 100),
+        ("target", "test", "accuracy", 100),
+        ("cross-entropy", "val", "cross_entropy", 1),
+    ):
         scores = [
-            100 * fmean(parts[part]["accuracy"] for parts in domains.values() if part in parts)
+            unit * fmean(parts[part][measured] for parts in domains.values() if part in parts)
             for domains in last
         ]
         found[title] = round(fmean(scores), 2) if scores else None

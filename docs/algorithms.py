@@ -1,6 +1,7 @@
 """Writes the tables of the pages on algorithms from the registry and the step times measured."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,18 @@ def tables() -> dict[str, str]:
         "differences": differences(specs),
         "processes": processes(specs),
         "step times": step_times(specs),
-        "accuracies": accuracies(),
+        "accuracies": accuracies(
+            "sanity-cpu", {"with a weaker penalty": ("sanity-weak-cpu", "sanity-iga-cpu")}
+        ),
+        "accuracies on photographs": accuracies(
+            "sanity-pacs-cpu",
+            {
+                "with a weaker penalty": tuple(
+                    f"sanity-pacs-{how}-cpu" for how in ("weak", "faint", "iga")
+                ),
+                "from a fitted classifier": ("sanity-pacs-probe-cpu",),
+            },
+        ),
     }
 
 
@@ -103,30 +115,41 @@ def measured(file: str) -> dict[str, float]:
     return {"ERM": 1.0, **dict(ratios)}
 
 
-def accuracies() -> str:
-    """What short runs of `benchmarks/sanity.py` reached, also with a weaker penalty."""
-    found, weaker, iga = (
-        json.loads((DOCS.parent / f"benchmarks/sanity{name}-cpu.json").read_text())["algorithms"]
-        for name in ("", "-weak", "-iga")
-    )
-    weaker = {**weaker, "IGA": iga["IGA"]}
+def accuracies(file: str, others: Mapping[str, Sequence[str]]) -> str:
+    """What short runs reached; `others` names the records of further columns, by heading."""
+    found = reached(file)
+    further = {
+        heading: {name: own for file in files for name, own in reached(file).items()}
+        for heading, files in others.items()
+    }
     base = found["ERM"]["validation"]
-    head = ("algorithm", "source validation", "minus ERM's", "target", "with a weaker penalty")
+    head = ("algorithm", "source validation", "minus ERM's", "target", *further)
     cells = (
         (
             name,
             mean(own, "validation"),
             "" if name == "ERM" else f"{own['validation'] - base:+.1f}",
             mean(own, "target"),
-            mean(weaker[name], "validation") if name in weaker and name != "ERM" else "",
+            *(
+                mean(runs[name], "validation") if name in runs and name != "ERM" else ""
+                for runs in further.values()
+            ),
         )
         for name, own in found.items()
     )
     return rows(head, *cells)
 
 
+def reached(file: str) -> dict[str, dict[str, Any]]:
+    """Results of a record of `benchmarks/sanity.py`, by algorithm."""
+    record = json.loads((DOCS.parent / "benchmarks" / f"{file}.json").read_text())
+    found: dict[str, dict[str, Any]] = record["algorithms"]
+    return found
+
+
 def mean(own: dict[str, Any], part: str) -> str:
-    return f"{own[part]:.1f} ± {own[f'deviation of {part}']:.1f}"
+    deviation = own[f"deviation of {part}"]
+    return f"{own[part]:.1f}" + ("" if deviation is None else f" ± {deviation:.1f}")
 
 
 if __name__ == "__main__":

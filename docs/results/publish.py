@@ -52,6 +52,9 @@ from steppe.reports.palette import looks
 from steppe.reports.render import TextCell, TextTable, to_markdown
 from steppe.reports.spectra import save_figure
 from steppe.reports.tables import Selected, Table, TableRow
+from steppe.study import Claim, Design, Method
+from steppe.study.power import forecast
+from steppe.study.sequence import first_look
 from steppe.sweeps import read_plan
 
 FOLDER = Path(__file__).parent / "pacs"
@@ -340,6 +343,69 @@ def all_pairs(
     return [Pair(paired(selected, a, b), paired(selected, a, b, over="trials")) for a, b in names]
 
 
+WORKERS = 12
+"""Runs that shared the GPU."""
+EFFECTS = (1.0, 2.0)
+"""Smallest effects that may matter, in points."""
+MOST = 1000
+"""Seeds that the forecasts go up to."""
+
+
+def what_it_takes(pairs: Iterable[Pair], runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The seeds and GPU-hours after which 80% of studies would decide FAD's claims.
+
+    The six seeds are the pilot: their differences give the spread over seeds.
+    """
+    claims = [pair.trials for pair in pairs if pair.trials.a == "fad"]
+    seconds = {
+        name: fmean(run.seconds for run in runs if run.row.optimizer == name) for name in OPTIMIZERS
+    }
+    found = []
+    for one in claims:
+        spread = one.err * float(np.sqrt(one.units))
+        needs = {}
+        for effect in EFFECTS:
+            design = Design(
+                dataset="PACS",
+                targets=("one",),
+                methods=tuple(Method(name=name, optimizer=name) for name in OPTIMIZERS),
+                claims=tuple(Claim(a=claim.a, b=claim.b) for claim in claims),
+                smallest_effect=effect,
+                first_seeds=first_look(0.05 / len(claims)),
+                max_seeds=MOST,
+            )
+            needs[f"{effect:g}"] = {
+                "apart": forecast(design, spread, effect, design.level).enough,
+                "same": forecast(design, spread, 0.0, design.level).enough,
+            }
+        # Both methods on four targets, for every seed.
+        hours = one.targets * (seconds[one.a] + seconds[one.b]) / 3600 / WORKERS
+        found.append({"b": one.b, "spread": spread, "seeds": needs, "hours per seed": hours})
+    return found
+
+
+def power_table(needs: Iterable[Mapping[str, Any]]) -> str:
+    """A line per claim: seeds to see an effect or its absence, and GPU-hours for the longer one."""
+    lines = []
+    for one in needs:
+        cells = []
+        for seeds in one["seeds"].values():
+            longest = max(seeds.values())
+            cells += [str(seeds["apart"]), str(seeds["same"])]
+            cells.append(f"{longest * one['hours per seed']:.1f}")
+        lines.append((f"FAD - {SHOWN[one['b']]}", f"{one['spread']:.1f}", *cells))
+    headings = [
+        text
+        for effect in EFFECTS
+        for text in (
+            f"seeds to see {effect:g} point{'s' * (effect != 1)}",
+            f"seeds to see less than {effect:g}",
+            "GPU-hours",
+        )
+    ]
+    return plain_table(("claim", "spread", *headings), lines)
+
+
 PAIR_HEADINGS = ("difference", "95% CI across targets", "95% CI across seeds")
 
 
@@ -594,6 +660,7 @@ def publish(out: Path, facts: object) -> None:
         averages = across_datasets(more).rows
         averages_of = {row.row: row.cells["PACS"] for row in averages}
         (by_target,) = dataset_tables(more)
+        needs = what_it_takes(pairs, selected.runs)
         ratios, of_adamw = all_ratios(compared), _of_adamw(selected.runs)
         first_trial, pairs_of_one = single(sweep / "runs"), twice(sweep / "runs")
         ablation = ablated(Path(scratch) / "ablation")
@@ -610,6 +677,7 @@ def publish(out: Path, facts: object) -> None:
             "later seeds alone": [plain_values(PAIRED, one) for pair in later for one in pair],
             "first seeds alone": [plain_values(PAIRED, one) for pair in first for one in pair],
             "p after Holm": _both_ways(pairs),
+            "what it takes": needs,
             "more": {
                 "means": {
                     row.row.optimizer: {
@@ -633,6 +701,7 @@ def publish(out: Path, facts: object) -> None:
         text = json.dumps(values, indent=1).replace(f"{scratch}/", "")
         plain = {
             "home": home_table(values["results"]),
+            "power": power_table(needs),
             "adamw": adamw_table(of_adamw, compared),
             "digits": digits_table(json.loads((FOLDER.parent / "digits.json").read_text())),
         }

@@ -109,6 +109,7 @@ PROTOCOL = {
         "penalty": "0.0001 | 10^U(-5, 0)",
         "anneal_steps": "200 | int 10^U(0, 4)",
         "eta": "0.01 | 10^U(-3, -1)",
+        "inner_lr": "0.1 | 0.1",
     },
     "Transfer": {
         "penalty": "1.0 | 10^U(-2, 1)",

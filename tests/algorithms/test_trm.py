@@ -129,10 +129,9 @@ def test_a_series_that_diverges_ends_where_the_first_pass_ended_it() -> None:
 def test_the_gradient_is_that_of_the_risk_of_optimal_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """At penalty 1, with heads and series that converge: against differences of the features."""
     monkeypatch.setattr(trm, "_STEPS", 600)
-    monkeypatch.setattr(trm, "_LR", 1.0)
     monkeypatch.setattr(trm, "_TERMS", 600)
     monkeypatch.setattr(trm, "_LIMIT", 1e9)
-    algorithm, prepared = make(penalty=1.0)
+    algorithm, prepared = make(penalty=1.0, inner_lr=1.0)
     generator = torch.Generator().manual_seed(1)
     weight = algorithm.network.featurizer[1].weight
     with torch.no_grad():

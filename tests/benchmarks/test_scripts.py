@@ -79,11 +79,13 @@ def test_learning(carry_out, images, tmp_path):
 def test_sanity(carry_out, images, tmp_path):
     words = ("--algorithms", "irm", "--steps", 8, "--batch", 2, "--targets", 1, "--trials", 2)
     words += ("--image-size", 16, "--workers", 1, "--out", tmp_path / "out")
+    words += ("--set", "algorithm.penalty=1")
     result = carry_out(sanity, "--images", images, *words)
     assert list(result["algorithms"]) == ["ERM", "IRM"]
     irm = result["algorithms"]["IRM"]
     assert (irm["runs"], irm["diverged"]) == (2, 0)
     assert all(0 <= irm[part] <= 100 for part in ("validation", "target"))
+    assert irm["cross-entropy"] > 0
     (config, *_) = (tmp_path / "out").rglob("*IRM*/config.json")
     assert json.loads(config.read_text())["algorithm"]["anneal_steps"] == 2  # a quarter
 

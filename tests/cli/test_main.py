@@ -89,17 +89,18 @@ def test_a_bug_keeps_its_traceback(steppe, failing, error):
 @pytest.mark.parametrize(
     ("typed", "nearest"),
     [
-        ("trian", "steppe train"),
-        ("exprot", "steppe export"),
-        ("algorithms", "steppe list algorithms"),
-        ("optimizer", "steppe list optimizers"),
-        ("status", "steppe sweep status"),
+        ("trian", "'steppe train'"),
+        ("exprot", "'steppe export'"),
+        ("algorithms", "'steppe list algorithms'"),
+        ("optimizer", "'steppe list optimizers'"),
+        ("status", "'steppe sweep status' or 'steppe study status'"),
     ],
 )
 def test_an_unknown_command_is_answered_with_the_nearest(steppe, typed, nearest):
     code, _, err = steppe(typed)
     assert code == 2
-    assert f"No such command '{typed}'. Did you mean '{nearest}'?" in err
+    said = " ".join(err.replace("│", " ").split())  # wrapped, in a box
+    assert f"No such command '{typed}'. Did you mean {nearest}?" in said
 
 
 def test_a_command_unlike_any_other_has_no_suggestion(steppe):
@@ -112,3 +113,12 @@ def test_unknown_option_is_refused(steppe):
     code, _, err = steppe("--nonsense")
     assert code == 2
     assert "No such option" in err
+
+
+@pytest.mark.filterwarnings("always:only='norm'")
+def test_the_librarys_warnings_reach_the_runs_log_without_a_place_in_the_code(steppe, tmp_path):
+    run = ["train", "--dataset", "RotatedDigits", "--target", "75", "--steps", "1"]
+    _, _, err = steppe(*run, "--freeze", "all", "--optimizer", "sam-on", "--out", tmp_path / "run")
+    assert "its steps are those of SGD" in err
+    assert "UserWarning" not in err
+    assert "its steps are those of SGD" in (tmp_path / "run" / "log.txt").read_text()

@@ -88,6 +88,13 @@ def run(trained: Path, tmp_path: Path, hasty: None) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
+@pytest.fixture(scope="module")
+def measured(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(shutil.copytree(trained, tmp_path_factory.mktemp("measured") / "run"))
+    measure_run(folder, **QUICK)
+    return folder
+
+
 class Dense:
     """The loss of some images, differentiated in full, in float64."""
 
@@ -400,13 +407,21 @@ def _changed(text: str, **changes: Any) -> str:
         (lambda text: _changed(text, values=["2.0", "1.0"]), "train.json is damaged"),
     ],
 )
-def test_damaged_files_are_named(run: Path, damage: Any, message: str) -> None:
-    measure_run(run, **QUICK)
-    path = measurement_file(run, "train")
-    damaged = damage(path.read_text())
+def test_damaged_files_are_named(measured: Path, damage: Any, message: str) -> None:
+    path = measurement_file(measured, "train")
+    text = path.read_text()
+    damaged = damage(text)
     path.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
     with pytest.raises(UserError, match=message):
-        load_measurements(run)
+        load_measurements(measured)
+    path.write_text(text)
+    assert set(load_measurements(measured)) == {"train"}
+
+
+def test_a_damaged_measurement_is_made_again(run: Path) -> None:
+    path = measurement_file(run, "train")
+    path.parent.mkdir()
+    path.write_text("[]")
     measure_run(run, **QUICK)
     assert set(load_measurements(run)) == {"train"}
 

@@ -138,7 +138,11 @@ def test_quick_needs_a_fifth_of_the_steps() -> None:
         ("domainbed", {"algorithms": ("IRM",), "overrides": ("algorithm.penalty=1",)}, ("penalty=1",)),  # noqa: E501
         ("quick", {"overrides": ("optimizer.lr=0.1",)}, ("optimizer.lr=0.1", "'fair' sets")),
         ("yu2024", {"options": {"weights": "none", "split": "appendix"}}, ("split='appendix'",)),
-        ("yu2024", {"options": {"weights": "imagenet"}}, ("weights='imagenet'", "none or a file")),
+        (
+            "yu2024",
+            {"options": {"weights": "imagenet"}},
+            ("weights='imagenet'", "none or a file", "choose one of these"),
+        ),
         ("yu2024", {}, ("needs --weights", "none or a file")),
     ],
 )  # fmt: skip

@@ -100,6 +100,13 @@ def test_normalization_is_what_the_backbone_was_trained_with():
         ({"name": "resnet10t.none", "weights": "imagenet"}, ["'resnet10t.none'", "--weights FILE"]),
         # Patches must cover the image, said before any image is read.
         ({"name": "vit_tiny_patch16_224", "image_size": 65}, ["image_size=65", "of 16", "224"]),
+        # timm's own choice of weights is a classifier of ImageNet.
+        (
+            {"name": "vit_base_patch32_clip_224", "embedding": 512},
+            ["1000 outputs", "such as 'vit_base_patch32_clip_224."],
+        ),
+        # Texts of a larger tower, which are as long as this one is wide.
+        ({"name": "vit_base_patch32_clip_224.openai", "embedding": 768}, ["head has 512 outputs"]),
         # timm itself cannot take the classifier off this one.
         pytest.param(
             {"name": "inception_next_atto"},
@@ -250,7 +257,7 @@ def test_a_file_that_is_none_is_named(tmp_path, name, prepare, words):
         (
             "resnet18",
             lambda: {**resnet18_state(), "extra": torch.zeros(1)},
-            ["1 tensor is unexpected", "'extra'"],
+            ["1 tensor is unexpected: 'extra'"],
         ),
         (
             "resnet18",

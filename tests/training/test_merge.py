@@ -137,6 +137,13 @@ def test_equal_runs_give_the_same_bits(runs, tmp_path) -> None:
     assert merged.record["domains"] == select(RunDirectory(runs[0]).records())["domains"]
 
 
+def test_equal_runs_keep_their_live_batch_norm(tmp_path) -> None:
+    live = run(tmp_path / "live", freeze_bn=False)
+    for how in ("uniform", "greedy"):
+        merge_runs([live, forged(live, tmp_path / f"{how} of")], tmp_path / how, how=how)
+        assert_same(weights(live), weights(tmp_path / how))
+
+
 def test_uniform_is_the_mean_of_the_best_weights(runs, tmp_path) -> None:
     merged = merge_runs(runs, tmp_path / "out", how="uniform")
     expected = mean([weights(path) for path in runs])
@@ -322,6 +329,19 @@ def test_what_does_not_belong_together_is_refused(case, runs, tmp_path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_linear_probe_is_an_initial_head(runs, tmp_path) -> None:
+    """The same one for all runs that fit it, whatever their seeds; WiSE-FT starts from it."""
+    same = {"weights": str(runs[3]), "linear_probe": True, "steps": 5}
+    probed = [run(tmp_path / str(s), seed=s, init_seed=s, **same) for s in (0, 1)]
+    merge_runs(probed, tmp_path / "soup", how="uniform")
+    other = forged(probed[0], tmp_path / "other", linear_probe=False)
+    with pytest.raises(UserError, match="different initial classifier .*--linear-probe"):
+        merge_runs([probed[0], other], tmp_path / "out")
+    still = {**same, "optimizer": {"name": "sgd", "lr": 0.0}}
+    merge_runs([probed[0]], tmp_path / "wise", how="wise", alpha=0)
+    assert_same(weights(run(tmp_path / "still", **still)), weights(tmp_path / "wise"))
+
+
 def test_initial_heads_are_compared_even_if_the_backbones_agree(runs, tmp_path) -> None:
     both = [forged(runs[0], tmp_path / str(s), weights="/the/same.pt", init_seed=s) for s in (0, 1)]
     with pytest.raises(UserError, match="different initial classifier .*--init-seed"):
@@ -407,7 +427,9 @@ def test_weights_of_a_run_bring_its_classifier_and_nothing_unseen(runs, tmp_path
     assert_same(fresh, other, "network.classifier.")
     assert_same(weights(runs[0]), other, "network.featurizer.")
     whole = forged(runs[0], tmp_path / "whole", second_stage=True)
+    soup = forged(runs[0], tmp_path / "soup", dataset="Other", merged_from=[str(runs[2])])
     for changes, words in (
+        ({"weights": str(soup), "targets": ["0"], "sources": ["15"]}, f"{runs[2]} were trained on"),
         ({"targets": ["0"], "sources": ["15"]}, "were trained on 0, which this run holds out"),
         ({"trial_seed": 1}, "that this run validates on: .*trial_seed=0"),
         ({"weights": str(whole)}, "trained on all images"),

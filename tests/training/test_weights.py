@@ -104,6 +104,11 @@ PUBLISHED: dict[str, tuple[str, Callable[[], Any], Callable[[], State]]] = {
     "MoCo-v2": ("resnet18", moco_v2, resnet),
     "MoCo-v2, the query alone": ("resnet18", lambda: under("module.encoder_q.", resnet()), resnet),
     "MoCo-v3": (VIT, moco_v3, vit),
+    "compiled around DataParallel": (
+        "resnet18",
+        lambda: under("_orig_mod.module.", resnet()),
+        resnet,
+    ),
     "DINO": (VIT, dino, vit),
     "DINO's student": (VIT, lambda: {"student": under("module.backbone.", vit())}, vit),
     "DINOv2": (VIT, dinov2, vit),

@@ -14,7 +14,7 @@ from .heads import Task, head
 from .network import Network
 from .registry import register_algorithm
 
-_STEPS, _LR = 30, 0.1
+_STEPS = 30
 _TERMS, _LIMIT = 10, 10.0
 
 
@@ -36,8 +36,8 @@ class TRM(Algorithm):
     r"""Transfer risk minimization (Xu and Jaakkola, arXiv 2110.09940).
 
     A linear head \(w_Q\) per domain learns from that domain's features: in each step, 30 gradient
-    steps on the batch, with learning rate 0.1. With \(R_P(w)\) the mean cross-entropy of head
-    \(w\) in domain \(P\), and \(R_\alpha(w_Q) = \sum_{P \ne Q} \alpha_{QP} R_P(w_Q)\), TRM
+    steps on the batch, with learning rate `inner_lr`. With \(R_P(w)\) the mean cross-entropy of
+    head \(w\) in domain \(P\), and \(R_\alpha(w_Q) = \sum_{P \ne Q} \alpha_{QP} R_P(w_Q)\), TRM
     minimizes
 
     \[ \overline{\ell(f(x), y)} + \frac{1}{n} \sum_Q \Bigl( R_\alpha(w_Q) - \lambda \,
@@ -64,6 +64,7 @@ class TRM(Algorithm):
         penalty: weight of the gradient-matching term.
         anneal_steps: number of initial steps of ERM.
         eta: step size of the domain weights.
+        inner_lr: learning rate of the heads; features of large norm need a smaller one.
     """
 
     heads: Tensor
@@ -79,9 +80,11 @@ class TRM(Algorithm):
             int, Option(LogUniform(0, 4, integer=True), drawn_as="iters")
         ] = 200,
         eta: Annotated[float, Option(LogUniform(-3, -1), drawn_as="groupdro_eta")] = 0.01,
+        inner_lr: Annotated[float, Option()] = 0.1,
     ) -> None:
         super().__init__(network, n_domains)
-        self.penalty, self.anneal_steps, self.eta = penalty, anneal_steps, eta
+        self.penalty, self.anneal_steps = penalty, anneal_steps
+        self.eta, self.inner_lr = eta, inner_lr
         layers = (nn.Linear(network.n_features, network.n_classes) for _ in range(n_domains))
         self.register_buffer("heads", torch.cat([head(layer) for layer in layers]))
         self.register_buffer("alpha", (1 - torch.eye(n_domains)) / (n_domains - 1))
@@ -96,7 +99,7 @@ class TRM(Algorithm):
             task = Task.of(features, prepared)
             fixed, heads = task.frozen(), self.heads
             for _ in range(_STEPS):
-                heads = heads - _LR * fixed.slopes(heads, task.means)
+                heads = heads - self.inner_lr * fixed.slopes(heads, task.means)
             risks = task.risks(heads)
             follow, terms = self._solve(fixed, heads, None if first is None else first["terms"])
             matching = (follow * task.slopes(heads, task.means)).sum((1, 2))

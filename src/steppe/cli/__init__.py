@@ -5,11 +5,13 @@ interrupted by Ctrl-C; 143 terminated by SIGTERM.
 """
 
 import io
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 from steppe import __version__
 from steppe.errors import Interrupted, RunError, UserError
@@ -92,7 +94,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # file names may not be valid text
             stream.reconfigure(errors="backslashreplace")
     try:
-        with _printed():
+        with _printed(), _logged():
             app(prog_name="steppe")
     except UserError as error:
         _fail(str(error), code=2)
@@ -111,6 +113,30 @@ def main() -> None:
         sys.exit(error.code)
     except RunError as error:
         _fail(str(error), code=1)
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """Log the library's warnings to its caller, which is the command line, without a location."""
+    shown = warnings.showwarning
+
+    def log(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        *where: Any,
+        **more: Any,
+    ) -> None:
+        if filename == typer.main.__file__:
+            logging.getLogger("steppe").warning("%s", message)
+        else:
+            shown(message, category, filename, *where, **more)
+
+    warnings.showwarning = log
+    try:
+        yield
+    finally:
+        warnings.showwarning = shown
 
 
 @contextmanager

@@ -16,11 +16,13 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         typed = args[0]
         if self.get_command(ctx, typed) is None and not typed.startswith("-"):
-            known = {kind: f"list {kind}" for kind in KINDS}
+            known = {kind: [f"list {kind}"] for kind in KINDS}
             for name, command in self.commands.items():
-                known |= {below: f"{name} {below}" for below in getattr(command, "commands", ())}
-            known |= {name: name for name in self.commands}
+                for below in getattr(command, "commands", ()):
+                    known.setdefault(below, []).append(f"{name} {below}")
+            known |= {name: [name] for name in self.commands}
             close = difflib.get_close_matches(typed.lower(), known, n=1)
-            hint = f"Did you mean 'steppe {known[close[0]]}'?" if close else "See 'steppe --help'."
+            meant = " or ".join(f"'steppe {one}'" for one in known[close[0]]) if close else ""
+            hint = f"Did you mean {meant}?" if close else "See 'steppe --help'."
             ctx.fail(f"No such command {typed!r}. {hint}")
         return super().resolve_command(ctx, args)

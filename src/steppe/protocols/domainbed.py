@@ -4,7 +4,7 @@ from .protocol import OWN, Protocol, Rule
 
 PROTOCOL = Protocol(
     name="domainbed",
-    about="20 samples on each of 3 splits, each domain held out in turn, ImageNet weights",
+    about="leave-one-domain-out, 20 samples on each of 3 splits, ImageNet weights",
     citation="Gulrajani and Lopez-Paz, In Search of Lost Domain Generalization, ICLR 2021",
     code="https://github.com/facebookresearch/DomainBed",
     rules={

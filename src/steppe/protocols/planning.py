@@ -149,12 +149,12 @@ def _contradiction(
     protocol: Protocol, key: str, value: Any, fixed: Any, spec: DatasetSpec
 ) -> UserError:
     rule = protocol.rules[key]
-    allowed = shown(fixed) if fixed is not None else ""
-    if rule.others:
-        allowed = " or ".join(filter(None, (allowed, _either(rule))))
+    values = ("" if fixed is None else shown(fixed), _either(rule))
+    allowed = " or ".join(filter(None, values))
+    remedy = "choose one of these" if fixed is None else "leave it out"
     return UserError(
         f"{key}={shown(value)} contradicts the protocol {protocol.name!r}, which fixes "
-        f"{key}={allowed} for {Path(spec.name).name} ({rule.source}): leave it out, or plan "
+        f"{key}={allowed} for {Path(spec.name).name} ({rule.source}): {remedy}, or plan "
         "without --protocol"
     )
 

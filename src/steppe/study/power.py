@@ -58,11 +58,17 @@ def _seeds_to_right(
     spread: float, effect: float, level: float, smallest: float, first: int, most: int
 ) -> _Array:
     """Of every simulated study, the seeds at which it was decided rightly; 0 where it was not."""
-    draws = np.random.default_rng(0).normal(effect, spread, (STUDIES, most))
-    found = np.zeros(STUDIES)
+    rng = np.random.default_rng(0)
+    found, total, squares = (np.zeros(STUDIES) for _ in range(3))
     open_ = np.ones(STUDIES, dtype=bool)
-    for n in range(first, most + 1):
-        mean, s = draws[:, :n].mean(axis=1), draws[:, :n].std(axis=1, ddof=1)
+    for n in range(1, most + 1):
+        noise = rng.normal(0.0, spread, STUDIES)
+        total += noise
+        squares += noise**2
+        if n < first:
+            continue
+        mean = effect + total / n
+        s = np.sqrt((squares - total**2 / n) / (n - 1))
         reach = half_width(n, level) * s
         low, high = mean - reach, mean + reach
         same = (low > -smallest) & (high < smallest)

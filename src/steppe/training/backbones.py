@@ -170,6 +170,13 @@ def _timm(
     facts = timm_facts(name)
     # CLIP's projection is the classifier of timm's model.
     projects = facts is not None and embedding == facts.num_classes != 0
+    if embedding and not projects and "clip" in name and facts is not None and facts.num_classes:
+        # Its width before the projection may be the same number by chance.
+        raise UserError(
+            f"embedding={embedding} does not fit backbone {name!r}, whose own head has "
+            f"{facts.num_classes} outputs: choose the image tower that the texts were embedded "
+            "with" + _projecting(name, embedding)
+        )
     options: dict[str, Any] = {"num_classes": embedding if projects else 0, "in_chans": channels}
     if (own_size := fixed_size(name)) not in (None, image_size):
         options["img_size"] = image_size
@@ -204,6 +211,16 @@ def _timm(
     for bias in biases:  # CLIP's projection has none
         nn.init.zeros_(model.get_parameter(bias))
     return Backbone(model, mean, std, (), _timm_stages(model), biases)
+
+
+def _projecting(name: str, embedding: int) -> str:
+    """Which weights of a model come with a projection to so many dimensions, for messages."""
+    import timm
+
+    for tagged in timm.list_pretrained(f"{name.partition('.')[0]}.*"):
+        if (facts := timm_facts(tagged)) is not None and facts.num_classes == embedding:
+            return f", and name its weights, such as {tagged!r}"
+    return ""
 
 
 def _timm_heads(cfg: Mapping[str, Any]) -> tuple[str, ...]:

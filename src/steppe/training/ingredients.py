@@ -69,8 +69,8 @@ class Ingredient:
 
 
 _REMEDIES = {
-    "initial classifier": "train runs to be merged with the same --init-seed, or from the same "
-    "--weights RUN",
+    "initial classifier": "train runs to be merged with the same --init-seed, from the same "
+    "--weights RUN, or all with --linear-probe",
     "initial weights": "train them from the same --weights; from none, with the same --init-seed",
 }
 _START = ("initial weights", "initial classifier")
@@ -104,10 +104,12 @@ class Start:
     Attributes:
         load: loads them, when they are needed.
         path: the run that they come from, if it was named.
+        probe: what the run's linear probe chose, which replaces the classifier, if it had one.
     """
 
     load: Callable[[], State]
     path: Path | None = None
+    probe: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -263,8 +265,9 @@ def _start(run: Ingredient, start: str | os.PathLike[str] | None) -> Start:
     if not initial.predicts_at_start(run.config, data["classes"]):
         raise UserError(
             f"{run.path} has no initial weights that predict anything, because its classifier "
-            "started random: fine-tune from a run with the same classes (--weights RUN) or from "
-            "class_embeddings, or name such a run with --from"
+            "started random: fine-tune from a linear probe (--linear-probe), from a run with the "
+            "same classes (--weights RUN) or from class_embeddings, or name such a run with --from"
         )
     facts = (data["classes"], data["channels"], len(data["sources"]))
-    return Start(lambda: initial.initialize(run.config, *facts).state_dict())
+    probe = RunDirectory(run.path).records()[0].get("probe")
+    return Start(lambda: initial.initialize(run.config, *facts).state_dict(), probe=probe)

@@ -64,6 +64,20 @@ def lineage(config: RunConfig) -> Iterator[RunDirectory]:
         config = RunDirectory(path).config()
 
 
+def ancestors(config: RunConfig) -> Iterator[RunDirectory]:
+    """All runs that shaped the weights that a run starts from, also those that were merged."""
+    seen: set[Path] = set()
+    left = list(lineage(config))
+    while left:
+        run = left.pop(0)
+        if run.path in seen or not run.exists():
+            continue
+        seen.add(run.path)
+        yield run
+        own = run.config()
+        left += [*lineage(own), *(RunDirectory(Path(path)) for path in own.merged_from)]
+
+
 def head_run(config: RunConfig, classes: Sequence[str]) -> RunDirectory | None:
     """The run whose classifier a run starts with; None if it starts with another one."""
     if config.class_embeddings != "none":
@@ -74,11 +88,14 @@ def head_run(config: RunConfig, classes: Sequence[str]) -> RunDirectory | None:
 
 def predicts_at_start(config: RunConfig, classes: Sequence[str]) -> bool:
     """Whether a run's initial classifier is not random."""
-    return config.class_embeddings != "none" or head_run(config, classes) is not None
+    given = config.linear_probe or config.class_embeddings != "none"
+    return given or head_run(config, classes) is not None
 
 
 def initial_head(config: RunConfig, classes: Sequence[str]) -> str:
     """Identify a run's initial classifier."""
+    if config.linear_probe:
+        return "a linear probe"
     if config.class_embeddings != "none":
         return f"that of {config.class_embeddings}"
     run = head_run(config, classes)
@@ -93,7 +110,7 @@ def origin(config: RunConfig) -> str:
 
 def _refuse_leaks(config: RunConfig) -> None:
     """Reject weights of a run that has seen this run's targets or validation images."""
-    for run in lineage(config):
+    for run in ancestors(config):
         other = run.config()
         if other.dataset != config.dataset:
             continue

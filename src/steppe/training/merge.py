@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from steppe.averaging import NoAveraging
@@ -186,11 +187,13 @@ class _Merger(Trainer):
 
     def _uniform(self) -> _Found:
         soup = Soup(self.plan.prefix)
+        state: State = {}
         self.shown.expect(len(self.plan.runs))
         for one in self.plan.runs:
-            soup.add(self._load(one))
+            state = {}  # never two in memory
+            soup.add(state := self._load(one))
             self.shown.advance()
-        self._take(soup.mean(), statistics=True)
+        self._take(soup.mean(), state)
         return _Found(self.plan.runs)
 
     def _greedy(self) -> _Found:
@@ -199,7 +202,7 @@ class _Merger(Trainer):
         self.shown.expect(len(self.plan.runs))
         for one in self.plan.runs:
             state = self._load(one)
-            self._take(soup.mean(state), statistics=bool(soup.size))
+            self._take(soup.mean(state), state)
             value = self._validate()
             if value >= best:  # as in DiWA; model-soups asks for more
                 soup.add(state)
@@ -217,9 +220,14 @@ class _Merger(Trainer):
         assert plan.start is not None
         end, start = self._load(run), plan.start.load()
         self._check(start, "the initial weights", plan.prefix)
+        if plan.start.probe is not None:
+            self.algorithm.load_state_dict(dict(start))
+            self._start_from_probe(plan.start.probe)
+            start = {k: v.to("cpu", copy=True) for k, v in self.algorithm.state_dict().items()}
 
         def take(alpha: float) -> None:
-            self._take(between(start, end, alpha, plan.prefix), statistics=0 < alpha < 1)
+            first, mixed = (between(start, end, share, plan.prefix) for share in (0, alpha))
+            self._take(mixed, first, end)
 
         self.shown.expect(len(ALPHAS) if plan.alpha is None else 0)
         if (chosen := plan.alpha) is None:
@@ -276,14 +284,19 @@ class _Merger(Trainer):
                     f"{tuple(shape)} in one and {there} in the other"
                 )
 
-    def _take(self, state: State, *, statistics: bool) -> None:
+    def _take(self, state: State, *whole: State) -> None:
+        """Load an average, and estimate its statistics unless it is one of the whole networks."""
         self.algorithm.load_state_dict(dict(state))
-        if statistics:
+        if not any(_equal(state, one) for one in whole):
             self.estimate_statistics()
 
     def _validate(self) -> float:
         with self._evaluation_mode():
             return self.scoring.validation_accuracy(self.done)
+
+
+def _equal(state: State, other: State) -> bool:
+    return all(name in other and torch.equal(v, other[name]) for name, v in state.items())
 
 
 class _Served(NoAveraging):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -195,12 +195,12 @@ class Trainer:
             self.display.start(title, self.done, config.steps, due)
             try:
                 if not self.done and config.linear_probe:
-                    self._start_from_probe()
+                    self._start_from_probe(self.first_stage.probe if self.first_stage else None)
                 self._train()
             finally:
                 self.display.stop()
 
-    def _start_from_probe(self) -> None:
+    def _start_from_probe(self, chosen: Mapping[str, float] | None) -> None:
         """Fit the classifier to the features of the source images, in the first process."""
         classifier, found = self.algorithm.network.classifier, None
         if not classifier.weight.requires_grad:
@@ -209,7 +209,6 @@ class Trainer:
                 "keeps: leave it out"
             )
         if self.processes.first:
-            chosen = self.first_stage.probe if self.first_stage else None
             with self._evaluation_mode():
                 batches = self.scoring.source_batches
                 found = probe_sources(classifier, self._predict, batches, chosen)

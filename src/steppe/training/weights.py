@@ -190,9 +190,8 @@ def load_weights(
         UserError: the file cannot be read, or does not fit; the message names the nearest layout.
     """
     state = read_weights(path)
-    for prefix in _PREFIXES:
-        if all(key.startswith(prefix) for key in state):
-            state = {key.removeprefix(prefix): value for key, value in state.items()}
+    while prefix := _prefix(state):
+        state = {key.removeprefix(prefix): value for key, value in state.items()}
     own = module.state_dict()
     dropped = tuple(f"{head}." for head in heads)
 
@@ -216,12 +215,15 @@ def load_weights(
     }
     for problem, keys in problems.items():
         if keys:
-            number = f"{len(keys)} tensors are" if len(keys) > 1 else "1 tensor is"
+            few = len(keys) == 1
+            what = (
+                f"1 tensor is {problem}:" if few else f"{len(keys)} tensors are {problem}, such as"
+            )
             known = (key for key in state if layout.rename(key) is not None)
             held = f"; the file has {next(known)!r}" if state else ""
             raise UserError(
-                f"weights {path} do not fit {name!r}: {number} {problem}, such as {keys[0]!r}"
-                f"{held}. The nearest known layout is {layout.name}"
+                f"weights {path} do not fit {name!r}: {what} {keys[0]!r}{held}. The "
+                f"nearest known layout is {layout.name}"
             )
     module.load_state_dict({k: fitted[k] for k in own.keys() & fitted.keys()}, strict=False)
 
@@ -252,6 +254,11 @@ def _positions(embedded: Tensor, module: Any) -> Tensor:
         embedded, new_size=list(module.patch_embed.grid_size), num_prefix_tokens=before
     )
     return resized
+
+
+def _prefix(state: State) -> str:
+    """A prefix of every key that is none of the model's; empty if there is none."""
+    return next((one for one in _PREFIXES if state and all(k.startswith(one) for k in state)), "")
 
 
 def _line(error: Exception) -> str:
