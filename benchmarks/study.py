@@ -30,6 +30,9 @@ class Options(Base):
     claims: int = option(1, "Claims that share the error rate.", min=1)
     alpha: float = option(0.05, "Error rate of all claims together.")
     smallest: float = option(1.0, "Smallest effect that matters, in standard deviations.")
+    collapses: float = option(
+        0.0, "Share of differences lowered by ten standard deviations; their mean stays."
+    )
 
 
 def designs(options: Options) -> dict[str, tuple[list[int], Callable[[int], float]]]:
@@ -64,7 +67,10 @@ def simulate(
     options: Options, looks: list[int], width: Callable[[int], float], effect: float
 ) -> dict[str, Any]:
     """Shares of wrong and right verdicts, and the seeds at which right ones came."""
-    draws = np.random.default_rng(1).normal(effect, 1, (options.studies, options.seeds))
+    rng = np.random.default_rng(1)
+    draws = rng.normal(effect, 1, (options.studies, options.seeds))
+    if options.collapses:
+        draws += 10 * (options.collapses - (rng.random(draws.shape) < options.collapses))
     undecided = np.ones(options.studies, bool)
     right, wrong = [], 0
     for n in looks:
@@ -97,6 +103,7 @@ def measure(options: Options) -> Result:
         "claims": options.claims,
         "alpha": options.alpha,
         "smallest effect": options.smallest,
+        "collapses": options.collapses,
     }
     for name, (looks, width) in harness.track(designs(options).items(), "designs"):
         widths = {n: width(n) for n in looks}

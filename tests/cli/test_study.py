@@ -58,6 +58,16 @@ def test_an_exploratory_claim_is_added(study: Path) -> None:
         steppe("study", "plan", study, "--extend", "--claim", "sgd:adamw")
 
 
+def test_a_plan_says_what_it_cannot_do(tmp_path: Path) -> None:
+    """Two seeds decide nothing, and the first runs exceed the budget."""
+    path = tmp_path / "study"
+    small = (*TINY, "--max-seeds", 2, "--budget", 1e-9)
+    said = " ".join(steppe("study", "plan", path, *PLAN, *small).stdout.split())
+    assert "2 seeds can hardly decide a claim: this is a pilot" in said
+    assert "more than the budget of 1e-09, and are not stopped" in said
+    assert json.loads((path / "study.json").read_text())["steppe"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

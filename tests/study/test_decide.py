@@ -73,7 +73,7 @@ def simulated(
     made = design(claims, targets=("60",), **own)
     rng, found = np.random.default_rng(seed), []
     for _ in range(studies):
-        shared = rng.normal(0, 4, (made.max_seeds, 1))  # the split and the batches: paired
+        shared = rng.normal(-30, 4, (made.max_seeds, 1))  # the split and the batches: paired
         table = {name: shared + rng.normal(mean, 1, shared.shape) for name, mean in means.items()}
         known = outcomes(made, table)
         found.append([rule(made, known, claim).verdict for claim in made.claims])
@@ -158,7 +158,14 @@ def test_the_budget_ends_open_claims() -> None:
     assert len(known) == 48, "0.48 of 0.5 hours; four more runs would be 0.52"
     (ruling,) = found.rulings
     assert (ruling.verdict, ruling.open) == ("undecided", False)
-    assert ruling.reason == "the budget of 0.5 hours is spent"
+    assert ruling.reason == "another look would exceed the budget of 0.5 hours"
+
+
+def test_a_slow_first_run_does_not_end_a_study() -> None:
+    """What a look costs is known when it is complete: one that has begun is finished."""
+    made = design([("fad", "sgd")], budget_hours=1.0, twins=2)
+    known = {Slot("run", "fad", 0, "60"): Outcome(80.0, seconds=600.0)}
+    assert len(state(planned(made), known).todo) == 2 * 2 * 7 - 1 + 2 * 2
 
 
 def test_a_failed_run_ends_its_claims_only() -> None:

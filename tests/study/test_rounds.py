@@ -7,13 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from steppe.errors import UserError
 from steppe.study import Method, Study, extend_study, load_study, plan_study, run_study
+from steppe.study.decide import differences
+from steppe.study.design import Plan
 from steppe.study.outcomes import Outcome, Slot, write_outcomes
-from steppe.study.rounds import needs
-from steppe.sweeps import read_plan, work
+from steppe.study.rounds import needs, spread_of
+from steppe.sweeps import read_plan, retry, work
 from steppe.training import read_config
 from tests import processes
 
@@ -59,6 +62,7 @@ def test_a_study_runs_to_its_end(whole: Study) -> None:
     assert len(seeds) == 2 * 3, "methods share their seeds, and twins those of the runs"
     assert {c.twin for c in configs} == {0, 1}
     assert all(c.averaging.name == "sma" and c.evaluate_both for c in configs)
+    assert {c.averaging.options["start"] for c in configs} == {1}, "not after the last update"
     assert all(o.other is not None and o.seconds > 0 for o in whole.outcomes.values())
 
 
@@ -138,6 +142,11 @@ def test_a_damaged_ledger_is_named(whole: Study, tmp_path: Path) -> None:
     path = tmp_path / "study"
     path.mkdir()
     shutil.copy(whole.path / "study.json", path)
+
+    def ledger(slot: list[object], accuracy: float | None) -> str:
+        rows = [[slot, {"accuracy": accuracy}]]
+        return json.dumps({"study": whole.plan.digest, "outcomes": rows})
+
     text = (whole.path / "outcomes.json").read_text()
     for damage, words in (
         (text.replace('"seconds"', '"sekonds"'), "does not match its checksum"),
@@ -145,10 +154,24 @@ def test_a_damaged_ledger_is_named(whole: Study, tmp_path: Path) -> None:
         ('{"study": "another"}', "belongs to a study with another design"),
         (json.dumps({"study": whole.plan.digest, "outcomes": [[["run"], {}]]}), "is damaged"),
         (json.dumps({"study": whole.plan.digest, "outcomes": [3]}), "is damaged"),
+        (ledger(["run", "sgd", 0, "60"], float("nan")), "row 1, 1.accuracy=nan"),
+        (ledger(["run", "sgd", 0, "60"], 500.0), "less than or equal to 100"),
+        (ledger(["run", "sgd", 0, "61"], None), "no run of this study is"),
+        (ledger(["run", "fad", 0, "60"], None), "no run of this study is"),
     ):
         (path / "outcomes.json").write_text(damage)
         with pytest.raises(UserError, match=words):
             load_study(path)
+
+
+def test_a_study_is_read_where_nothing_can_be_written(
+    whole: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shutil.copytree(whole.path, tmp_path / "study")
+    (path / "outcomes.json").unlink()
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert without_times(load_study(path)) == without_times(whole)
+    assert not (path / "outcomes.json").exists()
 
 
 def test_a_run_that_succeeds_later_counts(whole: Study, tmp_path: Path) -> None:
@@ -160,12 +183,32 @@ def test_a_run_that_succeeds_later_counts(whole: Study, tmp_path: Path) -> None:
     assert without_times(load_study(path)) == without_times(whole)
 
 
+def test_a_failed_run_is_run_again_after_a_retry(tmp_path: Path) -> None:
+    """It had ended the study's only claim; all other results were kept."""
+    path = tmp_path / "study"
+    settings = {**DIGITS, "targets": "75", "claims": [("bad", "sgd")], "twins": 0}
+    bad = Method(name="bad", optimizer="sgd", overrides=("optimizer.lr=1e30",))
+    plan_study(path, **settings, methods=[bad])
+    assert run_study(path, executed)
+    study = load_study(path)
+    assert len(study.outcomes) == 2 * 2
+    assert study.state.rulings[0].reason.startswith("failed: bad")
+    assert len(retry(read_plan(path / "sweep"))) == 2
+    assert [slot.method for slot in load_study(path).state.todo] == ["bad", "bad"]
+
+
 def test_errors_before_anything_is_written(tmp_path: Path) -> None:
     for changes, words in (
         ({"claims": [("fadd", "sgd")]}, "unknown optimizer 'fadd', did you mean 'fad'"),
         ({"targets": "76"}, "unknown target of RotatedDigits: '76'"),
         ({"smallest_effect": -1.0}, "smallest_effect=-1.0: Input should be greater than 0"),
         ({"overrides": ("stepps=3",)}, "stepps"),
+        ({"overrides": ("optimizer=adam",)}, "a study sets 'optimizer' itself"),
+        ({"alpha": 2.0}, "alpha=2.0: Input should be less than 1"),
+        ({"tune": {"optimzer.lr": [(1.0, True), (3.0, True)]}}, "no method has a number 'optimzer"),
+        ({"tune": {"optimizer.rho": [(0.1, False)]}}, "no method has a number 'optimizer.rho'"),
+        ({"tune": {"seed": [(1.0, False), (2.0, False)]}}, "a study sets 'seed' itself"),
+        ({"claims": [("AdamW", "sgd"), ("adamw", "sgd")]}, "two claims compare"),
         (
             {"methods": [Method(name="mine", optimizer="sgd")]},
             "no claim compares the method 'mine'",
@@ -181,3 +224,17 @@ def test_a_forecast_counts_seeds_and_hours(whole: Study) -> None:
     assert need.apart.power < 0.2, "three seeds are too few"
     assert need.hours == pytest.approx(3 * 2 * 18 / 3600)
     assert not needs(whole, {}, {})
+
+
+def test_an_average_starts_where_the_user_says(tmp_path: Path) -> None:
+    settings = {**DIGITS, "overrides": (*TINY, "averaging.start=2")}
+    study = plan_study(tmp_path / "study", **settings)
+    assert not any(method.overrides for method in study.plan.design.methods)
+
+
+def test_a_pilot_has_few_seeds(whole: Study) -> None:
+    values = differences(whole.plan.design, whole.outcomes, whole.plan.claims[0])
+    assert spread_of(whole) == {"adamw - sgd": pytest.approx(np.std(values, ddof=1))}
+    design = whole.plan.design.model_copy(update={"first_seeds": 7, "max_seeds": 60})
+    early = replace(whole, plan=Plan(design=design, digest=design.digest()))
+    assert spread_of(early) == spread_of(whole), "before the first look, too"

@@ -13,6 +13,7 @@ import typer
 from steppe.durable import replace
 from steppe.errors import UserError
 from steppe.strangers import command, printable
+from steppe.study.design import FIXED
 from steppe.sweeps import Crew
 from steppe.training.config import RunConfig
 
@@ -25,12 +26,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Decide claims about methods: which is better, or does it not matter?")
 _Study = Annotated[Path, typer.Argument(metavar="DIR", help="Study folder.")]
-_ENDPOINT = ("averaging", "evaluate_both", "twin", "recipe", "second_stage")
 
 
 @app.command("plan")
 @with_options(
-    options=keys(*(k for k in RunConfig.model_fields if k not in (*VARIED, *_ENDPOINT))),
+    options=keys(*(k for k in RunConfig.model_fields if k not in (*VARIED, *FIXED))),
     shortcuts=SHORTCUTS,
 )
 def study_plan(
@@ -111,13 +111,16 @@ def study_plan(
     asked = command("steppe", *sys.argv[1:])
     wanted, exploratory = ([_pair(text) for text in given or ()] for given in (claim, explore))
     if extend:
-        if wanted or not exploratory:
+        if wanted or method or tune or budget or dataset or not exploratory:
             raise UserError("--extend adds exploratory claims only: pass --explore A:B")
         made = study.extend_study(path, exploratory, asked)
         print(printable(f"{path}: {len(made.plan.added)} exploratory claims added"))
         return
     if dataset is None or not wanted:
         raise UserError("a study needs --dataset and at least one --claim A:B")
+    tuned = [_tuned(text) for text in tune or ()]
+    if len(dict(tuned)) < len(tuned):
+        raise UserError("--tune names a setting twice: list all its values in one --tune")
     spreads = _spreads(pilot, spread)
     made = study.plan_study(
         path,
@@ -126,7 +129,7 @@ def study_plan(
         explore=exploratory,
         methods=[_method(text) for text in method or ()],
         targets=targets,
-        tune=dict(_tuned(text) for text in tune or ()),
+        tune=dict(tuned),
         command=asked,
         endpoint=endpoint,
         selection=selection,
@@ -189,7 +192,7 @@ def _spreads(pilot: Path | None, spread: float | None) -> dict[str, float]:
 
     found = {} if pilot is None else spread_of(load_study(pilot))
     if pilot is not None and not found:
-        raise UserError(f"{pilot} has no claim with enough seeds: pass --spread instead")
+        raise UserError(f"{pilot} has no claim with three seeds: pass --spread instead")
     if spread is not None:
         if not 0 < spread < 100:
             raise UserError(f"--spread {spread:g}: expected points, more than 0 and below 100")
@@ -202,6 +205,7 @@ def _show_forecast(made: Study, spreads: dict[str, float], estimate: bool, as_js
 
     from steppe.console import stdout, table
     from steppe.study.rounds import needs, timed
+    from steppe.study.sequence import first_look
 
     seconds = timed(made) if estimate else {}
     found = needs(made, spreads, seconds)
@@ -231,7 +235,7 @@ def _show_forecast(made: Study, spreads: dict[str, float], estimate: bool, as_js
                     for f in (one.apart, one.same)
                     for cell in (f"{100 * f.power:.0f}%", _seeds(f.enough, design.max_seeds))
                 ),
-                "" if one.hours is None else f"{one.hours:,.1f}",
+                "" if one.hours is None else f"{one.hours:,.2f}",
             )
             for one in found
         ]
@@ -243,6 +247,17 @@ def _show_forecast(made: Study, spreads: dict[str, float], estimate: bool, as_js
     else:
         print(
             "No forecast of the seeds that the claims need: pass --pilot STUDY or --spread POINTS."
+        )
+    if (needed := first_look(design.level)) > design.max_seeds:
+        print(
+            f"{design.max_seeds} seeds can hardly decide a claim: this is a pilot. A study needs "
+            f"--max-seeds {needed} or more."
+        )
+    first = sum(seconds.get(slot.method, 0.0) for slot in made.state.todo) / 3600
+    if design.budget_hours is not None and first > design.budget_hours:
+        print(
+            f"The first runs take an estimated {first:,.2f} hours, more than the budget of "
+            f"{design.budget_hours:g}, and are not stopped: plan fewer claims or shorter runs."
         )
     start = command("steppe", "study", "run", made.path)
     print(

@@ -96,9 +96,10 @@ def rule(design: Design, outcomes: Outcomes, claim: Claim) -> Ruling:
         verdict = judge(looks[-1], design.smallest_effect)
         if verdict != "undecided":
             return Ruling(claim, verdict, tuple(looks), open=False)
-    failed = sorted({f"{s.method} on {s.target}, seed {s.seed}" for s in _failed(outcomes, claim)})
-    if failed:
-        return Ruling(claim, "undecided", tuple(looks), False, f"failed: {'; '.join(failed)}")
+    if failed := sorted(_failed(outcomes, claim)):
+        more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
+        reason = f"failed: {failed[0].method} on {failed[0].target}, seed {failed[0].seed}{more}"
+        return Ruling(claim, "undecided", tuple(looks), False, reason)
     if len(values) >= design.max_seeds:
         reason = f"{design.max_seeds} seeds did not decide it"
         return Ruling(claim, "undecided", tuple(looks), False, reason)
@@ -122,14 +123,14 @@ def state(plan: Plan, outcomes: Outcomes) -> State:
     tuning = tuple(slot for slot in tuning_slots(design) if slot not in outcomes)
     if tuning:
         return State(tuple(rulings), tuning)
-    wanted = _next(design, outcomes, rulings)
-    if wanted and over_budget(design, outcomes, wanted):
-        reason = f"the budget of {design.budget_hours:g} hours is spent"
-        rulings = [_closed(ruling, reason) for ruling in rulings]
-        wanted = ()
-    elif not wanted:
+    look = next_look(design, outcomes, rulings)
+    every = (*look, *twin_slots(design))
+    if look and over_budget(design, outcomes, every):
+        reason = f"another look would exceed the budget of {design.budget_hours:g} hours"
+        return State(tuple(_closed(ruling, reason) for ruling in rulings), ())
+    if not look:
         rulings = [_closed(ruling, "exploratory claims add no runs") for ruling in rulings]
-    return State(tuple(rulings), wanted)
+    return State(tuple(rulings), tuple(slot for slot in every if slot not in outcomes))
 
 
 def _closed(ruling: Ruling, reason: str) -> Ruling:
@@ -138,21 +139,20 @@ def _closed(ruling: Ruling, reason: str) -> Ruling:
     )
 
 
-def _next(design: Design, outcomes: Outcomes, rulings: Sequence[Ruling]) -> tuple[Slot, ...]:
-    """The runs that the next look at the open claims needs."""
+def next_look(design: Design, outcomes: Outcomes, rulings: Sequence[Ruling]) -> tuple[Slot, ...]:
+    """The runs that the next look at the open claims adds, whether they have finished or not."""
     still = [ruling for ruling in rulings if ruling.open]
     if not any(ruling.claim.confirmatory for ruling in still):
         return ()
     seen = min(len(differences(design, outcomes, ruling.claim)) for ruling in still)
-    look = max(design.first_seeds, seen + 1)
+    seeds = range(design.first_seeds) if seen < design.first_seeds else (seen,)
     methods = dict.fromkeys(name for r in still for name in (r.claim.a, r.claim.b))
-    slots = [
+    return tuple(
         Slot("run", method, seed, target)
-        for seed in range(look)
+        for seed in seeds
         for method in methods
         for target in design.targets
-    ]
-    return tuple(slot for slot in [*slots, *twin_slots(design)] if slot not in outcomes)
+    )
 
 
 def twin_slots(design: Design) -> list[Slot]:
@@ -190,13 +190,19 @@ def tuned(design: Design, outcomes: Outcomes, name: str, target: str) -> tuple[s
     return tries[max(range(len(tries)), key=score)]
 
 
-def over_budget(design: Design, outcomes: Outcomes, wanted: Sequence[Slot]) -> bool:
-    """Whether the wanted runs would exceed the budget, if they take as long as those before."""
-    took: dict[str, list[float]] = defaultdict(list)
-    for slot, outcome in outcomes.items():
-        if slot.kind == "run":
-            took[slot.method].append(outcome.seconds)
-    if design.budget_hours is None or not took:
+def over_budget(design: Design, outcomes: Outcomes, look: Sequence[Slot]) -> bool:
+    """Whether a look would exceed the budget, if its runs take as long as those before it.
+
+    It does not depend on how much of the look has run: a look that has begun is finished. The first
+    look's runs are expected to take as long as tuning runs, or no time if there were none.
+    """
+    if design.budget_hours is None:
         return False
-    expected = sum(fmean(took[slot.method]) for slot in wanted if took[slot.method])
-    return hours(outcomes) + expected / 3600 > design.budget_hours
+    added = set(look)
+    before = {slot: outcome for slot, outcome in outcomes.items() if slot not in added}
+    took: dict[str, list[float]] = defaultdict(list)
+    for slot, outcome in before.items():
+        if outcome.accuracy is not None:
+            took[slot.method].append(outcome.seconds)
+    expected = sum(fmean(took[slot.method]) for slot in look if took[slot.method])
+    return hours(before) + expected / 3600 > design.budget_hours

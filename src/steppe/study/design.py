@@ -20,6 +20,12 @@ FILE = "study.json"
 CONFIRMATORY = 6
 """How many claims may share the error rate; with more, none of them could be decided."""
 
+FIXED = (
+    *("dataset", "targets", "algorithm", "optimizer", "averaging", "recipe", "second_stage"),
+    *("trial_seed", "seed", "draw", "space", "twin", "evaluate_both"),
+)
+"""Config keys that a study sets itself: another value would change what is compared."""
+
 
 class _Fixed(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -69,9 +75,10 @@ class Design(_Fixed):
     alpha: float = Field(0.05, gt=0, lt=1)
     power: float = Field(0.8, gt=0, lt=1)
     budget_hours: float | None = Field(None, gt=0)
-    first_seeds: int = Field(ge=2, le=10_000)
-    max_seeds: int = Field(60, ge=2, le=10_000)
-    twins: int = Field(2, ge=0, le=10_000)
+    first_seeds: int = Field(2, ge=2, le=1000)
+    """Seeds of the first look."""
+    max_seeds: int = Field(60, ge=2, le=1000)
+    twins: int = Field(2, ge=0, le=1000)
     """Seeds on which the first claim's second method runs again with another rounding."""
     tuning_seeds: int = Field(1, ge=1, le=100)
     space: str = "fair"
@@ -84,8 +91,17 @@ class Design(_Fixed):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two methods are called {name!r}")
-            if not strangers.is_name(name) or ":" in name:
+            # The names of runs end with a method's name, or with it and ".twin" or ".tune2".
+            if not strangers.is_name(name) or set(name) & set(":."):
                 raise ValueError(f"{name!r} is not a valid name of a method")
+        texts = [*self.overrides]
+        for method in self.methods:
+            texts += [*method.overrides, *(text for one in method.tries for text in one)]
+        for key in (*self.options, *(text.partition("=")[0].strip() for text in texts)):
+            if key in FIXED:
+                raise ValueError(
+                    f"a study sets {key!r} itself: choose methods with --claim and --method"
+                )
         confirmatory = [claim for claim in self.claims if claim.confirmatory]
         if not 1 <= len(confirmatory) <= CONFIRMATORY:
             raise ValueError(
@@ -97,6 +113,8 @@ class Design(_Fixed):
                 f"max_seeds={self.max_seeds} is less than the {self.first_seeds} seeds of the "
                 "first look"
             )
+        if self.twins > self.max_seeds:
+            raise ValueError(f"twins={self.twins} is more than max_seeds={self.max_seeds}")
         check_claims(self.claims, names)
         return self
 
@@ -122,6 +140,8 @@ class Plan(_Fixed):
     digest: str
     added: tuple[Claim, ...] = ()
     commands: tuple[str, ...] = ()
+    steppe: str = ""
+    """The version that planned it."""
 
     @property
     def claims(self) -> tuple[Claim, ...]:

@@ -7,14 +7,15 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
 from steppe import console
 from steppe.errors import UserError
 from steppe.reports.differences import between
-from steppe.reports.render import TextCell, TextTable, to_markdown, to_terminal
+from steppe.reports.render import TextCell, TextTable, escape_markdown, to_markdown, to_terminal
 from steppe.reports.values import dumps
+from steppe.strangers import command, printable
 
 from .decide import Ruling, tuned, twin_slots
 from .outcomes import Slot, hours
@@ -28,6 +29,7 @@ def study_report(study: Study) -> dict[str, Any]:
     design = study.plan.design
     return {
         "study": study.plan.digest,
+        "steppe": study.plan.steppe,
         "dataset": design.dataset,
         "targets": list(design.targets),
         "endpoint": design.endpoint,
@@ -41,7 +43,7 @@ def study_report(study: Study) -> dict[str, Any]:
         "hours": {kind: hours(study.outcomes, [kind]) for kind in ("tune", "run", "twin")},
         "devices": sorted({one.device for one in study.outcomes.values() if one.device}),
         "budget hours": design.budget_hours,
-        "commands": list(study.plan.commands),
+        "commands": [*study.plan.commands, command("steppe", "study", "run", study.path)],
         "design": design.model_dump(mode="json"),
     }
 
@@ -59,7 +61,7 @@ def _claim(study: Study, ruling: Ruling) -> dict[str, Any]:
         "level": 1 - (design.level if claim.confirmatory else design.alpha),
         "looks": [vars(look) for look in ruling.looks],
         "over targets": _over_targets(study, ruling),
-        "other endpoint": _other(study, ruling),
+        "raw weights": _raw_weights(study, ruling),
     }
 
 
@@ -89,8 +91,8 @@ def _over_targets(study: Study, ruling: Ruling) -> dict[str, Any] | None:
     return {"low": found.low, "high": found.high, "targets": found.units} if found.spread else None
 
 
-def _other(study: Study, ruling: Ruling) -> float | None:
-    """The mean difference of the endpoint that does not decide."""
+def _raw_weights(study: Study, ruling: Ruling) -> float | None:
+    """The mean difference before averaging, which decides nothing."""
     a, b = _pairs(study, ruling, "other")
     shared = a.keys() & b.keys()
     return 100 * fmean(a[key] - b[key] for key in shared) if shared else None
@@ -99,13 +101,13 @@ def _other(study: Study, ruling: Ruling) -> float | None:
 def _method(study: Study, name: str) -> dict[str, Any]:
     design = study.plan.design
     runs = {s: o for s, o in study.outcomes.items() if s.kind == "run" and s.method == name}
-    worked = [o.accuracy for o in runs.values() if o.accuracy is not None]
+    worked = [(o.accuracy, o.seconds) for o in runs.values() if o.accuracy is not None]
     settings = {t: list(found) for t in design.targets if (found := _tuned(study, name, t))}
     return {
         "name": name,
-        "accuracy": fmean(worked) if worked else None,
+        "accuracy": fmean(accuracy for accuracy, _ in worked) if worked else None,
         "seeds": len({slot.seed for slot in runs}),
-        "seconds": fmean(o.seconds for o in runs.values()) if runs else None,
+        "seconds": fmean(seconds for _, seconds in worked) if worked else None,
         "tuned": settings,
     }
 
@@ -135,9 +137,10 @@ def sentence(found: Mapping[str, Any], smallest: float) -> str:
     if last is None:
         why = found["reason"] or "not enough seeds yet"
         return f"{a} against {b}: undecided ({why})."
-    seen = f"{last['mean']:+.1f} points{_range(last)}, {last['seeds']} seeds"
+    seen = f"{_signed(last['mean'])} points{_range(last)}, {last['seeds']} seeds"
     if found["verdict"] == "equivalent":
-        return f"{a} and {b} are equivalent: they differ by less than {smallest:g} ({seen})."
+        by = "1 point" if smallest == 1 else f"{smallest:g} points"
+        return f"{a} and {b} are equivalent: they differ by less than {by} ({seen})."
     if found["verdict"] in _VERBS:
         return f"{a} {_VERBS[found['verdict']]} {b} ({seen})."
     why = f": {found['reason']}" if found["reason"] else ""
@@ -146,7 +149,12 @@ def sentence(found: Mapping[str, Any], smallest: float) -> str:
 
 def _range(values: Mapping[str, Any]) -> str:
     low, high = values["low"], values["high"]
-    return f" [{low:+.1f}, {high:+.1f}]" if math.isfinite(high - low) else ""
+    return f" [{_signed(low)}, {_signed(high)}]" if math.isfinite(high - low) else ""
+
+
+def _signed(points: float) -> str:
+    """With two digits: +0.04 is not zero, and a verdict depends on it. Never -0.00."""
+    return f"{round(points, 2) + 0.0:+.2f}"
 
 
 def summary(found: Mapping[str, Any]) -> list[str]:
@@ -170,6 +178,11 @@ def notes(found: Mapping[str, Any]) -> list[str]:
         f"{share:g}% confidence. They are about these targets. Intervals over targets (Student's "
         "t, 95%) are about other targets and decide nothing."
     ]
+    if found["endpoint"] == "average":
+        said.append(
+            "Raw weights: the difference before averaging, on the targets' test images alone. It "
+            "decides nothing."
+        )
     if (floor := found["rounding"]) is not None:
         said.append(
             f"Rounding: {floor['pairs']} runs of {floor['method']} repeated with another rounding "
@@ -179,14 +192,15 @@ def notes(found: Mapping[str, Any]) -> list[str]:
         said.append("Exploratory claims are not corrected for their number, and prove nothing.")
     spent = sum(found["hours"].values())
     limit = "" if found["budget hours"] is None else f" of {found['budget hours']:g}"
-    said.append(f"Spent: {spent:.2f}{limit} hours of runs. Design {found['study']}.")
+    said.append(f"Spent: {spent:.2f}{limit} hours of runs.")
+    said.append(f"Design {found['study']}, planned with steppe {found['steppe']}.")
     return said
 
 
 def tables(found: Mapping[str, Any]) -> list[TextTable]:
     average = "averaged weights" if found["endpoint"] == "average" else "raw weights"
     claims = [_claim_row(claim) for claim in found["claims"]]
-    head = ("claim", "verdict", "points", "over seeds", "over targets", "seeds", "other endpoint")
+    head = ("claim", "verdict", "points", "over seeds", "over targets", "seeds", "raw weights")
     rows = [
         (one["name"], *(_number(one[key]) for key in ("accuracy", "seeds", "seconds")))
         for one in found["methods"]
@@ -211,15 +225,15 @@ def _table(title: str, head: tuple[str, ...], rows: list[Any], names: int) -> Te
 def _claim_row(claim: Mapping[str, Any]) -> tuple[str, ...]:
     last = claim["looks"][-1] if claim["looks"] else None
     name = f"{claim['a']} - {claim['b']}" + ("" if claim["confirmatory"] else " (exploratory)")
-    across, other = claim["over targets"], claim["other endpoint"]
+    across, raw = claim["over targets"], claim["raw weights"]
     return (
         name,
         claim["verdict"] + (" so far" if claim["open"] else ""),
-        "" if last is None else f"{last['mean']:+.2f}",
+        "" if last is None else _signed(last["mean"]),
         "" if last is None else _range(last).strip(),
         "" if across is None else _range(across).strip(),
         "" if last is None else str(last["seeds"]),
-        "" if other is None else f"{other:+.2f}",
+        "" if raw is None else _signed(raw),
     )
 
 
@@ -245,20 +259,21 @@ def to_text(study: Study, form: str) -> str:
 
 def _terminal(found: Mapping[str, Any]) -> str:
     shown = console.printed([to_terminal(one) for one in tables(found)])
-    return "\n".join([*summary(found), "", shown, *notes(found)]) + "\n"
+    first, last = (map(printable, lines) for lines in (summary(found), notes(found)))
+    return "\n".join([*first, "", shown, *last]) + "\n"
 
 
 def _markdown(found: Mapping[str, Any]) -> str:
-    first, *claims = summary(found)
-    commands = "\n".join(found["commands"])
+    first, *claims = (escape_markdown(printable(line)) for line in summary(found))
+    commands = "\n".join(map(printable, found["commands"]))
     return "\n".join(
         [
             f"{first}\n",
             *(f"- {claim}" for claim in claims),
             "",
             *(to_markdown(one) for one in tables(found)),
-            *(f"- {note}" for note in notes(found)),
-            *(["", "```bash", commands, "```"] if commands else []),
+            *(f"- {escape_markdown(printable(note))}" for note in notes(found)),
+            *("", "```bash", commands, "```"),
             "",
         ]
     )
@@ -266,23 +281,22 @@ def _markdown(found: Mapping[str, Any]) -> str:
 
 def _html(found: Mapping[str, Any]) -> str:
     """One self-contained page, without scripts."""
-    esc = html.escape
-    first, *claims = summary(found)
-    commands = "\n".join(found["commands"])
+    first, *claims = map(printable, summary(found))
+    commands = "\n".join(map(printable, found["commands"]))
     parts = [
         "<!doctype html>",
-        f'<html lang="en"><head><meta charset="utf-8"><title>{esc(first)}</title>',
+        f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(first)}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{_CSS}</style></head><body><main>",
-        f"<h1>{esc(first)}</h1><ul>",
-        *(f"<li>{esc(claim)}</li>" for claim in claims),
-        f"</ul><figure>{figure(found)}<figcaption>{esc(_CAPTION)}</figcaption></figure>",
+        f"<h1>{html.escape(first)}</h1><ul>",
+        *(f"<li>{html.escape(claim)}</li>" for claim in claims),
+        f"</ul><figure>{''.join(figures(found))}<figcaption>{_CAPTION}</figcaption></figure>",
         *(_html_table(one) for one in tables(found)),
-        *(f"<p>{esc(note)}</p>" for note in notes(found)),
+        *(f"<p>{html.escape(note)}</p>" for note in map(printable, notes(found))),
         "<h2>Run it again</h2>",
-        f"<pre>{esc(commands)}</pre>" if commands else "",
+        f"<pre>{html.escape(commands)}</pre>",
         "<details><summary>Design</summary>",
-        f"<pre>{esc(json.dumps(found['design'], indent=1))}</pre>",
+        f"<pre>{html.escape(json.dumps(found['design'], indent=1))}</pre>",
         "</details></main></body></html>",
     ]
     return "\n".join(parts) + "\n"
@@ -299,9 +313,10 @@ body { font: 16px/1.5 system-ui, sans-serif; margin: 0; }
 main { max-width: 60rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; }
 figure { margin: 1rem 0; overflow-x: auto; background: white; border-radius: 4px; }
-figure svg { max-width: 100%; height: auto; }
+figure svg { width: 17rem; max-width: 100%; height: auto; }
 figcaption { color: #444; font-size: .85rem; padding: 0 .5rem .5rem; }
 .wide { overflow-x: auto; }
+caption, td { white-space: nowrap; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: .5rem 0; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid #8884; text-align: right; }
@@ -313,8 +328,8 @@ pre { overflow-x: auto; font-size: .8rem; }
 def _html_table(made: TextTable) -> str:
     def line(tag: str, cells: list[str]) -> str:
         kinds = (' class="name"' if i < made.names else "" for i in range(len(cells)))
-        found = zip(kinds, cells, strict=True)
-        return f"<tr>{''.join(f'<{tag}{k}>{html.escape(c)}</{tag}>' for k, c in found)}</tr>"
+        found = zip(kinds, (html.escape(printable(cell)) for cell in cells), strict=True)
+        return f"<tr>{''.join(f'<{tag}{kind}>{text}</{tag}>' for kind, text in found)}</tr>"
 
     rows = "".join(line("td", [cell.text for cell in cells]) for cells in made.lines)
     head = line("th", list(made.headings))
@@ -322,36 +337,42 @@ def _html_table(made: TextTable) -> str:
     return f'<div class="wide"><table><caption>{title}</caption>{head}{rows}</table></div>'
 
 
-def figure(found: Mapping[str, Any]) -> str:
-    """The intervals of all confirmatory claims over the looks, as SVG."""
+def figures(found: Mapping[str, Any]) -> list[str]:
+    """An SVG for each confirmatory claim: its intervals over the looks."""
+    claims = [claim for claim in found["claims"] if claim["confirmatory"]]
+    return [_figure(claim, found["smallest effect"]) for claim in claims]
+
+
+def reach(claim: Mapping[str, Any], smallest: float) -> float:
+    """The end of a figure's axis: it shows the last interval, and clips wider ones before it."""
+    ends = [claim["looks"][-1][key] for key in ("low", "high")] if claim["looks"] else []
+    return float(1.15 * max(map(abs, (2 * smallest, *filter(math.isfinite, ends)))))
+
+
+def _figure(claim: Mapping[str, Any], smallest: float) -> str:
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    claims = [claim for claim in found["claims"] if claim["confirmatory"]]
-    columns = min(3, len(claims))
-    rows = -(-len(claims) // columns)
-    drawn = Figure(figsize=(3.1 * columns, 2.4 * rows), layout="constrained")
-    axes = drawn.subplots(rows, columns, squeeze=False, sharey=True).flatten()
-    smallest = found["smallest effect"]
-    for ax, claim in zip(axes, claims, strict=False):
-        looks = [look for look in claim["looks"] if math.isfinite(look["high"])]
-        seeds = [look["seeds"] for look in looks]
-        ax.axhspan(-smallest, smallest, color="#0072b2", alpha=0.12, lw=0)
-        ax.axhline(0, color="#666", lw=0.8)
-        if looks:
-            low, high = ([look[key] for look in looks] for key in ("low", "high"))
-            ax.fill_between(seeds, low, high, color="#c84f00", alpha=0.25, lw=0)
-            ax.plot(seeds, [look["mean"] for look in looks], color="#c84f00", marker="o", ms=3)
-            ax.vlines(seeds[-1], low[-1], high[-1], color="#c84f00", lw=1.5)
-        ax.set_title(f"{claim['a']} - {claim['b']}: {claim['verdict']}", fontsize=9)
-        ax.set_xlabel("seeds")
-        ax.xaxis.get_major_locator().set_params(integer=True)
-    for ax in axes[len(claims) :]:
-        ax.remove()
-    axes[0].set_ylabel("points")
-    spans = [look["spread"] for claim in claims for look in claim["looks"]]
-    reach = 3 * max([smallest, *spans, pstdev([0.0, smallest])])
-    axes[0].set_ylim(-reach, reach)
+    drawn = Figure(figsize=(3.4, 2.5), layout="constrained")
+    ax = drawn.subplots()
+    looks = [look for look in claim["looks"] if math.isfinite(look["high"])]
+    ax.axhspan(-smallest, smallest, color="#0072b2", alpha=0.12, lw=0)
+    ax.axhline(0, color="#666", lw=0.8)
+    if looks:
+        seeds, means, low, high = (
+            [look[key] for look in looks] for key in ("seeds", "mean", "low", "high")
+        )
+        ax.fill_between(seeds, low, high, color="#c84f00", alpha=0.25, lw=0)
+        ax.plot(seeds, means, color="#c84f00", marker="o", ms=3)
+        ax.vlines(seeds[-1], low[-1], high[-1], color="#c84f00", lw=1.5)
+        ax.set_xlim(seeds[0] - 1, seeds[-1] + 1)
+    title = f"{claim['a']} - {claim['b']}: {claim['verdict']}"
+    ax.set_title(printable(title), fontsize=9, parse_math=False)
+    ax.set_xlabel("seeds")
+    ax.set_ylabel("points")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_ylim(-reach(claim, smallest), reach(claim, smallest))
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "steppe", "font.size": 9}
     with matplotlib.rc_context(settings), io.StringIO() as text:
         drawn.savefig(text, format="svg", metadata={"Date": None})

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
+from steppe import __version__
 from steppe.domains import dataset_spec
 from steppe.errors import RunError, UserError
 from steppe.optim import optimizer_spec
 from steppe.sweeps import Sweep, cost, jobs, look, read_plan, target_sets
 from steppe.sweeps.growing import growing
+from steppe.training.config import RunConfig
 
-from .decide import State, state
+from .decide import State, differences, state
 from .design import FILE, Claim, Design, Method, Plan, parsed, read_design, write_design
 from .outcomes import Outcome, Slot, read_outcomes, write_outcomes
 from .power import Forecast, forecast
@@ -67,27 +71,32 @@ def plan_study(
             "exploratory claims, or plan another study in a new folder"
         )
     own = {method.name: method for method in methods}
-    pairs = [Claim(a=a, b=b) for a, b in claims]
-    pairs += [Claim(a=a, b=b, confirmatory=False) for a, b in explore]
+    if len(own) < len(methods):
+        raise UserError(f"two methods have the same name: {[m.name for m in methods]}")
+
+    def claimed(pair: tuple[str, str], confirmatory: bool) -> Claim:
+        a, b = (name if name in own else optimizer_spec(name).name for name in pair)
+        return Claim(a=a, b=b, confirmatory=confirmatory)
+
+    pairs = [claimed(pair, True) for pair in claims] + [claimed(pair, False) for pair in explore]
     used = dict.fromkeys(name for claim in pairs for name in (claim.a, claim.b))
     for name in own.keys() - used.keys():
         raise UserError(f"no claim compares the method {name!r}: leave it out, or add --claim")
-    chosen = [own.get(name) or _by_optimizer(name, own) for name in used]
-    sets = ["+".join(domains) for domains in target_sets(dataset_spec(dataset), targets)]
-    level = settings.get("alpha", Design.model_fields["alpha"].default) / max(1, len(claims))
     values = {
-        "first_seeds": first_look(level),
         **settings,
         "dataset": dataset,
-        "targets": sets,
+        "targets": ["+".join(held) for held in target_sets(dataset_spec(dataset), targets)],
         "claims": pairs,
-        "methods": chosen,
+        "methods": [own.get(name) or Method(name=name, optimizer=name) for name in used],
     }
     design: Design = parsed(Design, values, "the study")
+    if "first_seeds" not in settings:
+        values["first_seeds"] = min(first_look(design.level), design.max_seeds)
     # Every config is built before anything is written, so that its errors come first.
-    with_tries = [_with_tries(design, method, tune or {}) for method in design.methods]
-    design = design.model_copy(update={"methods": tuple(with_tries)})
-    plan = Plan(design=design, digest=design.digest(), commands=(command,) if command else ())
+    values["methods"] = _completed(design, tune or {})
+    design = parsed(Design, values, "the study")
+    commands = (command,) if command else ()
+    plan = Plan(design=design, digest=design.digest(), commands=commands, steppe=__version__)
     first = state(plan, {}).todo
     path.mkdir(parents=True, exist_ok=True)
     plan_runs(path, plan, {}, first)
@@ -95,26 +104,44 @@ def plan_study(
     return load_study(path)
 
 
-def _by_optimizer(name: str, own: Mapping[str, Method]) -> Method:
-    return Method(name=name, optimizer=optimizer_spec(name).name)
+def _completed(
+    design: Design, tune: Mapping[str, Sequence[tuple[float, bool]]]
+) -> tuple[Method, ...]:
+    """The methods, each with all combinations of the tuned settings that it has.
+
+    Their average covers at least the second half of a run: its default start may be after the last
+    update of a short one.
+    """
+    found, left = [], dict.fromkeys(tune)
+    for method in design.methods:
+        config = next(jobs(grid(design, Slot("run", method.name, 0, design.targets[0]), ())))[1]
+        fixed = {text.partition("=")[0].strip() for text in method.overrides}
+        texts = []
+        for key, values in tune.items():
+            default = _number(config, key)
+            if key in fixed or default is None:
+                continue
+            left.pop(key, None)
+            numbers = [default * value if relative else value for value, relative in values]
+            texts.append([f"{key}={float(f'{number:.4g}'):g}" for number in numbers])
+        tries = tuple(product(*texts)) if texts else ()
+        overrides, start = method.overrides, _number(config, "averaging.start")
+        said = any(text.startswith("averaging.start=") for text in (*design.overrides, *overrides))
+        if method.averaging == "none" and not said and (start or 0) > config.steps // 2:
+            overrides = (f"averaging.start={config.steps // 2}", *overrides)
+        found.append(method.model_copy(update={"tries": tries, "overrides": overrides}))
+    for key in left:
+        raise UserError(f"no method has a number {key!r} to tune, such as optimizer.lr")
+    return tuple(found)
 
 
-def _with_tries(
-    design: Design, method: Method, tune: Mapping[str, Sequence[tuple[float, bool]]]
-) -> Method:
-    """The method with all combinations of the tuned settings that it has."""
-    config = next(jobs(grid(design, Slot("run", method.name, 0, design.targets[0]), ())))[1]
-    options = {f"optimizer.{key}": value for key, value in config.optimizer.options.items()}
-    fixed = {text.partition("=")[0] for text in method.overrides}
-    texts = []
-    for key, values in tune.items():
-        if key in fixed or (key.startswith("optimizer.") and key not in options):
-            continue
-        default = options[key] if key in options else getattr(config, key)
-        texts.append(
-            [f"{key}={float(f'{default * v if relative else v:.4g}'):g}" for v, relative in values]
-        )
-    return method.model_copy(update={"tries": tuple(product(*texts)) if texts else ()})
+def _number(config: RunConfig, key: str) -> float | None:
+    """The value of a setting such as `optimizer.lr`; None if it is not a number."""
+    field, dot, option = key.partition(".")
+    value = getattr(config, field, None)
+    if dot:
+        value = getattr(value, "options", {}).get(option)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def extend_study(path: Path, pairs: Iterable[tuple[str, str]], command: str = "") -> Study:
@@ -130,18 +157,16 @@ def extend_study(path: Path, pairs: Iterable[tuple[str, str]], command: str = ""
 
 
 def load_study(path: Path) -> Study:
-    """Read a study, and add the results of runs that have finished to its ledger."""
+    """Read a study, and add the results of runs that have finished to its ledger.
+
+    A folder that cannot be written to is only read.
+    """
     plan = read_design(path)
-    known = read_outcomes(path, plan.digest)
-    while True:
-        found = state(plan, known)
-        retried = [slot for slot, outcome in known.items() if outcome.accuracy is None]
-        new = collect(path, plan, known, [*found.todo, *retried])
-        changed = {slot: one for slot, one in new.items() if known.get(slot) != one}
-        if not changed:
-            return Study(path, plan, known, found)
-        known |= changed
-        write_outcomes(path, plan.digest, known)
+    known = read_outcomes(path, plan)
+    found = collect(path, plan, known)
+    if found != known and os.access(path, os.W_OK):
+        write_outcomes(path, plan.digest, found)
+    return Study(path, plan, found, state(plan, found))
 
 
 def run_study(
@@ -189,10 +214,11 @@ def _grow(path: Path) -> bool:
 def round_line(study: Study) -> str:
     kinds = {slot.kind for slot in study.state.todo}
     runs = f"{len(study.state.todo)} runs"
-    if kinds == {"tune"}:
-        return f"tuning: {runs}"
+    for kind, words in (("tune", "tuning"), ("twin", "twins")):
+        if kinds == {kind}:
+            return f"{words}: {runs}"
     still = [r.claim.name for r in study.state.rulings if r.open and r.claim.confirmatory]
-    return f"{runs} for {len(still)} open claims: {', '.join(still)}"
+    return f"{runs}, open claims: {', '.join(still)}"
 
 
 @dataclass(frozen=True)
@@ -232,11 +258,12 @@ def needs(study: Study, spreads: Mapping[str, float], seconds: Mapping[str, floa
 
 
 def spread_of(study: Study) -> dict[str, float]:
-    """The spread of every claim over the seeds of a finished or running study, its pilot."""
+    """The spread of every claim over the seeds that a pilot has run so far, if these are three."""
     found = {}
-    for ruling in study.state.rulings:
-        if ruling.last is not None:
-            found[ruling.claim.name] = ruling.last.spread
+    for claim in study.plan.claims:
+        values = differences(study.plan.design, study.outcomes, claim)
+        if len(values) > 2:
+            found[claim.name] = stdev(values)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from steppe.reports import Run, load_runs
@@ -10,11 +10,11 @@ from steppe.reports.runs import Record
 from steppe.reports.selection import best_step, candidates, mean_of, pooled
 from steppe.reports.spent import device_of
 from steppe.strangers import printable
-from steppe.sweeps import Grid, Job, Sweep, jobs, look, read_plan, write_plan
+from steppe.sweeps import Grid, Job, Sweep, look, read_plan, write_plan
 
 from .decide import tuned
-from .design import Design, Plan
-from .outcomes import Outcome, Outcomes, Slot
+from .design import Design, Method, Plan
+from .outcomes import Kind, Outcome, Outcomes, Slot
 
 FOLDER = "sweep"
 TUNING_SEED = 1000
@@ -32,7 +32,6 @@ def grid(design: Design, slot: Slot, settings: Iterable[str]) -> Grid:
     if design.endpoint == "average":
         averaging = AVERAGE if averaging == "none" else averaging
         both = ["evaluate_both=true"]
-    tag = slot.method if slot.kind == "run" else f"{slot.method}.{slot.kind}{slot.choice or ''}"
     return Grid(
         datasets=(design.dataset,),
         algorithms=(method.algorithm,),
@@ -51,8 +50,13 @@ def grid(design: Design, slot: Slot, settings: Iterable[str]) -> Grid:
             *([f"twin={TWIN}"] if slot.kind == "twin" else []),
         ),
         options=design.options,
-        tag=tag,
+        tag=tag_of(slot.kind, slot.method, slot.choice),
     )
+
+
+def tag_of(kind: Kind, method: str, choice: int) -> str:
+    """The end of the names of a method's runs."""
+    return method if kind == "run" else f"{method}.{kind}{choice or ''}"
 
 
 def grids(design: Design, outcomes: Outcomes, slots: Iterable[Slot]) -> dict[Slot, Grid]:
@@ -68,42 +72,69 @@ def grids(design: Design, outcomes: Outcomes, slots: Iterable[Slot]) -> dict[Slo
     return found
 
 
-def names(asked: Mapping[Slot, Grid]) -> dict[Slot, str]:
-    """The name of each slot's run in the sweep."""
-    return {slot: next(jobs(one))[0] for slot, one in asked.items()}
-
-
 def plan_runs(path: Path, plan: Plan, outcomes: Outcomes, slots: Iterable[Slot]) -> Sweep:
     """Add runs to the study's sweep."""
     asked = grids(plan.design, outcomes, slots)
     return write_plan(list(asked.values()), path / FOLDER, extend=True)
 
 
-def collect(
-    path: Path, plan: Plan, outcomes: Outcomes, slots: Iterable[Slot]
-) -> dict[Slot, Outcome]:
-    """The outcomes of those slots whose runs are over."""
-    folder = path / FOLDER
-    if not (folder / "sweep.json").exists():
-        return {}
-    sweep = read_plan(folder)
-    named = names(grids(plan.design, outcomes, slots))
-    results = {
-        slot: Job(sweep.folder(name)).result for slot, name in named.items() if name in sweep.axes
-    }
-    done = {result: slot for slot, result in results.items() if result.exists()}
-    found: dict[Slot, Outcome] = {}
-    for run in load_runs(list(done)).runs if done else ():
-        slot = done[run.path]
-        found[slot] = outcome_of(run, plan.design, slot)
-    errors = {failure.name: failure.error for failure in look(sweep).failures}
-    for slot, name in named.items():
-        if slot not in found and name in errors:
-            found[slot] = Outcome(None, error=printable(errors[name])[:200])
+def slots(design: Design, sweep: Sweep) -> dict[str, Slot]:
+    """The place of every run of the sweep in the study."""
+    places = {tag_of(*place): place for method in design.methods for place in _places(method)}
+    found = {}
+    for run, axes in sweep.axes.items():
+        if axes.get("tag") in places:
+            kind, method, choice = places[axes["tag"]]
+            seed = axes["trial"] - (TUNING_SEED if kind == "tune" else 0)
+            found[run] = Slot(kind, method, seed, axes["targets"], choice)
     return found
 
 
-def outcome_of(run: Run, design: Design, slot: Slot) -> Outcome:
+def _places(method: Method) -> list[tuple[Kind, str, int]]:
+    tuning: list[tuple[Kind, str, int]] = [
+        ("tune", method.name, i) for i in range(len(method.tries))
+    ]
+    return [("run", method.name, 0), ("twin", method.name, 0), *tuning]
+
+
+def collect(path: Path, plan: Plan, known: Outcomes) -> dict[Slot, Outcome]:
+    """The known outcomes, with those of all runs that are over.
+
+    A failed run that is to be retried has no outcome anymore.
+    """
+    found = dict(known)
+    folder = path / FOLDER
+    if not (folder / "sweep.json").exists():
+        return found
+    sweep = read_plan(folder)
+    placed = slots(plan.design, sweep)
+    chosen = any(slot.kind != "tune" for slot in placed.values())  # its choice is in use: it stays
+    missing = {
+        name: slot
+        for name, slot in placed.items()
+        if slot not in known
+        or (known[slot].accuracy is None and not (chosen and slot.kind == "tune"))
+    }
+    if not missing:
+        return found
+    results = {Job(sweep.folder(name)).result: slot for name, slot in missing.items()}
+    done = [result for result in results if result.exists()]
+    counted = {
+        results[run.path]: outcome_of(run, plan.design)
+        for run in (load_runs(done).runs if done else ())
+    }
+    errors = {failure.name: failure.error for failure in look(sweep).failures}
+    for name, slot in missing.items():
+        if slot in counted:
+            found[slot] = counted[slot]
+        elif name in errors:
+            found[slot] = Outcome(None, error=printable(errors[name])[:200])
+        else:
+            found.pop(slot, None)
+    return found
+
+
+def outcome_of(run: Run, design: Design) -> Outcome:
     """What a study keeps of a run."""
     record = _compared(run, design)
     sources = [key for key in record.accuracy if key[0] not in run.target_set and key[1] == "val"]
