@@ -9,6 +9,8 @@ import pytest
 import scipy.stats
 import torch
 
+from steppe.study import load_study
+from steppe.study.report import to_text
 from tests.scripts import load_script
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -73,3 +75,9 @@ def test_adamw_is_adam_without_decay_here(fused: bool) -> None:
     assert torch.equal(ours, trained(torch.optim.Adam, 0.0))
     assert not torch.equal(ours, trained(torch.optim.Adam, 1e-4))
     assert not torch.equal(ours, trained(torch.optim.AdamW, 1e-2))
+
+
+@pytest.mark.parametrize("name", ["digits", "doodles"])
+def test_the_reports_of_studies_are_those_of_their_outcomes(name: str) -> None:
+    folder = DOCS / "results/studies" / name
+    assert to_text(load_study(folder), "markdown") == (folder / "report.md").read_text()

@@ -15,7 +15,7 @@ from steppe.errors import UserError
 from steppe.reports.differences import between
 from steppe.reports.render import TextCell, TextTable, escape_markdown, to_markdown, to_terminal
 from steppe.reports.values import dumps
-from steppe.strangers import command, printable
+from steppe.strangers import printable
 
 from .decide import Ruling, tuned, twin_slots
 from .outcomes import Slot, hours
@@ -43,7 +43,7 @@ def study_report(study: Study) -> dict[str, Any]:
         "hours": {kind: hours(study.outcomes, [kind]) for kind in ("tune", "run", "twin")},
         "devices": sorted({one.device for one in study.outcomes.values() if one.device}),
         "budget hours": design.budget_hours,
-        "commands": [*study.plan.commands, command("steppe", "study", "run", study.path)],
+        "commands": [*study.plan.commands, "steppe study run DIR"],
         "design": design.model_dump(mode="json"),
     }
 
