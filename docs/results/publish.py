@@ -398,8 +398,8 @@ def power_table(needs: Iterable[Mapping[str, Any]]) -> str:
         text
         for effect in EFFECTS
         for text in (
-            f"seeds to see {effect:g} point{'s' * (effect != 1)}",
-            f"seeds to see less than {effect:g}",
+            f"seeds if {effect:g} point{'s' * (effect != 1)} apart",
+            f"seeds if equal (within {effect:g})",
             "GPU-hours",
         )
     ]
