@@ -19,7 +19,7 @@ from steppe.training.config import RunConfig
 
 from .common import Json, Overrides, remark, writable
 from .options import SHORTCUTS, RunCommand, fields, keys, overriding, with_options
-from .sweep import VARIED
+from .sweep import VARIED, LauncherName, LauncherPlugins
 
 if TYPE_CHECKING:
     from steppe.study import Method, Study
@@ -242,7 +242,8 @@ def _show_forecast(made: Study, spreads: dict[str, float], estimate: bool, as_js
         stdout().print(table(head, rows))
         print(
             f"Power: probability of a right verdict within {design.max_seeds} seeds if the methods "
-            f"differ by {d:g} points, or not at all. Seeds: enough for {share} of studies."
+            f"differ by {d:g} point{'s' * (d != 1)}, or not at all. Seeds: enough for {share} of "
+            "studies."
         )
     else:
         print(
@@ -276,13 +277,8 @@ def study_run(
     context: typer.Context,
     path: _Study,
     crew: dict[str, Any],
-    launcher: Annotated[
-        str, typer.Option(help="Where to start workers: local, ray, slurm, or a plugin's launcher.")
-    ] = "local",
-    plugin: Annotated[
-        list[str] | None,
-        typer.Option("--plugin", help="Module that registers your own launcher; repeatable."),
-    ] = None,
+    launcher: LauncherName = "local",
+    plugin: LauncherPlugins = None,
 ) -> None:
     """Run a study until its claims are decided; interrupt it at any time and run it again."""
     from steppe.study import load_study, run_study

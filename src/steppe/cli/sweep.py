@@ -24,6 +24,13 @@ _Runs = Annotated[
     list[str] | None,
     typer.Argument(metavar="RUN", help="Names of runs (default: all eligible runs)."),
 ]
+LauncherName = Annotated[
+    str, typer.Option(help="Where to start workers: local, ray, slurm, or a plugin's launcher.")
+]
+LauncherPlugins = Annotated[
+    list[str] | None,
+    typer.Option("--plugin", help="Module that registers your own launcher; repeatable."),
+]
 # A sweep varies these, or a worker sets them, so they are not options of all runs.
 VARIED = (
     *("dataset", "targets", "sources", "algorithm", "optimizer", "averaging", "trial_seed", "seed"),
@@ -111,13 +118,8 @@ def sweep_run(
     context: typer.Context,
     path: _Sweep,
     crew: dict[str, Any],
-    launcher: Annotated[
-        str, typer.Option(help="Where to start workers: local, ray, slurm, or a plugin's launcher.")
-    ] = "local",
-    plugin: Annotated[
-        list[str] | None,
-        typer.Option("--plugin", help="Module that registers your own launcher; repeatable."),
-    ] = None,
+    launcher: LauncherName = "local",
+    plugin: LauncherPlugins = None,
 ) -> None:
     """Run a sweep: start workers and wait until all runs are done (Slurm: only submit)."""
     from steppe.protocols.winners import carry_on, reruns_left
