@@ -72,6 +72,17 @@ def augmented(
     return transform(moved(stack, where), *inputs, size, reach).cpu()
 
 
+def tap_by_tap(
+    stack: device.Stack, chosen: Tensor, draws: Tensor, boxes: Tensor, *window: Any
+) -> Tensor:
+    """Augment in the way that compiled code takes."""
+    filters = device.filters(boxes, draws, *window)
+    return device.augment(stack, chosen, draws, boxes, *window, filters)
+
+
+WAYS = [device.augment, tap_by_tap]
+
+
 def expected(images: Any, chosen: np.ndarray, draws: np.ndarray, size: int) -> np.ndarray:
     found = [augment.augment(images[i], row, size) for i, row in zip(chosen, draws, strict=True)]
     return np.stack(found).transpose(0, 3, 1, 2)
@@ -84,19 +95,21 @@ def every_order(n: int, seed: int = 0) -> np.ndarray:
     return draws
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("where", DEVICES)
-def test_augment_is_pillows_bit_for_bit_in_every_order_and_shape(where: str):
+def test_augment_is_pillows_bit_for_bit_in_every_order_and_shape(where: str, way: Any):
     images = pictures(SHAPES)
     draws = every_order(len(SHAPES))
     chosen = np.repeat(np.arange(len(SHAPES)), 24)
     draws[::7, augment._GREY] = 0.01
-    found = augmented(images, chosen, draws, SIZE, where=where)
+    found = augmented(images, chosen, draws, SIZE, way, where)
     assert found.dtype == torch.uint8
     assert found.is_contiguous(memory_format=torch.channels_last)
     np.testing.assert_array_equal(found.numpy(), expected(images, chosen, draws, SIZE))
 
 
-def test_augment_at_the_size_of_networks():
+@pytest.mark.parametrize("way", WAYS)
+def test_augment_at_the_size_of_networks(way: Any):
     """Of PACS's images, which are barely larger: either pass of the resampling may come first."""
     images = pictures([(227, 227)] * 2)
     draws = every_order(1)
@@ -108,7 +121,7 @@ def test_augment_at_the_size_of_networks():
     boxes = augment.crop_boxes(np.full(24, 227), np.full(24, 227), draws)
     down = device._goes_down_first(boxes[:, 2], boxes[:, 3], 224)
     assert 0 < down.sum() < 24
-    found = augmented(images, chosen, draws, 224)
+    found = augmented(images, chosen, draws, 224, way)
     np.testing.assert_array_equal(found.numpy(), expected(images, chosen, draws, 224))
 
 
@@ -166,7 +179,10 @@ def test_resize_is_pillows_bit_for_bit(channels: int, where: str):
     assert not down.all()
     assert bool(down.any()) == device._DOWN_FIRST  # as the Pillow at hand does it
     for chosen in (np.array([2]), np.arange(len(images))[::-1].copy()):
-        found = device.resize(moved(stack, where), torch.from_numpy(chosen).to(where), SIZE, reach)
+        there, which = moved(stack, where), torch.from_numpy(chosen).to(where)
+        filters = device.filters(device.whole_boxes(there, which), None, SIZE, reach)
+        found = device.resize(there, which, SIZE, reach)
+        assert torch.equal(device.resize(there, which, SIZE, reach, filters), found)
         domain = Domain("all", images, np.zeros(len(images), dtype=np.int64))
         batch = read(domain, chosen, View(SIZE, augment=False)).images
         assert torch.equal(found.cpu(), batch)
@@ -281,7 +297,7 @@ def test_augment_says_what_it_cannot_take():
 
 
 def same_compiled(backend: str, where: str = "cpu") -> None:
-    """One compilation serves all batch sizes, and changes no bit."""
+    """One compilation of each part serves all batch sizes, and changes no bit."""
     graphs: list[int] = []
     inner = torch._dynamo.lookup_backend(backend)
 
@@ -289,13 +305,18 @@ def same_compiled(backend: str, where: str = "cpu") -> None:
         graphs.append(1)
         return inner(module, inputs, **options)
 
-    def dynamic(stack: device.Stack, *inputs: Any) -> Tensor:
-        for x in inputs:
-            if isinstance(x, Tensor):
-                torch._dynamo.mark_dynamic(x, 0)
-        return compiled(stack, *inputs)
+    def dynamic(
+        stack: device.Stack, chosen: Tensor, draws: Tensor, boxes: Tensor, *window: Any
+    ) -> Tensor:
+        for x in (chosen, draws, boxes):
+            torch._dynamo.mark_dynamic(x, 0)
+        filters = weigh(boxes, draws, *window)
+        for x in filters:
+            torch._dynamo.mark_dynamic(x, 0)
+        return compiled(stack, chosen, draws, boxes, *window, filters)
 
     torch._dynamo.reset()
+    weigh = torch.compile(device.filters, backend=counted, fullgraph=True)
     compiled = torch.compile(device.augment, backend=counted, fullgraph=True)
     images = pictures([(20, 30), (40, 28), (12, 9), (33, 34)])
     for n in (24, 4, 7):
@@ -303,10 +324,10 @@ def same_compiled(backend: str, where: str = "cpu") -> None:
         found = augmented(images, chosen, draws, 16, dynamic, where)
         np.testing.assert_array_equal(found.numpy(), expected(images, chosen, draws, 16))
         assert found.is_contiguous(memory_format=torch.channels_last)
-    assert len(graphs) == 1
+    assert len(graphs) == 2
 
 
-def test_compiling_takes_one_graph():
+def test_compiling_takes_two_graphs():
     same_compiled("eager")
 
 
@@ -317,7 +338,8 @@ def test_compiled_is_eager_bit_for_bit(where: str):
     reach = device.whole_reach(stack.heights.cpu().numpy(), stack.widths.cpu().numpy(), SIZE)
     every = torch.arange(len(SHAPES), device=where)
     eager = device.resize(stack, every, SIZE, reach)
-    compiled = torch.compile(device.resize)(stack, every, SIZE, reach)
+    filters = torch.compile(device.filters)(device.whole_boxes(stack, every), None, SIZE, reach)
+    compiled = torch.compile(device.resize)(stack, every, SIZE, reach, filters)
     assert torch.equal(compiled, eager)
     assert compiled.stride() == eager.stride()
 

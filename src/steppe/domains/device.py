@@ -29,6 +29,8 @@ from .dataset import Indices, Pixels
 
 _BITS = 22
 """Pillow's weights are integers that sum to about $2^{22}$, so that sums fit into 32 bits."""
+_AT_ONCE = 32_000_000
+"""The maximum number of source values that are multiplied at once."""
 _SEXTANT = 85
 """A sixth of the hue circle (red to yellow, and so on), in units of half a hue (0 to 510)."""
 _CONTRAST, _SATURATION, _HUE = 1, 2, 3  # their numbers in `_ORDERS`; 0 is brightness
@@ -92,6 +94,22 @@ def stacked(images: Sequence[Pixels]) -> Stack:
     )
 
 
+class Filters(NamedTuple):
+    """What every output pixel reads in the two passes of a resampling, N x size x taps.
+
+    Attributes:
+        pixel: source pixels of a line.
+        weight: their weights.
+        line: lines, in the second pass.
+        line_weight: their weights.
+    """
+
+    pixel: Tensor
+    weight: Tensor
+    line: Tensor
+    line_weight: Tensor
+
+
 def crop_reach(heights: Indices, widths: Indices, size: int) -> Reach:
     """Return the reach of `augment` over images of these heights and widths.
 
@@ -123,8 +141,37 @@ def _most_taps(length: int, size: int) -> int:
     return -(-2 * max(int(length), size) // size)
 
 
+def filters(boxes: Tensor, draws: Tensor | None, size: int, reach: Reach) -> Filters:
+    """Return the filters of boxes, which may be mirrored; `augment` and `resize` take them.
+
+    Compiled code that computed the weights inside these would repeat a division of 64-bit integers
+    for every value that it reads.
+    """
+    mirrored = _mirrored(boxes, draws)
+    length, lines, first, second, _ = _passes(boxes, mirrored, size)
+    taps = reach.taps
+    return Filters(*_weighed(length, first, size, taps), *_weighed(lines, second, size, taps))
+
+
+def whole_boxes(stack: Stack, chosen: Tensor) -> Tensor:
+    """Return boxes around whole images, N x 4: top, left, height and width."""
+    heights, widths = stack.heights[chosen], stack.widths[chosen]
+    return torch.stack([torch.zeros_like(heights), torch.zeros_like(widths), heights, widths], 1)
+
+
+def _mirrored(boxes: Tensor, draws: Tensor | None) -> Tensor:
+    none = torch.zeros(len(boxes), dtype=torch.bool, device=boxes.device)
+    return none if draws is None else draws[:, _FLIP] < FLIP
+
+
 def augment(
-    stack: Stack, chosen: Tensor, draws: Tensor, boxes: Tensor, size: int, reach: Reach
+    stack: Stack,
+    chosen: Tensor,
+    draws: Tensor,
+    boxes: Tensor,
+    size: int,
+    reach: Reach,
+    filters: Filters | None = None,
 ) -> Tensor:
     """Apply `augment.augment` to each RGB image, bit for bit.
 
@@ -135,6 +182,8 @@ def augment(
         boxes: the `augment.crop_boxes` of the same draws, N x 4, int64.
         size: height and width of the results.
         reach: the `crop_reach` of the images.
+        filters: the `filters` of the boxes and draws: the faster way in compiled code, where None
+            is faster otherwise.
 
     Returns:
         N x 3 x size x size, uint8, channels-last in memory.
@@ -156,8 +205,9 @@ def augment(
             f"draws must be torch.float64 with {DRAWS} columns, got {draws.dtype} with "
             f"{draws.shape[1]}"
         )
-    mirrored = draws[:, _FLIP] < FLIP
-    planes = list(_resampled(stack, chosen, boxes, mirrored, size, reach).unbind(3))
+    mirrored = _mirrored(boxes, draws)
+    images = _resampled(stack, chosen, boxes, mirrored, size, reach, filters)
+    planes = list(images.unbind(3))
     # The clamp changes no value. It keeps compilers from fusing this product with the sum below:
     # Pillow's factors are rounded twice.
     spread = ((2 * draws[:, _FACTORS : _FACTORS + 4] - 1) * JITTER).clamp(-JITTER, JITTER)
@@ -172,7 +222,9 @@ def augment(
     return torch.stack([torch.where(grey, one, plane) for plane in planes], 3).permute(0, 3, 1, 2)
 
 
-def resize(stack: Stack, chosen: Tensor, size: int, reach: Reach) -> Tensor:
+def resize(
+    stack: Stack, chosen: Tensor, size: int, reach: Reach, filters: Filters | None = None
+) -> Tensor:
     """Apply `augment.resize` to each image, bit for bit.
 
     Args:
@@ -180,6 +232,7 @@ def resize(stack: Stack, chosen: Tensor, size: int, reach: Reach) -> Tensor:
         chosen: the indices of N images, int64.
         size: height and width of the results.
         reach: the `whole_reach` of the images.
+        filters: the `filters` of their `whole_boxes`, as in `augment`.
 
     Returns:
         N x channels x size x size, uint8; channels-last in memory unless there is one channel.
@@ -190,54 +243,127 @@ def resize(stack: Stack, chosen: Tensor, size: int, reach: Reach) -> Tensor:
         >>> resize(stack, torch.tensor([4, 2]), 24, reach).shape
         torch.Size([2, 1, 24, 24])
     """
-    heights, widths = stack.heights[chosen], stack.widths[chosen]
-    boxes = torch.stack([torch.zeros_like(heights), torch.zeros_like(widths), heights, widths], 1)
-    images = _resampled(stack, chosen, boxes, torch.zeros_like(heights).bool(), size, reach)
+    boxes = whole_boxes(stack, chosen)
+    images = _resampled(stack, chosen, boxes, _mirrored(boxes, None), size, reach, filters)
     if stack.channels == 1:
         return images.view(-1, 1, size, size)
     return images.permute(0, 3, 1, 2)
 
 
+class _Passes(NamedTuple):
+    """The two passes of a resampling: along lines, then across them.
+
+    Lines are rows, or columns (`swapped`) if Pillow resamples columns first.
+    """
+
+    length: Tensor
+    """Pixels of a line, N."""
+    lines: Tensor
+    """How many there are, N."""
+    first: Tensor
+    """Where every output pixel of the first pass lies before mirroring, N x size."""
+    second: Tensor
+    """The same for the second pass."""
+    swapped: Tensor
+
+
+def _passes(boxes: Tensor, mirrored: Tensor, size: int) -> _Passes:
+    _, _, height, width = boxes.unbind(1)
+    swapped = _goes_down_first(height, width, size)
+    plain = torch.arange(size, device=boxes.device)
+    mirror = size - 1 - plain
+    return _Passes(
+        length=torch.where(swapped, height, width),
+        lines=torch.where(swapped, width, height),
+        first=torch.where((mirrored & ~swapped)[:, None], mirror, plain),
+        second=torch.where((mirrored & swapped)[:, None], mirror, plain),
+        swapped=swapped,
+    )
+
+
 def _resampled(
-    stack: Stack, chosen: Tensor, boxes: Tensor, mirrored: Tensor, size: int, reach: Reach
+    stack: Stack,
+    chosen: Tensor,
+    boxes: Tensor,
+    mirrored: Tensor,
+    size: int,
+    reach: Reach,
+    filters: Filters | None,
 ) -> Tensor:
     """Resample boxes of the images to N x size x size x channels, in two rounded passes."""
-    top, left, height, width = boxes.unbind(1)
-    device, channels = stack.pixels.device, stack.channels
-    across, down = torch.full_like(width, channels), stack.widths[chosen] * channels
+    top, left, _, _ = boxes.unbind(1)
+    passes, channels = _passes(boxes, mirrored, size), stack.channels
+    across, down = torch.full_like(left, channels), stack.widths[chosen] * channels
     start = stack.offsets[chosen] + top * down + left * across
-    # The first pass runs along lines: rows, or columns if Pillow resamples columns first.
-    swapped = _goes_down_first(height, width, size)
-    step, line_step = torch.where(swapped, down, across), torch.where(swapped, across, down)
-    length, lines = torch.where(swapped, height, width), torch.where(swapped, width, height)
+    step = torch.where(passes.swapped, down, across)
+    line_step = torch.where(passes.swapped, across, down)
     # Lines beyond a box repeat its last line, and no output pixel uses them.
-    line = torch.minimum(torch.arange(reach.rows, device=device), lines[:, None] - 1)
-    place = torch.arange(size, device=device)
-    mirror, plain = size - 1 - place, place
-    first = torch.where((mirrored & ~swapped)[:, None], mirror, plain)
-    second = torch.where((mirrored & swapped)[:, None], mirror, plain)
-
+    line = torch.arange(reach.rows, device=boxes.device)
+    line = torch.minimum(line, passes.lines[:, None] - 1)
+    starts = start[:, None] + line * line_step[:, None]
     # The channels of a pixel are neighbors, so that one index finds them all.
     pixels = stack.pixels.unfold(0, channels, 1)
-    starts = start[:, None] + line * line_step[:, None]
-    total = zero = torch.zeros((), dtype=torch.int32, device=device)
-    pixel, weight = _weighed(length, first, size, reach.taps)
-    inside = pixel * step[:, None, None]
-    for tap in range(reach.taps):
+    if filters is not None:
+        return _gathered(pixels, starts, step, passes.swapped, filters)
+    longest = reach.taps * size // 2
+    at_once = max(1, _AT_ONCE // (reach.rows * longest * channels))
+    parts = zip(*(values.split(at_once) for values in (starts, step, *passes)), strict=True)
+    return torch.cat(
+        [_multiplied(pixels, starts, step, _Passes(*of), longest) for starts, step, *of in parts]
+    )
+
+
+def _gathered(
+    pixels: Tensor, starts: Tensor, step: Tensor, swapped: Tensor, filters: Filters
+) -> Tensor:
+    """Resample tap by tap: the least arithmetic, and one kernel per pass in compiled code."""
+    number, size, taps = filters.pixel.shape
+    total = zero = torch.zeros((), dtype=torch.int32, device=pixels.device)
+    inside = filters.pixel * step[:, None, None]
+    for tap in range(taps):
         found = pixels[starts[:, :, None] + inside[:, None, :, tap]]
-        total = torch.addcmul(total, found, weight[:, None, :, None, tap])
+        total = torch.addcmul(total, found, filters.weight[:, None, :, None, tap])
     once, total = _rounded(total), zero
 
     # The second pass turns lines of either kind into rows.
-    pixel, weight = _weighed(lines, second, size, reach.taps)
-    each, swap = torch.arange(len(chosen), device=device)[:, None, None], swapped[:, None, None]
+    place = torch.arange(size, device=pixels.device)
+    each, swap = torch.arange(number, device=pixels.device)[:, None, None], swapped[:, None, None]
     along = torch.where(swap, place[:, None], place)
-    for tap in range(reach.taps):
-        one, share = pixel[:, :, tap], weight[:, :, tap]
+    for tap in range(taps):
+        one, share = filters.line[:, :, tap], filters.line_weight[:, :, tap]
         found = once[each, torch.where(swap, one[:, None], one[:, :, None]), along]
         share = torch.where(swap, share[:, None], share[:, :, None])[..., None]
         total = torch.addcmul(total, found, share)
     return _rounded(total)
+
+
+def _multiplied(
+    pixels: Tensor, starts: Tensor, step: Tensor, passes: _Passes, longest: int
+) -> Tensor:
+    """Resample by two matrix products: the fewest kernels."""
+    (number, rows), size = starts.shape, passes.first.shape[1]
+    along = torch.arange(longest, device=pixels.device)
+    inside = torch.minimum(along, passes.length[:, None] - 1) * step[:, None]
+    values = pixels[starts[:, :, None] + inside[:, None]]  # N x rows x longest x channels
+    channels = values.shape[3]
+    weights = _weights(passes.length, along, passes.first, size)
+    once = _summed(weights, values.permute(0, 3, 1, 2).reshape(number, -1, longest).mT)
+    once = once.view(number, size, channels, rows).permute(0, 3, 1, 2).reshape(number, rows, -1)
+    weights = _weights(passes.lines, torch.arange(rows, device=pixels.device), passes.second, size)
+    twice = _summed(weights, once).view(number, size, size, channels)
+    return torch.where(passes.swapped[:, None, None, None], twice.transpose(1, 2), twice)
+
+
+def _summed(weights: Tensor, values: Tensor) -> Tensor:
+    """Multiply matrices of weights and of bytes, and round.
+
+    Each weight is split into three bytes. Then all products and sums are integers below $2^{24}$,
+    exact in single precision and TF32 in any order, if at most 256 values have a weight.
+    """
+    exact = torch.float32 if values.shape[1] <= 256 else torch.float64
+    split = torch.cat([(weights >> shift) & 255 for shift in (0, 8, 16)], 1)
+    low, middle, high = torch.bmm(split.to(exact), values.to(exact)).int().chunk(3, 1)
+    return _rounded(low + (middle << 8) + (high << 16))
 
 
 def _rounded(total: Tensor) -> Tensor:
@@ -253,7 +379,17 @@ def _goes_down_first(height: _Lengths, width: _Lengths, size: int) -> _Lengths:
 
 
 def _weighed(length: Tensor, places: Tensor, size: int, taps: int) -> tuple[Tensor, Tensor]:
-    r"""Return source pixels and their weights, N x size x taps, for every place in the output.
+    """Return the source pixels that have a weight, and their weights, N x size x taps."""
+    centre = (2 * places.int() + 1) * length.int()[:, None]  # cheaper than 64 bits
+    widest = length.int()[:, None].clamp(min=size)
+    start = _over((centre - 2 * widest + size).clamp(min=0), 2 * size)
+    pixel = start[:, :, None] + torch.arange(taps, dtype=torch.int32, device=places.device)
+    pixel_within = torch.minimum(pixel, length.int()[:, None, None] - 1)
+    return pixel_within, _weights(length, pixel, places, size)
+
+
+def _weights(length: Tensor, pixel: Tensor, places: Tensor, size: int) -> Tensor:
+    r"""Return the weights of source pixels, for every place in the output.
 
     Place $p$ of $s$ sees the source, $n$ pixels long, through a triangle filter centered at
     $c = (p + 1/2)\, n / s$ that vanishes at distance $m / s$, with $m = \max(n, s)$. Pixel $j$ has
@@ -261,17 +397,19 @@ def _weighed(length: Tensor, places: Tensor, size: int, taps: int) -> tuple[Tens
     integer. Pillow computes the weights in double precision and rounds them to multiples of
     $2^{-22}$. While $n s < 2^{27}$, every exact ratio is further from a rounding boundary than the
     error of double precision, so rounding the exact ratios gives the same weights.
+
+    Args:
+        length: pixels of each source, N.
+        pixel: source pixels, which include all that have a weight: N x size x number, or number.
+        places: N x size.
+        size: the number of places in the output.
     """
-    length, place = length.int()[:, None, None], places.int()[:, :, None]  # cheaper than 64 bits
-    widest = length.clamp(min=size)
-    centre = (2 * place + 1) * length
-    start = _over((centre - 2 * widest + size).clamp(min=0), 2 * size)
-    pixel = start + torch.arange(taps, dtype=torch.int32, device=places.device)
-    share = (2 * widest - ((2 * pixel + 1) * size - centre).abs()).clamp(min=0)
+    length, place = length.int()[:, None, None], places.int()[:, :, None]
+    distance = ((2 * pixel.int() + 1) * size - (2 * place + 1) * length).abs()
+    share = (2 * length.clamp(min=size) - distance).clamp(min=0)
     share = torch.where(pixel < length, share, 0)
     whole = share.sum(2, keepdim=True)  # int64
-    weight = _over((share.long() << (_BITS + 1)) + whole, 2 * whole).int()
-    return torch.minimum(pixel, length - 1), weight
+    return _over((share.long() << (_BITS + 1)) + whole, 2 * whole).int()
 
 
 def _jittered(planes: list[Tensor], which: Tensor, factor: Tensor, turn: Tensor) -> list[Tensor]:

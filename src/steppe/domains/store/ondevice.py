@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ _READERS = 8
 _READ_AT_ONCE = 256
 """Images per task of a thread: handing over one small image would take longer than to read it."""
 log = logging.getLogger("steppe")
+T = TypeVar("T")
 
 
 def size(domains: Sequence[Domain]) -> int:
@@ -87,6 +88,7 @@ class OnDevice(Store):
         self._whole_reach = cache(partial(device.whole_reach, self._heights, self._widths))
         self._augment = _compiled(device.augment) if compiled else device.augment
         self._resize = _compiled(device.resize) if compiled else device.resize
+        self._filters = _compiled(device.filters) if compiled else _none
 
     def batches(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
         yield from _ahead(self.made(plan, numbers), self._device)
@@ -97,12 +99,14 @@ class OnDevice(Store):
 
     def transformed(self, stack: Stack, work: _Work, view: View) -> Tensor:
         """Transform images of a stack; both it and the work are on the device."""
-        if len(work.chosen) > 1:  # one compilation for all batch sizes
-            _mark_dynamic(work)
-        if work.draws is None or work.boxes is None:
-            return self._resize(stack, work.chosen, view.size, self._whole_reach(view.size))
-        reach = self._crop_reach(view.size)
-        return self._augment(stack, work.chosen, work.draws, work.boxes, view.size, reach)
+        draws, boxes, size = work.draws, work.boxes, view.size
+        if draws is None or boxes is None:
+            reach = self._whole_reach(size)
+            filters = self._filters(device.whole_boxes(stack, work.chosen), None, size, reach)
+            return self._resize(stack, work.chosen, size, reach, filters)
+        reach = self._crop_reach(size)
+        filters = self._filters(boxes, draws, size, reach)
+        return self._augment(stack, work.chosen, draws, boxes, size, reach, filters)
 
     def moved(self, value: Any) -> Any:
         """Copy a tensor to the device through pinned memory; return anything else unchanged."""
@@ -265,21 +269,28 @@ def _split(images: Tensor, labels: Tensor, sizes: tuple[int, ...]) -> list[Batch
     return list(map(Batch, images.split(sizes), labels.split(sizes)))
 
 
-def _mark_dynamic(values: Sequence[Any]) -> None:
+def _mark_dynamic(values: Iterable[Any]) -> None:
     """Tell the compiler that the first dimension of these tensors varies."""
     for value in values:
-        if isinstance(value, Tensor):
+        if isinstance(value, device.Filters):
+            _mark_dynamic(value)
+        elif isinstance(value, Tensor) and len(value) > 1:
             torch._dynamo.maybe_mark_dynamic(value, 0)
 
 
-def _compiled(transform: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compile a transform; fall back to eager code if `torch.compile` fails."""
+def _none(*_: Any) -> None:
+    """Stand in for `device.filters`, which only compiled transforms need."""
+
+
+def _compiled(transform: Callable[..., T]) -> Callable[..., T]:
+    """Compile a transform, for any number of images; if that fails, fall back to eager code."""
     chosen = torch.compile(transform)
 
-    def call(*args: Any) -> Tensor:
+    def call(*args: Any) -> T:
         nonlocal chosen
         from torch._dynamo.exc import TorchDynamoException
 
+        _mark_dynamic(args)
         try:
             return chosen(*args)
         except TorchDynamoException as error:
