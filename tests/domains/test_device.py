@@ -75,7 +75,7 @@ def augmented(
 def tap_by_tap(
     stack: device.Stack, chosen: Tensor, draws: Tensor, boxes: Tensor, *window: Any
 ) -> Tensor:
-    """Augment in the way that compiled code takes."""
+    """Augment in the way that compiled code and CPUs take."""
     filters = device.filters(boxes, draws, *window)
     return device.augment(stack, chosen, draws, boxes, *window, filters)
 
@@ -223,6 +223,41 @@ def test_all_colours_are_pillows(where: str):
         np.testing.assert_array_equal(torch.stack(ours, 1).cpu(), theirs)
 
 
+@pytest.mark.parametrize("where", DEVICES)
+def test_products_do_not_depend_on_how_they_are_computed(
+    where: str, monkeypatch: pytest.MonkeyPatch
+):
+    """In parts, under autocast, in TF32 or bfloat16, and without images."""
+    images, draws, chosen = pictures([(40, 28), (12, 90)]), rows(6), np.arange(6) % 2
+    wanted = expected(images, chosen, draws, SIZE)
+    monkeypatch.setattr(device, "_AT_ONCE", 1)
+    with torch.autocast(torch.device(where).type, dtype=torch.bfloat16):
+        found = augmented(images, chosen, draws, SIZE, where=where)
+    np.testing.assert_array_equal(found.numpy(), wanted)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        found = augmented(images, chosen, draws, SIZE, where=where)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    np.testing.assert_array_equal(found.numpy(), wanted)
+    none = augmented(images, chosen[:0], draws[:0], SIZE, where=where)
+    assert none.shape == (0, 3, SIZE, SIZE)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_sums_of_more_than_256_products_are_exact(where: str):
+    """Just above and below where rounding changes, a sum that is off by one gives another byte."""
+    for total in range((9 << 21) - 3, (9 << 21) + 4):  # 4.5 after the division by 2^22
+        weights, values = torch.zeros(300, dtype=torch.int32), torch.zeros(300, dtype=torch.uint8)
+        many, rest = divmod(total, 255 * 255)
+        weights[:many], values[:many] = 255, 255
+        weights[many], values[many] = 255, rest // 255
+        weights[many + 1], values[many + 1] = rest % 255, 1
+        found = device._summed(weights[None, None].to(where), values[None, :, None].to(where), 300)
+        assert int(found) == (4 if total < 9 << 21 else 5)
+
+
 @pytest.mark.parametrize("name", ["_DOWN_FIRST", "_LOST"])
 def test_what_is_asked_of_pillow_matters(name: str, monkeypatch: pytest.MonkeyPatch):
     """Without the answer, images differ: the tests above would fail."""
@@ -246,26 +281,28 @@ def test_reach_covers_the_work_and_little_more(height, width, size):
     whole = device.whole_reach(*shape, size)
     assert max(needed(height), needed(width)) <= whole.taps
     assert whole.taps <= 2 * max(height, width, size) / size + 1
-    assert whole.rows == (width if device._goes_down_first(*shape, size) else height)
+    lines = (width, height) if device._goes_down_first(*shape, size) else (height, width)
+    assert (whole.rows, whole.columns) == lines
     # The tallest and the widest crop there can be, and that of the fallback.
     draws = np.tile(np.array([[EDGE] * 2, [EDGE, 0.0]]).repeat(10, axis=0).reshape(2, 20), (1, 2))
     boxes = augment.crop_boxes(*(np.repeat(side, 2) for side in shape), draws[:, : augment.DRAWS])
     crop = device.crop_reach(*shape, size)
     assert boxes[:, 2].max() <= crop.rows <= height
     assert all(needed(length) <= crop.taps for length in boxes[:, 2:].ravel().tolist())
+    assert boxes[:, 2:].max() <= crop.columns <= max(height, width)
     assert crop.taps <= whole.taps
     assert crop.rows <= width * 4 / 3 + 2
 
 
 def test_reach_is_over_all_images():
     heights, widths = np.array([300, 30, 40]), np.array([310, 20, 650])
-    assert device.whole_reach(heights, widths, 100) == device.Reach(rows=300, taps=13)
-    assert device.crop_reach(heights, widths, 100) == device.Reach(rows=300, taps=7)
+    assert device.whole_reach(heights, widths, 100) == device.Reach(300, 650, taps=13)
+    assert device.crop_reach(heights, widths, 100) == device.Reach(300, 310, taps=7)
     # Of an image that is far from a square, crops are not: 134 x 100 at most, and a pixel.
     for shape in ((100, 900), (900, 100)):
         rows = min(135, shape[0])
         found = device.crop_reach(*(np.array([side]) for side in shape), 50)
-        assert found == device.Reach(rows=rows, taps=6)
+        assert found == device.Reach(rows, 135, taps=6)
 
 
 def test_stack_holds_images_as_chosen():

@@ -29,8 +29,8 @@ from .dataset import Indices, Pixels
 
 _BITS = 22
 """Pillow's weights are integers that sum to about $2^{22}$, so that sums fit into 32 bits."""
-_AT_ONCE = 32_000_000
-"""The maximum number of source values that are multiplied at once."""
+_AT_ONCE = 100_000_000
+"""The maximum number of values that matrix products read and write at once."""
 _SEXTANT = 85
 """A sixth of the hue circle (red to yellow, and so on), in units of half a hue (0 to 510)."""
 _CONTRAST, _SATURATION, _HUE = 1, 2, 3  # their numbers in `_ORDERS`; 0 is brightness
@@ -67,10 +67,12 @@ class Reach:
     Attributes:
         rows: the maximum number of lines in the first pass of a resampling: the height of the
             tallest crop or image.
+        columns: the maximum number of pixels in one of these lines.
         taps: the maximum number of source pixels per output pixel, in either direction.
     """
 
     rows: int
+    columns: int
     taps: int
 
 
@@ -115,13 +117,14 @@ def crop_reach(heights: Indices, widths: Indices, size: int) -> Reach:
 
     Examples:
         >>> crop_reach(np.array([227]), np.array([227]), 224)
-        Reach(rows=227, taps=3)
+        Reach(rows=227, columns=227, taps=3)
     """
     # A crop is no larger than the image, and its aspect ratio is within `RATIO`. The extra pixel
     # is for the rounding of both sides.
     tall = np.minimum(heights, np.ceil(widths / RATIO[0]).astype(np.int64) + 1)
     wide = np.minimum(widths, np.ceil(heights * RATIO[1]).astype(np.int64) + 1)
-    return Reach(rows=int(tall.max()), taps=_most_taps(max(tall.max(), wide.max()), size))
+    columns = int(max(tall.max(), wide.max()))  # lines are columns if those are resampled first
+    return Reach(rows=int(tall.max()), columns=columns, taps=_most_taps(columns, size))
 
 
 def whole_reach(heights: Indices, widths: Indices, size: int) -> Reach:
@@ -129,10 +132,14 @@ def whole_reach(heights: Indices, widths: Indices, size: int) -> Reach:
 
     Examples:
         >>> whole_reach(np.array([100, 300]), np.array([672, 350]), 224)
-        Reach(rows=300, taps=6)
+        Reach(rows=300, columns=672, taps=6)
     """
-    lines = np.where(_goes_down_first(heights, widths, size), widths, heights)
-    return Reach(rows=int(lines.max()), taps=_most_taps(max(heights.max(), widths.max()), size))
+    down_first = _goes_down_first(heights, widths, size)
+    return Reach(
+        rows=int(np.where(down_first, widths, heights).max()),
+        columns=int(np.where(down_first, heights, widths).max()),
+        taps=_most_taps(max(heights.max(), widths.max()), size),
+    )
 
 
 def _most_taps(length: int, size: int) -> int:
@@ -182,8 +189,8 @@ def augment(
         boxes: the `augment.crop_boxes` of the same draws, N x 4, int64.
         size: height and width of the results.
         reach: the `crop_reach` of the images.
-        filters: the `filters` of the boxes and draws: the faster way in compiled code, where None
-            is faster otherwise.
+        filters: the `filters` of the boxes and draws, which make compiled code and CPUs faster, or
+            None, which makes uncompiled code on a GPU faster.
 
     Returns:
         N x 3 x size x size, uint8, channels-last in memory.
@@ -305,11 +312,12 @@ def _resampled(
     pixels = stack.pixels.unfold(0, channels, 1)
     if filters is not None:
         return _gathered(pixels, starts, step, passes.swapped, filters)
-    longest = reach.taps * size // 2
-    at_once = max(1, _AT_ONCE // (reach.rows * longest * channels))
+    source = reach.rows * reach.columns * channels
+    weights, products = reach.rows + reach.columns, max(reach.rows, size) * channels
+    at_once = max(1, _AT_ONCE // (source + 3 * size * (weights + products)))
     parts = zip(*(values.split(at_once) for values in (starts, step, *passes)), strict=True)
     return torch.cat(
-        [_multiplied(pixels, starts, step, _Passes(*of), longest) for starts, step, *of in parts]
+        [_multiplied(pixels, starts, step, _Passes(*of), reach) for starts, step, *of in parts]
     )
 
 
@@ -338,31 +346,39 @@ def _gathered(
 
 
 def _multiplied(
-    pixels: Tensor, starts: Tensor, step: Tensor, passes: _Passes, longest: int
+    pixels: Tensor, starts: Tensor, step: Tensor, passes: _Passes, reach: Reach
 ) -> Tensor:
     """Resample by two matrix products: the fewest kernels."""
-    (number, rows), size = starts.shape, passes.first.shape[1]
+    (number, size), rows, longest = passes.first.shape, reach.rows, reach.columns
     along = torch.arange(longest, device=pixels.device)
     inside = torch.minimum(along, passes.length[:, None] - 1) * step[:, None]
     values = pixels[starts[:, :, None] + inside[:, None]]  # N x rows x longest x channels
     channels = values.shape[3]
     weights = _weights(passes.length, along, passes.first, size)
-    once = _summed(weights, values.permute(0, 3, 1, 2).reshape(number, -1, longest).mT)
-    once = once.view(number, size, channels, rows).permute(0, 3, 1, 2).reshape(number, rows, -1)
+    values = values.permute(0, 3, 1, 2).reshape(number, channels * rows, longest).mT
+    once = _summed(weights, values, reach.taps).view(number, size, channels, rows)
+    once = once.permute(0, 3, 1, 2).reshape(number, rows, size * channels)
     weights = _weights(passes.lines, torch.arange(rows, device=pixels.device), passes.second, size)
-    twice = _summed(weights, once).view(number, size, size, channels)
+    twice = _summed(weights, once, reach.taps).view(number, size, size, channels)
     return torch.where(passes.swapped[:, None, None, None], twice.transpose(1, 2), twice)
 
 
-def _summed(weights: Tensor, values: Tensor) -> Tensor:
+def _summed(weights: Tensor, values: Tensor, taps: int) -> Tensor:
     """Multiply matrices of weights and of bytes, and round.
 
     Each weight is split into three bytes. Then all products and sums are integers below $2^{24}$,
     exact in single precision and TF32 in any order, if at most 256 values have a weight.
+
+    Args:
+        weights: N x size x source pixels; at most `taps` of a row are not zero.
+        values: N x source pixels x columns, uint8.
+        taps: as in `Reach`.
     """
-    exact = torch.float32 if values.shape[1] <= 256 else torch.float64
-    split = torch.cat([(weights >> shift) & 255 for shift in (0, 8, 16)], 1)
-    low, middle, high = torch.bmm(split.to(exact), values.to(exact)).int().chunk(3, 1)
+    exact = torch.float32 if taps <= 256 else torch.float64
+    split = torch.cat([(weights >> shift) & 255 for shift in (0, 8, 16)], 1).to(exact)
+    with torch.autocast(values.device.type, enabled=False):  # half precision would lose bits
+        products = torch.bmm(split, values.to(exact))
+    low, middle, high = products.int().chunk(3, 1)
     return _rounded(low + (middle << 8) + (high << 16))
 
 
