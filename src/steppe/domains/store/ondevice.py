@@ -88,7 +88,8 @@ class OnDevice(Store):
         self._whole_reach = cache(partial(device.whole_reach, self._heights, self._widths))
         self._augment = _compiled(device.augment) if compiled else device.augment
         self._resize = _compiled(device.resize) if compiled else device.resize
-        self._filters = _compiled(device.filters) if compiled else _none
+        weigh = _compiled(device.filters) if compiled else device.filters
+        self._filters = weigh if compiled or to.type == "cpu" else None
 
     def batches(self, plan: Plan, numbers: range) -> Iterator[list[Batch]]:
         yield from _ahead(self.made(plan, numbers), self._device)
@@ -99,13 +100,13 @@ class OnDevice(Store):
 
     def transformed(self, stack: Stack, work: _Work, view: View) -> Tensor:
         """Transform images of a stack; both it and the work are on the device."""
-        draws, boxes, size = work.draws, work.boxes, view.size
+        draws, boxes, size, weigh = work.draws, work.boxes, view.size, self._filters
         if draws is None or boxes is None:
             reach = self._whole_reach(size)
-            filters = self._filters(device.whole_boxes(stack, work.chosen), None, size, reach)
-            return self._resize(stack, work.chosen, size, reach, filters)
+            whole = weigh and weigh(device.whole_boxes(stack, work.chosen), None, size, reach)
+            return self._resize(stack, work.chosen, size, reach, whole)
         reach = self._crop_reach(size)
-        filters = self._filters(boxes, draws, size, reach)
+        filters = weigh and weigh(boxes, draws, size, reach)
         return self._augment(stack, work.chosen, draws, boxes, size, reach, filters)
 
     def moved(self, value: Any) -> Any:
@@ -276,10 +277,6 @@ def _mark_dynamic(values: Iterable[Any]) -> None:
             _mark_dynamic(value)
         elif isinstance(value, Tensor) and len(value) > 1:
             torch._dynamo.maybe_mark_dynamic(value, 0)
-
-
-def _none(*_: Any) -> None:
-    """Stand in for `device.filters`, which only compiled transforms need."""
 
 
 def _compiled(transform: Callable[..., T]) -> Callable[..., T]:
