@@ -11,7 +11,7 @@ from steppe.algorithms import Objective, algorithm_names, build_algorithm
 from steppe.algorithms.algorithm import trainable
 from steppe.domains.batches import Batch
 from steppe.errors import UserError
-from steppe.training import make_config, train
+from steppe.training import configure, make_config, train
 from steppe.training.backbones import build_network
 from steppe.training.trainer import Trainer
 from steppe.training.warm_start import later
@@ -133,6 +133,18 @@ def test_averages_count_its_steps_but_a_valley_begins_later(tmp_path: Path) -> N
     # A valley that begins with the first look begins with the first step of the whole network.
     log = (tmp_path / "swad/log.txt").read_text()
     assert "valley begins after step 0" in log
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides"),
+    [({"linear_lr": 0.1}, []), ({"linear_probe": True}, ["linear_lr = 0.1"])],
+)
+def test_a_learning_rate_without_steps_is_an_error(options: dict, overrides: list[str]) -> None:
+    with pytest.raises(UserError, match="linear_lr=0.1 has no effect .* --linear-steps N"):
+        configure({**DIGITS, **options}, overrides)
+    stored = make_config({**DIGITS, "linear_lr": 0.1})  # by an older version
+    assert configure({}, resumed=stored).linear_lr == 0.1
+    assert configure({**DIGITS, **options}, [*overrides, "linear_steps=2"]).linear_lr == 0.1
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,13 @@ def configure(
     if space is not None:
         values["space"] = space
     config = make_config(apply_overrides(values, texts))
+    # Not in `make_config`: runs that are stored with an idle value can still be read and resumed.
+    asked = {*options, *(text.partition("=")[0].strip() for text in texts)}
+    if "linear_lr" in asked and not config.linear_steps:
+        raise UserError(
+            f"linear_lr={config.linear_lr:g} has no effect without linear_steps, the number of "
+            "steps that train the classifier alone: pass --linear-steps N, or leave out linear_lr"
+        )
     return config if draw is None else redraw(config, draw, values, texts, asked=options)
 
 
