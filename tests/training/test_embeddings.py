@@ -207,15 +207,18 @@ def test_clipood_trains_the_tower_under_fixed_texts(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "words"),
-    [({"linear_steps": 1}, "'linear' has nothing to train"), ({"linear_probe": True}, "keeps")],
+    ("option", "remedy"),
+    [
+        ({"linear_steps": 1}, r"linear_steps=1 .* 'CLIPood' keeps .* linear_steps=0"),
+        ({"linear_probe": True}, r"linear_probe=True .* linear_probe=false"),
+        ({"recipe": "erm++", "steps": 700}, r"linear_steps=500 .* if a recipe"),
+    ],
 )
-def test_clipood_keeps_its_classifier(folder, tmp_path, option, words):
+def test_nothing_else_trains_the_classifier_of_clipood(folder, tmp_path, option, remedy):
     file = tmp_path / "t.safetensors"
     save_file(named(64), file)
-    made = config(folder, file, algorithm="CLIPood", steps=2, **option)
-    with pytest.raises(UserError, match=words):
-        train(made, tmp_path / "run")
+    with pytest.raises(UserError, match=remedy):
+        config(folder, file, algorithm="CLIPood", **{"steps": 2, **option})
 
 
 def margin_loss(network: Any, x: Tensor, labels: Tensor, margin: float) -> Tensor:

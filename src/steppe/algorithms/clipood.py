@@ -21,6 +21,7 @@ log = logging.getLogger("steppe")
     idea="a margin between similar class names",
     citation="Shu et al., CLIPood: Generalizing CLIP to Out-of-Distributions, ICML 2023",
     linear=True,
+    keeps_classifier=True,
 )
 class CLIPood(Algorithm):
     r"""CLIPood's margin metric softmax (Shu et al., ICML 2023).

@@ -33,6 +33,7 @@ class AlgorithmSpec(AxisSpec):
         min_batch: the minimum number of images per domain in a batch.
         linear: whether the loss is a mean over images, so that several processes sharing a batch
             compute the same loss as one process.
+        keeps_classifier: whether the classifier is fixed, so that nothing else may train it.
         run: run-wide hyperparameters it sets for large images, such as the batch size.
         drawn_as: DomainBed's seeding names for optimizer options, where they differ.
     """
@@ -46,6 +47,7 @@ class AlgorithmSpec(AxisSpec):
     min_domains: int = 1
     min_batch: int = 1
     linear: bool = False
+    keeps_classifier: bool = False
     run: Mapping[str, Hyperparameter] = field(default_factory=dict)
     drawn_as: Mapping[str, str] = field(default_factory=dict)
 

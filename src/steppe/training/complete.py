@@ -119,6 +119,8 @@ def _complete(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> RunConfig:
         message = first["msg"].removeprefix("Value error, ")
         value = "" if not where else f" {where}={shown(first['input'])}:"
         raise UserError(f"config:{value} {message}") from None
+    if algorithm.keeps_classifier:
+        _refuse_classifier_training(config)
     algorithm.check_batch(config.batch_size // config.accumulate)
     sources = config.sources or [name for name in spec.domains if name not in config.targets]
     if sources:  # opening the data reports that none is left
@@ -128,6 +130,16 @@ def _complete(values: Mapping[str, Any], drawn: Mapping[str, Any]) -> RunConfig:
             f"augment=true needs images with 3 channels; {spec.name} has {spec.channels}"
         )
     return config
+
+
+def _refuse_classifier_training(config: RunConfig) -> None:
+    for key, idle in (("linear_steps", 0), ("linear_probe", False)):
+        if (value := getattr(config, key)) != idle:
+            raise UserError(
+                f"{key}={shown(value)} would train the classifier, which algorithm "
+                f"{config.algorithm.name!r} keeps fixed: leave out {key}, or pass --set "
+                f"{key}={json.dumps(idle)} if a recipe sets it"
+            )
 
 
 def _complete_embedding(given: dict[str, Any]) -> None:
