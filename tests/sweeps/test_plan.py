@@ -87,6 +87,7 @@ def test_pairs_are_domainbeds_and_go_beyond_two() -> None:
     spec = dataset_spec("PACS")
     assert [len(s) for s in target_sets(spec, "pairs")] == [1] * 4 + [2] * 6
     assert set(target_sets(spec, "pairs")[4:]) == set(itertools.combinations(spec.domains, 2))
+    assert target_sets(dataset_spec("ColoredMNIST"), "+90%") == [("+90%",)]
     nico = target_sets(dataset_spec("NICO++"), "pairs")
     assert [len(s) for s in nico] == [2] * 3 + [3] * 12
 
@@ -290,7 +291,7 @@ def test_the_hint_is_printed_and_its_options_make_a_plan_small(
 ) -> None:
     seconds = {"resnet50": 1.0, "small-cnn": 0.001}
     monkeypatch.setattr(cost, "_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(cost, "_seconds_per_image", lambda config, *_: seconds[config.backbone])
+    monkeypatch.setattr(cost, "seconds_per_image", lambda config, *_: seconds[config.backbone])
     plan = ["sweep", "plan", "--datasets", "PACS", "--trials", "1", "--draws", "0"]
     large = CliRunner().invoke(app, [*plan, str(tmp_path / "large")]).stdout
     assert " ".join(cost.TRIAL) in large

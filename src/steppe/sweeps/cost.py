@@ -67,7 +67,7 @@ def estimate(sweep: Sweep, measured: bool = True) -> Cost:
             images = config.batch_size * (len(spec.domains) - len(config.targets))
             kind = (config.backbone, config.image_size, spec.channels)
             if kind not in timed:
-                timed[kind] = _seconds_per_image(config, spec.channels, device)
+                timed[kind] = seconds_per_image(config, spec.channels, device)
             taken = passes * images * timed[kind]
         parts.append(Part(dataset, optimizer, len(names), passes, taken))
     seconds = [part.seconds for part in parts if part.seconds is not None]
@@ -86,8 +86,8 @@ def _device() -> torch.device:
     return find_device("auto")
 
 
-def _seconds_per_image(config: RunConfig, channels: int, device: torch.device) -> float:
-    """Time a forward and backward pass in float32."""
+def seconds_per_image(config: RunConfig, channels: int, device: torch.device) -> float:
+    """Time a forward and backward pass in float32, on one thread of a CPU."""
     import torch
     from torch.nn import functional as F
 

@@ -84,6 +84,8 @@ def target_sets(spec: DatasetSpec, targets: str) -> list[tuple[str, ...]]:
     """
     if targets in ("single", "pairs"):
         sets = [frozenset(held_out) for held_out in spec.targets]
+    elif targets in spec.domains:  # also one whose name contains a separator, such as +90%
+        sets = [frozenset((targets,))]
     else:
         given = [name.strip() for name in targets.split(",") if name.strip()]
         sets = [frozenset(name.split("+")) for name in given]
