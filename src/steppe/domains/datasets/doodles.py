@@ -87,7 +87,7 @@ _SHAPES: dict[str, Shape] = {
 CLASSES = tuple(_SHAPES)
 
 
-class _Drawings:
+class Drawings:
     """One shape per sheet of paper: the shapes' positions, and the tools that styles share.
 
     Values per drawing have the shape N x 1 x 1, values per pixel N x height x width. Colors have
@@ -152,20 +152,20 @@ class _Drawings:
         return color
 
 
-def _inside(distance: Floats, softness: float = 1.0) -> Floats:
+def inside(distance: Floats, softness: float = 1.0) -> Floats:
     """Return how much of each pixel is inside the shape; the edge is `softness` pixels wide."""
     return np.clip(0.5 - distance / softness, 0, 1)
 
 
-def _over(below: Floats, above: Floats | float, cover: Floats) -> Floats:
+def over(below: Floats, above: Floats | float, cover: Floats) -> Floats:
     """Blend `above` over `below` with the opacity `cover` of each pixel."""
     return below + cover[..., None] * (above - below)
 
 
-def _paint(draw: _Drawings) -> Floats:
+def _paint(draw: Drawings) -> Floats:
     """Brush strokes, hand-drawn edges, neighboring hues that run into each other."""
     distance, hue = draw.distance(wobble=1.1), draw.each(0, 1)
-    ground = _over(
+    ground = over(
         draw.color(hue, (0.05, 0.4), (0.75, 1.0)),
         draw.color(hue + draw.each(-0.1, 0.1), (0.05, 0.4), (0.75, 1.0)),
         0.5 + 0.5 * draw.clouds(4),
@@ -173,53 +173,53 @@ def _paint(draw: _Drawings) -> Floats:
     fill = draw.color(hue + draw.each(0.25, 0.75), (0.2, 0.9), (0.2, 0.65))
     ground = ground + (0.03 * draw.stripes(3.7))[..., None]
     fill = fill + (0.07 * draw.stripes(3.1) + 0.06 * draw.clouds(5))[..., None]
-    return _over(ground, fill, _inside(distance, softness=1.5))
+    return over(ground, fill, inside(distance, softness=1.5))
 
 
-def _cartoon(draw: _Drawings) -> Floats:
+def _cartoon(draw: Drawings) -> Floats:
     """Flat bright colors, half shaded, with a thick black outline."""
     distance, hue = draw.distance(), draw.each(0, 1)
     ground = draw.color(hue, (0.15, 0.45), (0.9, 1.0))
     ground = ground + (0.03 * np.sign(draw.stripes(9.0)))[..., None]
     fill = draw.color(hue + draw.each(0.25, 0.75), (0.6, 1.0), (0.7, 1.0))
-    lit = _inside(draw.x - draw.x0 + draw.y - draw.y0 - 2)
-    image = _over(ground, _over(0.72 * fill, fill, lit), _inside(distance))
-    return _over(image, 0.06, _inside(np.abs(distance) - 0.95))
+    lit = inside(draw.x - draw.x0 + draw.y - draw.y0 - 2)
+    image = over(ground, over(0.72 * fill, fill, lit), inside(distance))
+    return over(image, 0.06, inside(np.abs(distance) - 0.95))
 
 
-def _photo(draw: _Drawings) -> Floats:
+def _photo(draw: Drawings) -> Floats:
     """A rounded object lit from the upper left, its shadow on rough ground, and camera noise."""
     distance, hue = draw.distance(), draw.each(0, 1)
-    ground = _over(
+    ground = over(
         draw.color(hue, (0.03, 0.3), (0.6, 0.95)),
         draw.color(draw.each(0, 1), (0.03, 0.3), (0.6, 0.95)),
         0.5 + 0.5 * draw.clouds(2),
     )
     ground = ground + (0.1 * draw.clouds(9))[..., None]
-    ground = _over(ground, 0.55 * ground, _inside(draw.distance(shift=2), softness=4))
+    ground = over(ground, 0.55 * ground, inside(draw.distance(shift=2), softness=4))
     depth = np.clip(-distance, 0, 5)
     down, right = np.gradient(np.sqrt(depth * (10 - depth)), axis=(1, 2))  # a quarter circle
     light = (1 + 0.6 * (down + right)) / np.sqrt(1 + down**2 + right**2)
     fill = draw.color(hue + draw.each(0.3, 0.7), (0.2, 0.8), (0.25, 0.7))
     fill = fill * (0.25 + 0.75 * np.clip(light, 0, 1.2))[..., None]
     fill = fill + (0.35 * np.clip(light - 0.95, 0, 1))[..., None]
-    image = _over(ground, fill, _inside(distance, softness=1.5))
+    image = over(ground, fill, inside(distance, softness=1.5))
     return image + draw.rng.normal(0, 0.035, image.shape)
 
 
-def _sketch(draw: _Drawings) -> Floats:
+def _sketch(draw: Drawings) -> Floats:
     """Pencil on paper: two outlines that do not quite match, and hatching."""
     paper = draw.color(draw.each(0.06, 0.16), (0.0, 0.15), (0.85, 1.0))
     paper = paper + (0.02 * draw.clouds(12))[..., None]
     first, second = draw.distance(wobble=0.6), draw.distance(wobble=1.0)
     pencil = draw.each(0.15, 0.3)[..., None]
     hatching = 0.35 + 0.2 * draw.stripes(2.7)
-    image = _over(paper, pencil, hatching * _inside(first + 1))
-    image = _over(image, pencil, 0.95 * _inside(np.abs(first) - 0.3))
-    return _over(image, pencil, 0.6 * _inside(np.abs(second) - 0.2))
+    image = over(paper, pencil, hatching * inside(first + 1))
+    image = over(image, pencil, 0.95 * inside(np.abs(first) - 0.3))
+    return over(image, pencil, 0.6 * inside(np.abs(second) - 0.2))
 
 
-_STYLES: dict[str, Callable[[_Drawings], Floats]] = {
+_STYLES: dict[str, Callable[[Drawings], Floats]] = {
     "paint": _paint,
     "cartoon": _cartoon,
     "photo": _photo,
@@ -245,8 +245,13 @@ def read(root: Path | None = None) -> Contents:
 def _draw(style: str) -> Domain:
     rng = RandomState(STYLES.index(style))
     labels = rng.permutation(np.arange(PER_STYLE, dtype=np.int64) % len(CLASSES))
-    image = _STYLES[style](_Drawings(labels, rng))
+    image = draw(style, labels, rng)
     return Domain(style, Arrays(np.rint(255 * np.clip(image, 0, 1)).astype(np.uint8)), labels)
+
+
+def draw(style: str, labels: Indices, rng: RandomState) -> Floats:
+    """Draw shapes with these labels: N x height x width x 3, mostly in [0, 1]."""
+    return _STYLES[style](Drawings(labels, rng))
 
 
 DOODLES = DatasetSpec(
