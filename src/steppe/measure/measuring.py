@@ -156,7 +156,7 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch.images), batch.labels)
 
 
-def _used(model: nn.Module, batches: Iterable[Batch]) -> list[nn.Parameter]:
+def used_parameters(model: nn.Module, batches: Iterable[Batch]) -> list[nn.Parameter]:
     """Parameters that predictions depend on.
 
     Others, such as an adversary's or a teacher's, would have zero rows in the Hessian.
@@ -181,7 +181,7 @@ def _solve(
     batch_size = settings.batch_size or max(1, NUMBERS // each)
     stream = Stream(drawn, View(model.image_size, augment=False), batch_size, device)
     batches: Iterable[Batch] = list(stream) if numbers <= HELD else stream
-    params = _used(model, batches)
+    params = used_parameters(model, batches)
     parameters = sum(p.numel() for p in params)
     if settings.top > parameters:
         raise UserError(

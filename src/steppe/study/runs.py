@@ -141,7 +141,7 @@ def outcome_of(run: Run, design: Design) -> Outcome:
     targets = sorted(run.target_set)
     raw = [record.raw[target] for target in targets if target in record.raw]
     return Outcome(
-        accuracy=_percent(_on_all_images(run, record)),
+        accuracy=_percent(on_all_images(run, record)),
         other=_percent(sum(raw) / len(raw)) if len(raw) == len(targets) else None,
         validation=_percent(mean_of(record, sources)),
         seconds=round(run.seconds, 3),
@@ -158,7 +158,7 @@ def _compared(run: Run, design: Design) -> Record:
     return next(record for record in reversed(usable) if record.step == chosen.step)
 
 
-def _on_all_images(run: Run, record: Record) -> float | None:
+def on_all_images(run: Run, record: Record) -> float | None:
     """Accuracy on all images of the held-out domains, each domain with the same weight."""
     found = []
     for target in sorted(run.target_set):
