@@ -78,6 +78,7 @@ results: $(STAMP) ## make the tables of published results from their records aga
 	$(BIN)/python docs/results/publish.py
 	$(BIN)/python docs/defaults.py
 	$(BIN)/python docs/algorithms.py
+	$(BIN)/python docs/advise.py
 	for study in digits doodles; do $(BIN)/steppe study report docs/results/studies/$$study --format markdown --out docs/results/studies/$$study/report.md; done
 
 bench: $(STAMP) ## measure the optimizers; benchmarks/README.md lists the other measurements

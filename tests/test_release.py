@@ -102,7 +102,12 @@ def test_the_wheel_is_the_package_and_nothing_else(release):
 
 @pytest.mark.parametrize(
     "file",
-    ["py.typed", "paper/paper.csv", *(f"reports/page/page.{kind}" for kind in ("html", "css"))],
+    [
+        "py.typed",
+        "paper/paper.csv",
+        "study/advice/table.json",
+        *(f"reports/page/page.{kind}" for kind in ("html", "css")),
+    ],
 )
 def test_the_wheel_has_the_files_that_are_no_code(release, file):
     assert f"steppe/{file}" in release.in_wheel

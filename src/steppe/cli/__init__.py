@@ -26,6 +26,7 @@ except ModuleNotFoundError as error:  # a plain `pip install steppe` installs on
     raise SystemExit(missing(error)) from None
 
 from . import (
+    advise,
     curvature,
     data,
     listing,
@@ -74,6 +75,7 @@ app.command()(runs.evaluate)
 app.command()(predict.predict)
 app.command()(runs.export)
 app.command()(merge.merge)
+app.command()(advise.advise)
 app.command()(reports.report)
 app.command()(reports.compare)
 app.command()(reproduce.reproduce)

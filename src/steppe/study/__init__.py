@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from steppe.lazy import attach
 
 if TYPE_CHECKING:
+    from .advice.advising import Advice as Advice, advise as advise
     from .design import Claim as Claim, Design as Design, Method as Method
     from .report import study_report as study_report
     from .rounds import (
