@@ -286,7 +286,7 @@ def draw_images() -> None:
             for place, domain in zip(row, load(task.name).domains, strict=True):
                 first, second = (int(np.flatnonzero(domain.labels == k)[0]) for k in (1, 3))
                 pair = np.concatenate([domain.images[first], domain.images[second]], axis=1)
-                place.imshow(pair.squeeze(), cmap="gray", vmin=0, vmax=255)
+                place.imshow(pair.squeeze(), cmap="gray", vmin=0, vmax=255, interpolation="none")
                 place.set_xticks([])
                 place.set_yticks([])
                 place.set_title(domain.name, fontsize=6, color=ink, pad=2)
