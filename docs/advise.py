@@ -33,7 +33,13 @@ from steppe.study.advice.table import SHIPPED, Example, read_table
 
 DOCS = Path(__file__).parent
 PAGES = tuple(
-    DOCS / page for page in ("results/advise.md", "results/advise-tasks.md", "reference/study.md")
+    DOCS / page
+    for page in (
+        "results/advise.md",
+        "results/advise-indicators.md",
+        "results/advise-tasks.md",
+        "reference/study.md",
+    )
 )
 REAL = DOCS.parent / "benchmarks/advise-real-cpu.json"
 FIGURES = DOCS / "figures"
