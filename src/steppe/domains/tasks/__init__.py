@@ -1,8 +1,8 @@
 """Small tasks that the advisor is fitted on: eleven families, each in four variants.
 
 Importing this module registers every task as a dataset, so name it as a plugin:
-``steppe train --plugin steppe.domains.tasks --dataset rotations-plain --target 60``. A task has
-three source domains and, last, the held-out one. All images are generated, or made from
+``steppe train --plugin steppe.domains.tasks --dataset rotations-plain --target 60 --out runs/x``.
+A task has three source domains and, last, the held-out one. All images are generated, or made from
 scikit-learn's digits, with NumPy's `RandomState`, so everyone gets the same.
 """
 

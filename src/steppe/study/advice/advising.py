@@ -181,7 +181,7 @@ def advise(
     Examples:
         >>> advice = advise("RotatedDigits", target="75", budget=1.0)  # doctest: +SKIP
         >>> advice.ranking[0].optimizer, advice.indicators["disagreement"]  # doctest: +SKIP
-        ('sagm', 0.68)
+        ('adamw', 0.68)
     """
     began = time.monotonic()
     if not budget > 0:
