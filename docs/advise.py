@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from pages import fill
 from scipy import stats
 
+from steppe.domains import Domain
 from steppe.reports.palette import looks
 from steppe.study.advice.advising import fitted
 from steppe.study.advice.associations import associations
@@ -42,7 +43,7 @@ PAGES = tuple(
     )
 )
 REAL = DOCS.parent / "benchmarks/advise-real-cpu.json"
-FIGURES = DOCS / "figures"
+FIGURES = DOCS / "results/advise"
 MEASURED = tuple(one.name for one in INDICATORS if "gain" not in one.name)
 GAINS = tuple(one.name for one in INDICATORS if "gain" in one.name)
 VARIANTS = {
@@ -272,8 +273,8 @@ def draw(examples: Sequence[Example]) -> None:
     """Draw the figures in the light and the dark palette of the site."""
     for style, (ink, faint, back) in STYLES.items():
         for name, paint, size in (
-            ("advise-regret", regret_figure, (5.4, 2.6)),
-            ("advise-tasks", tasks_figure, (5.4, 6.4)),
+            ("regret", regret_figure, (5.4, 2.6)),
+            ("tasks", tasks_figure, (5.4, 6.4)),
         ):
             figure = Figure(figsize=size, layout="constrained", facecolor=back)
             axes = figure.add_subplot(facecolor=back)
@@ -292,17 +293,27 @@ def draw_images() -> None:
     plain = [task for task in TASKS if task.variant == "plain"]
     for style, (ink, _, back) in STYLES.items():
         figure = Figure(figsize=(5.4, 6.6), layout="constrained", facecolor=back)
-        axes = figure.subplots(len(plain), 4)
-        for row, task in zip(axes, plain, strict=True):
-            for place, domain in zip(row, load(task.name).domains, strict=True):
-                first, second = (int(np.flatnonzero(domain.labels == k)[0]) for k in (1, 3))
-                pair = np.concatenate([domain.images[first], domain.images[second]], axis=1)
-                place.imshow(pair.squeeze(), cmap="gray", vmin=0, vmax=255, interpolation="none")
-                place.set_xticks([])
-                place.set_yticks([])
-                place.set_title(domain.name, fontsize=6, color=ink, pad=2)
-            row[0].set_ylabel(task.family, fontsize=7, color=ink, rotation=0, ha="right")
-        figure.savefig(FIGURES / f"advise-images-{style}.svg", metadata={"Date": None})
+        for row, task in zip(figure.subplots(len(plain), 1), plain, strict=True):
+            domains = load(task.name).domains
+            pairs = [_pair(domain) for domain in domains]
+            row.imshow(np.concatenate(pairs, axis=1), interpolation="none")
+            width = pairs[0].shape[1]
+            for place, domain in enumerate(domains):
+                at = (place + 0.4) * width, -1
+                row.text(*at, domain.name, fontsize=6, color=ink, ha="center")
+            row.text(-2, width / 5, task.family, fontsize=7, color=ink, ha="right", va="center")
+            row.axis("off")
+        figure.savefig(FIGURES / f"images-{style}.svg", metadata={"Date": None})
+
+
+def _pair(domain: Domain) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Images of two classes side by side, and a transparent gap, as RGBA."""
+    first, second = (int(np.flatnonzero(domain.labels == label)[0]) for label in (1, 3))
+    pair = np.concatenate([domain.images[first], domain.images[second]], axis=1)
+    size = len(pair)
+    found = np.zeros((size, 5 * size // 2, 4), np.uint8)
+    found[:, : 2 * size, :3], found[:, : 2 * size, 3] = pair, 255
+    return found
 
 
 def regret_figure(

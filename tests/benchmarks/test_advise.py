@@ -1,5 +1,6 @@
 """`benchmarks/advise.py`: from the command line to a table, and what that says about itself."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,8 @@ import advise
 import pytest
 
 from steppe.study.advice.advising import TRUST
-from steppe.study.advice.extent import Extent
-from steppe.study.advice.indicators import INDICATORS, PROBED
+from steppe.study.advice.extent import PROBED, Extent
+from steppe.study.advice.indicators import INDICATORS
 from steppe.study.advice.table import read_table
 from tests.study.advice.simulated import table
 
@@ -35,7 +36,8 @@ def test_a_part_of_the_tasks_is_measured(
 
 
 def test_the_table_says_how_good_the_advice_is() -> None:
-    assert advise.trust(table(0, 0, families=3)) is None
-    said = advise.trust(table(2, 0, families=4))
+    assert advise.trust(table(0, 0, families=3), ()) is None
+    said = advise.trust(table(2, 0, families=4), table(2, 1, families=2))
     assert said is not None
     assert "points below the best optimizer (95% CI" in said
+    assert re.search(r"On 8 targets of real images: -?\d+\.\d, adamw \d+\.\d", said)
