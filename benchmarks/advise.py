@@ -20,7 +20,6 @@ from runs import SweepOptions, refuse_own
 
 from steppe.console import Meter, stderr
 from steppe.domains import load
-from steppe.domains.tasks import TASKS
 from steppe.environment import environment
 from steppe.errors import UserError
 from steppe.study.advice import probes
@@ -71,6 +70,8 @@ class Options(SweepOptions):
 
     def places(self) -> list[Place]:
         if not self.images:
+            from steppe.domains.tasks import TASKS  # which registers them: tests count datasets
+
             plugins = {"plugins": ("steppe.domains.tasks",)}
             found = [Place(t.name, t.family, t.base, t.name, t.target, plugins) for t in TASKS]
         else:

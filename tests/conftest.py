@@ -1,15 +1,18 @@
 """Settings every test shares."""
 
 import gc
+import importlib
 import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import settings
 
+from steppe.domains.catalog import DATASETS
 from tests.devices import DEVICES
 
 # nohup and background jobs ignore Ctrl-C, and so would every command that a test interrupts.
@@ -94,3 +97,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.fixture(scope="module")
+def plugin() -> Iterator[ModuleType]:
+    """The plugin of small tasks, gone again after the module: other tests know what is built in."""
+    name = "steppe.domains.tasks"
+    known = {entry.name for entry in DATASETS.entries()}
+    sys.modules.pop(name, None)  # so that importing it registers the tasks
+    yield importlib.import_module(name)
+    for entry in [entry for entry in DATASETS.entries() if entry.name not in known]:
+        del DATASETS._table[entry.name.lower()]
+    sys.modules.pop(name, None)

@@ -14,7 +14,10 @@ from steppe.study.advice.indicators import INDICATORS
 from steppe.study.advice.table import read_table
 from tests.study.advice.simulated import table
 
+pytestmark = pytest.mark.usefixtures("plugin")
 
+
+@pytest.mark.slow  # three sweeps, each with a worker of its own
 def test_a_part_of_the_tasks_is_measured(
     carry_out: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

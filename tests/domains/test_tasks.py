@@ -7,18 +7,11 @@ import sys
 import numpy as np
 import pytest
 
-from steppe.domains import Dataset, import_plugins, load
+from steppe.domains import Dataset, load
 from steppe.domains.datasets.mnist import rotate
 
 GOLDEN = "e5b1f83d9269736f50659ebb0edbe5464035a74e4c19cace2b9dfad06eecdde2"
 """The checksum of all pixels and labels: records of runs are worthless if they change."""
-
-
-@pytest.fixture(scope="module")
-def plugin():
-    """Import the plugin here: at the top, it would give tests of all datasets 44 more to test."""
-    import_plugins(["steppe.domains.tasks"])
-    return sys.modules["steppe.domains.tasks"]
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,8 @@ from steppe.study.advice.table import SHIPPED, Table, read_table
 from steppe.sweeps import Crew, Status, Sweep, Worker, look
 from tests.study.advice.simulated import table as simulated
 
+pytestmark = pytest.mark.usefixtures("plugin")
+
 TASK, PLUGIN = "rotations-few", {"plugins": ("steppe.domains.tasks",)}
 SMALL = ("--plugin", *PLUGIN["plugins"], "--set", "batch_size=4")
 
