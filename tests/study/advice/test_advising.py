@@ -195,6 +195,16 @@ def test_the_sentence_and_its_notes() -> None:
     assert uninformed[1].startswith("trace: outside the range of the fitted tasks")
 
 
+def test_a_gain_of_nothing_is_said_with_its_price() -> None:
+    found = advice()
+    rows = (replace(row, gain=0.04 if row.optimizer == "fad" else 0.0) for row in found.ranking)
+    tied = replace(found, ranking=tuple(sorted(rows, key=lambda row: -row.gain)))
+    assert tied.notes()[0] == (
+        "fad is expected to gain less than 0.1 points, at 4 passes per step: adamw will do"
+    )
+    assert not any("will do" in note for note in found.notes())
+
+
 def test_the_shipped_table_is_what_the_command_measures() -> None:
     """Tasks of the plugin, all indicators, ten seeds, and a fit that says how good it is."""
     table: Table = read_table(SHIPPED)

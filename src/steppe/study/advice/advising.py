@@ -33,6 +33,8 @@ BUDGET = 240.0
 """Seconds."""
 LEVEL = 0.8
 """Of the intervals."""
+LEAST = 0.1
+"""Points of expected gain below which a note says that the baseline will do."""
 OVERHEAD = 0.15
 """Seconds that a run takes besides its updates and evaluations."""
 SHARE = 0.8
@@ -120,6 +122,12 @@ class Advice:
     def notes(self) -> tuple[str, ...]:
         """What to keep in mind, in words."""
         found = []
+        first = self.ranking[0]
+        if first.optimizer != self.baseline and first.gain < LEAST:
+            found.append(
+                f"{first.optimizer} is expected to gain less than {LEAST:g} points, at "
+                f"{first.passes:g} passes per step: {self.baseline} will do"
+            )
         if self.slope and not self.informed:
             found.append(
                 f"the ranking rests on the leads in short runs, of which {self.slope:.0%} are "
